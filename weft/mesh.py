@@ -112,6 +112,25 @@ class Mesh:
         group = self._group_among(runs, f"{name}:{degree}") if degree > 1 else None
         return Axis(f"{name}:{degree}", degree, whole.index % degree, group, self.ledger)
 
+    def equal_remainders(self, name: str, divisor: int) -> Axis:
+        """Returns the ranks of an axis whose indices have the same remainder as this rank's, divided by `divisor`.
+
+        These are the ranks at the same place in all parts of `neighbours(name, divisor)`. It creates groups, as that.
+        """
+        whole = self[name]
+        degree = whole.degree // divisor
+        rows = ranks_of(self.plan, name).view(-1, degree, divisor).transpose(1, 2).reshape(-1, degree)
+        group = self._group_among(rows, f"{name}%{divisor}") if degree > 1 else None
+        return Axis(f"{name}%{divisor}", degree, whole.index // divisor, group, self.ledger)
+
+    def part(self, name: str) -> Axis:
+        """Returns an axis by name: `x`, its parts of 2 neighbours `x:2`, or ranks of equal remainders `x%2`."""
+        for mark, find in ((":", self.neighbours), ("%", self.equal_remainders)):
+            axis, _, number = name.partition(mark)
+            if number:
+                return find(axis, int(number))
+        return self[name]
+
     def with_own_group(self, name: str, label: str) -> Axis:
         """Returns the axis with a new group, whose communication does not wait for that of the axis' own group.
 
@@ -329,6 +348,9 @@ def distance_and_degree(plan: Plan, name: str) -> tuple[int, int]:
     joint = joint_axes(plan)
     if name in joint:
         return 1, math.prod(plan.degree(member) for member in joint[name])
+    name, _, divisor = name.partition("%")
+    if divisor:
+        return plan.inner(name) * int(divisor), plan.degree(name) // int(divisor)
     name, _, neighbours = name.partition(":")
     return plan.inner(name), int(neighbours) if neighbours else plan.degree(name)
 

@@ -66,7 +66,7 @@ def predicted(model: Any, plan: Plan) -> int:
 
 
 @pytest.mark.processes
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("model", "plan"),
     [

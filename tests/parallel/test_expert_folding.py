@@ -11,6 +11,8 @@ from test_expert import CONFIG, batch, make, make_balanced, make_mixtral
 from test_expert_capacity import make_random
 from torch import Tensor
 
+from weft.architectures import Capacity
+from weft.comm import Axis
 from weft.errors import PlanError
 from weft.mesh import joint_axes, ranks_of
 from weft.models import build
@@ -149,3 +151,54 @@ def test_plans_that_are_refused(config: Any, plan: Plan, message: str) -> None:
 def test_fields_that_do_not_fit_each_other_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         Plan(**fields)
+
+
+def make_pyramid() -> Any:
+    """Layers with 2 and with 8 experts, residual, with random tokens dropped in excess of a capacity."""
+    return make(
+        replace(
+            CONFIG,
+            num_experts=0,
+            num_experts_per_layer=(2, 8),
+            num_experts_per_tok=1,
+            residual_experts=True,
+            capacity=Capacity(0.75, 1, "random"),
+            router_aux_loss_coef=0.5,
+        )
+    )
+
+
+def make_dropless_pyramid() -> Any:
+    return make(replace(CONFIG, num_experts=0, num_experts_per_layer=(2, 4)))
+
+
+@pytest.mark.processes
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        (make_dropless_pyramid, Plan(expert=4, memory=Memory("full"))),
+        (make_pyramid, Plan(expert=4)),
+        (make_pyramid, Plan(expert=4, shard=Shard(2, 3))),
+        (make_dropless_pyramid, Plan(expert=4, tensor=TensorAxis(2, drop_duplicates=True))),
+    ],
+    ids=["dropless", "capacity", "shard", "duplicates"],
+)
+def test_layers_have_experts_on_different_numbers_of_ranks(model: Any, plan: Plan) -> None:
+    more = plan.num_batch_ranks // 4
+    report = verify(model, lambda index: tuple(one.repeat(more, 1) for one in batch(index)), plan, steps=2)
+    report.require()
+    assert {"traffic: expert:2 all_to_all", "traffic: expert%2 all_reduce"} <= {check.what for check in report.checks}
+
+
+@pytest.mark.soak
+@pytest.mark.processes
+def test_experts_that_are_not_summed_over_their_copies_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.mesh.Mesh.equal_remainders", lambda mesh, *_: Axis("expert%2", 1, 0, None, mesh.ledger))
+    report = verify(make_dropless_pyramid, batch, Plan(expert=4), steps=1)
+    assert "worst gradient" in {check.what for check in report.checks if not check.passed}
+
+
+def test_stages_do_not_form_different_groups_of_experts() -> None:
+    with pytest.raises(PlanError, match="expert = 4 is more than the 2 experts of a layer"):
+        refuse(profile(make_dropless_pyramid()), Plan(expert=4, pipe=Pipe(2)))

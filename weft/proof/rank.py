@@ -154,8 +154,8 @@ def _run_rank(case: Case, trial: Trial) -> dict[str, Any]:
     flat = add_traffic(predicted.traffic, step_traffic(plan))
     traffic = expand(flat, mesh.levels)
     expected_bytes = _plain({key: value * trial.steps for key, value in traffic.items()})
-    if added := found.routed.added_bytes(case.counted):
-        expected_bytes[f"{plan.expert_axis} all_to_all"][1] += added
+    for key, added in found.routed.added_bytes(case.counted).items():
+        expected_bytes["{} {}".format(*key)][1] += added
     return {
         "errors": {key: list(worst) for key, worst in errors.items()},
         "noise": noise,

@@ -20,6 +20,10 @@ These are both k · tokens and r above, and no counts are sent.
 Recompute repeats those of forward. Gradients are means over the samples of all ranks: those of experts have been summed
 by the dispatch already, others are summed by one all-reduce of each trained slice a step.
 
+A layer with fewer experts than ranks has its experts on each of several parts of the axis, of as many neighbours as it
+has experts. Its all-to-alls go over a part (`expert:4`), and gradients of its experts are summed over the ranks at the
+same place in all parts (`expert%4`).
+
 Under y, each layer also has two all-to-alls over y each way, and sums of the router's logits (`traffic.py`).
 """
 
@@ -40,6 +44,7 @@ from weft.parallel.expert.layers import (
     RowAxes,
     distribute,
     expert_cuts,
+    expert_degree,
     expert_layers,
     num_experts_of,
     refuse_layer,
@@ -86,8 +91,14 @@ class ExpertAxis(Strategy):
             num_experts, reason = num_experts_of(layer), refuse_layer(name, layer)
             if reason is not None:
                 return f"{given}, but {reason}; use expert = 1, and data or shard"
-            if num_experts % degree:
+            if expert_degree(plan, num_experts) is None:
                 return f"{given} does not divide the {num_experts} experts of '{name}'; use a divisor of {num_experts}"
+        fewest = min(map(num_experts_of, layers.values()))
+        if fewest < degree and plan.pipe.degree > 1:
+            return (
+                f"{given} is more than the {fewest} experts of a layer, whose ranks then form groups of their own, and "
+                f"stages of pipe = {plan.pipe.degree} would form different ones; use expert = {fewest}, or pipe = 1"
+            )
         if plan.tensor.sequence and (reason := refuse_split_sequences(profile.model, "tensor.sequence = true")):
             return reason
         return _refuse_rows(profile, plan) or refuse_batch_mixers(profile, plan, "expert", plan.expert)
@@ -158,7 +169,7 @@ class ExpertAxis(Strategy):
         num_experts = {name: num_experts_of(layer) for name, layer in layers.items()}
         cut_parameters(model, expert_cuts(model, shapes, plan, mesh.coordinates))
         for name, layer in layers.items():
-            distribute(layer, num_experts[name], RowAxes.of(plan, mesh))
+            distribute(layer, num_experts[name], RowAxes.of(plan, mesh, num_experts[name]))
         split_routers(model, mesh["y"])
         return model
 

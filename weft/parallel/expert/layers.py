@@ -59,10 +59,31 @@ class RowAxes:
     experts: Axis
 
     @staticmethod
-    def of(plan: Plan, mesh: Mesh) -> RowAxes:
-        """Returns the axes of a plan."""
+    def of(plan: Plan, mesh: Mesh, num_experts: int) -> RowAxes:
+        """Returns the axes of a layer with so many experts."""
         over_x, over_y = row_parts(plan)
-        return RowAxes(mesh["x"] if over_x > 1 else None, mesh["y"] if over_y > 1 else None, mesh[plan.expert_axis])
+        return RowAxes(
+            mesh["x"] if over_x > 1 else None,
+            mesh["y"] if over_y > 1 else None,
+            mesh.part(expert_axis(plan, num_experts)),
+        )
+
+
+def expert_degree(plan: Plan, num_experts: int) -> int | None:
+    """Returns over how many ranks the experts of a layer are split; None if the plan's degree does not allow it.
+
+    A layer with fewer experts than `expert` has ranks has each of them on one rank of every part of so many neighbours.
+    """
+    parts = plan.num_expert_parts
+    if num_experts % parts == 0:
+        return parts
+    return num_experts if plan.expert_axes == ("expert",) and parts % num_experts == 0 else None
+
+
+def expert_axis(plan: Plan, num_experts: int) -> str:
+    """Returns the name of the axis over which a layer with so many experts sends rows."""
+    degree = expert_degree(plan, num_experts)
+    return plan.expert_axis if degree == plan.num_expert_parts else f"expert:{degree}"
 
 
 def row_parts(plan: Plan) -> tuple[int, int]:
@@ -97,6 +118,13 @@ def distributed_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if _NUM_EXPERTS.get(module) is not None}
 
 
+def axis_of_rows(layer: nn.Module) -> Axis:
+    """Returns the axis over which a distributed layer sends rows to experts."""
+    axes = _ROW_AXES.get(layer)
+    assert axes is not None
+    return axes.experts
+
+
 def routed_counts(layer: nn.Module, rows: Tensor, chosen: Tensor | None, *_: Any) -> Tensor | None:
     """Returns how many rows this rank sends to each expert of all ranks in a call of a distributed layer [experts].
 
@@ -120,7 +148,8 @@ def expert_cuts(
     """Returns, by name, the part of every parameter of global shape that the rank at `coordinates` holds.
 
     Gradients of all but experts are partial sums over `expert`, because its ranks have different samples. Those of
-    experts are partial sums over ranks of x and y that send different rows and hold the same experts.
+    experts are partial sums over ranks that send different rows and hold the same experts: ranks of x and y, and those
+    of `expert` in a layer with fewer experts than ranks.
     """
     inside = tuple(f"{name}." for name in expert_layers(model))
     index = 0
@@ -150,7 +179,18 @@ def expert_cuts(
         whole = Cut.whole(shape).intervals
         if not name.startswith(inside):
             return replace(others, shape=shape, intervals=whole)
-        part = share(shape[0], plan.num_expert_parts, index)
-        return replace(experts, shape=shape, intervals=((part,), *whole[1:]))
+        degree = expert_degree(plan, shape[0])
+        assert degree is not None
+        intervals = ((share(shape[0], degree, index % degree),), *whole[1:])
+        if degree == plan.num_expert_parts:
+            return replace(experts, shape=shape, intervals=intervals)
+        return replace(
+            experts,
+            shape=shape,
+            intervals=intervals,
+            replicas=experts.replicas * plan.expert // degree,
+            sums=(*sums, f"expert%{degree}"),
+            is_first=experts.is_first and index < degree,
+        )
 
     return {name: cut(name, shape) for name, shape in shapes.items()}

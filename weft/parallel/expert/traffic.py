@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from weft.comm.ledger import Key
 from weft.models.router import Router
-from weft.parallel.expert.layers import expert_layers, row_parts
+from weft.parallel.expert.layers import expert_axis, expert_degree, expert_layers, row_parts
 from weft.plan import Plan
 from weft.profiling import Block, Profile
 from weft.sharding.layout import COMPUTE_DTYPE
@@ -85,8 +85,8 @@ def layer_traffics(profile: Profile, plan: Plan) -> Iterator[ExpertTraffic]:
             has_weight_gradient = has_row_gradient or (block.in_backward and _is_trained(block, f"{router}."))
             yield ExpertTraffic(
                 experts.name,
-                (plan.expert_axis, "all_to_all"),
-                plan.num_expert_parts,
+                (expert_axis(plan, experts.num_experts), "all_to_all"),
+                expert_degree(plan, experts.num_experts) or 1,
                 experts.num_experts,
                 experts.capacity is not None,
                 experts.num_rows(batch, tokens // batch) // (over_x * over_y) * block.calls,
