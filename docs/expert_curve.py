@@ -1,4 +1,4 @@
-"""Draws expert_curve.svg, held-out losses with and without experts, from benchmarks/results: python docs/expert_curve.py"""
+"""Draws expert_curve.svg, held-out losses with and without experts, from benchmarks/results."""
 
 from __future__ import annotations
 
