@@ -43,7 +43,7 @@ def outcome_of(entry: Entry, plan: Plan) -> dict[str, Any]:
     """Returns {"outcome": proved, not proved, refused, differs or failed, and why}."""
     begin = time.monotonic()
     try:
-        batch_fn = entry.pairs if plan.context.degree * plan.tile.degree > 1 else entry.batch
+        batch_fn = entry.batch
         report = weft.verify(entry.build, batch_fn, plan, timeout_seconds=SECONDS)
         failure = report.first_failure
         found = {"outcome": "proved" if report.passed else "differs", "not_proved": list(report.not_proved)}
@@ -60,8 +60,9 @@ def outcome_of(entry: Entry, plan: Plan) -> dict[str, Any]:
     return found | {"seconds": round(time.monotonic() - begin, 1)}
 
 
-def page(rows: dict[str, dict[str, dict[str, Any]]]) -> str:
+def page(found_with: dict[str, Any]) -> str:
     """Returns the page of the docs: a table with a number for each reason, and the reasons below."""
+    rows: dict[str, dict[str, dict[str, Any]]] = found_with["models"]
     reasons: dict[str, int] = {}
     lines = []
     for name, outcomes in rows.items():
@@ -78,16 +79,17 @@ def page(rows: dict[str, dict[str, dict[str, Any]]]) -> str:
     counts = {plan: sum(row.get(plan, {}).get("outcome") == "proved" for row in rows.values()) for plan in PLANS}
     head = f"| model | {' | '.join(f'{plan} ({counts[plan]})' for plan in PLANS)} |"
     notes = "\n".join(f"{number}. {reason}" for reason, number in reasons.items())
-    return "\n".join([_INTRODUCTION, head, "|---" * (len(PLANS) + 1) + "|", *lines, "\n## Reasons\n", notes, ""])
+    introduction = _INTRODUCTION.format(transformers=found_with["transformers"])
+    return "\n".join([introduction, head, "|---" * (len(PLANS) + 1) + "|", *lines, "\n## Reasons\n", notes, ""])
 
 
-_INTRODUCTION = f"""# Which models each axis splits
+_INTRODUCTION = """# Which models each axis splits
 
 Every model below is transformers' own, unedited, with a tiny config and random weights. `weft.verify` compared each
 plan on two processes with the unsplit model in float64: loss, every gradient, the parameters after three steps, traffic
 and memory. *yes*: proved. A number: refused before training, for the reason below the table. In brackets behind an
 axis: how many models it splits. `python benchmarks/model_table.py` wrote this page (transformers
-{transformers.__version__}).
+{transformers}).
 """
 
 
@@ -118,7 +120,7 @@ def main() -> None:
             "transformers": transformers.__version__, "models": {name: rows[name] for name in order},
         }  # fmt: skip
         RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-        PAGE.write_text(page(result["models"]))
+        PAGE.write_text(page(result))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ from dataclasses import replace
 from published_tables import Case
 
 from weft.plan import Memory, Plan
-from weft.planner.closed_form_memory import alive_at_once, sizes
+from weft.planner.closed_form_memory import sizes
+from weft.planner.in_flight import alive_at_once
 from weft.profiling import Profile
 
 MEGATRON_STATE_BYTES = 18

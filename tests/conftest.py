@@ -53,6 +53,15 @@ def _same_draws() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _no_signal_stays_blocked() -> Iterator[None]:
+    """A test that leaves a signal blocked would fail those after it: their processes inherit that."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield
+    after = signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert after == before, "it left signals blocked"
+
+
+@pytest.fixture(autouse=True)
 def _no_process_without_the_marker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Under `make check`, a test that starts a process and is not marked fails."""
     if "not processes" not in request.config.option.markexpr:

@@ -175,7 +175,8 @@ class Mesh:
         """
         pipe = self.plan.pipe
         assert self.plan.num_ranks == pipe.degree
-        self.plan = replace(self.plan, pipe=replace(pipe, degree=pipe.degree - 1))
+        memory = replace(self.plan.memory, recompute_stages=None)  # each stage was built with its own policy
+        self.plan = replace(self.plan, pipe=replace(pipe, degree=pipe.degree - 1), memory=memory)
         self.rank, self.num_local_ranks = dist.get_rank(), min(self.num_local_ranks, dist.get_world_size())
         self.coordinates = self._coordinates()
         self._groups = self._make_groups() if pipe.degree > 2 else {}
@@ -275,6 +276,19 @@ class Mesh:
     def _log(self, message: str) -> None:
         if self.is_first:
             logger.warning(message)
+
+
+class UnconnectedMesh(Mesh):
+    """The mesh as any rank of a plan sees it, without groups: for indices and degrees. Nothing can be sent over it."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan, self.rank, self.device, self.ledger = plan, rank, torch.device("cpu"), Ledger()
+        self.num_local_ranks = plan.num_ranks
+        self.coordinates = self._coordinates()
+        self.release_groups()
+
+    def __getitem__(self, name: str) -> Axis:
+        return replace(super().__getitem__(name), dry=True)
 
 
 def ranks_of(plan: Plan, name: str) -> Tensor:

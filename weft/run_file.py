@@ -27,7 +27,7 @@ from weft.data.config import (
 )
 from weft.errors import ConfigError, WeftError
 from weft.plan import BatchSplit, Plan, split_batch
-from weft.run_tables import CheckpointConfig, LogConfig, NumbersConfig, RestartConfig, TrainConfig
+from weft.run_tables import CheckpointConfig, LogConfig, NumbersConfig, RestartConfig, Roles, TrainConfig
 from weft.schema import (
     build_dataclass,
     dump_toml,
@@ -65,6 +65,7 @@ class Run:
     restart: RestartConfig = field(default_factory=RestartConfig)
     numbers: NumbersConfig = field(default_factory=NumbersConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    roles: Roles = field(default_factory=Roles)
     lora: Lora | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
     precision_reason: str = field(default="", compare=False)
@@ -88,6 +89,11 @@ class Run:
                 )
             batch = tokens // self.data.sequence
         return split_batch(self.plan, batch, self.data.sequence)
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of processes of the run: those that train, and those with another role."""
+        return self.plan.num_ranks + self.roles.num_ranks
 
     @property
     def tuning(self) -> Tuning:
@@ -134,7 +140,7 @@ class Run:
 
 
 FROZEN_SUFFIX = ".frozen"  # suffix of a file with the text of `Run.to_json`
-_TABLES = ("model", "data", "train", "plan", "checkpoint", "restart", "numbers", "log", "lora")
+_TABLES = ("model", "data", "train", "plan", "checkpoint", "restart", "numbers", "log", "roles", "lora")
 _VALUES = ("name", "folder", "cluster")
 TEXT_KINDS = ("text", "chat", "preference")  # kinds of data with a tokenizer
 # Tables that can be given as a number, and the key that the number sets.
@@ -202,6 +208,7 @@ class _Built(NamedTuple):
     restart: RestartConfig
     numbers: NumbersConfig
     log: LogConfig
+    roles: Roles
     lora: Lora | None
 
 
@@ -243,6 +250,7 @@ def _build_tables(tables: Mapping[str, Any]) -> _Built:
         build_dataclass(RestartConfig, tables.get("restart", {}), "restart"),
         build_dataclass(NumbersConfig, tables.get("numbers", {}), "numbers"),
         build_dataclass(LogConfig, tables.get("log", {}), "log"),
+        build_dataclass(Roles, tables.get("roles", {}), "roles"),
         build_dataclass(Lora, tables["lora"], "lora") if "lora" in tables else None,
     )
 
@@ -279,12 +287,13 @@ def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], defau
             raise ConfigError(f"train.{key} is for text, and data.kind = '{data.kind}'; leave it out")
     _refuse_tuning(run)
     _refuse_preferences(run)
-    _refuse_numbers(run)
+    run.numbers.refuse(run.train, run.plan, run.checkpoint)
     if run.plan.pipe.shadow and run.checkpoint.memory_every is not None:
         raise ConfigError(
             f"plan.pipe.shadow = true keeps each stage on two ranks, and checkpoint.memory_every = "
             f"{run.checkpoint.memory_every} copies it once more, for a fixed number of ranks; leave one of them out"
         )
+    run.roles.refuse(run.train, run.plan, data)
     return run
 
 
@@ -307,23 +316,6 @@ def _refuse_preferences(run: Run) -> None:
         raise ConfigError(
             f"plan.context = {run.plan.context.degree} cuts sequences into parts, and data.kind = 'preference' "
             f"compares whole answers; use context = 1"
-        )
-
-
-def _refuse_numbers(run: Run) -> None:
-    """Raise ConfigError if [numbers] needs options of other tables that are not set."""
-    numbers = run.numbers
-    if numbers.on_bad in ("repeat", "rollback") and run.checkpoint.every is None:
-        raise ConfigError(f"numbers.on_bad = '{numbers.on_bad}' goes back to a checkpoint; give checkpoint.every")
-    if numbers.repeat_every is not None and not run.train.deterministic:
-        raise ConfigError(
-            f"numbers.repeat_every = {numbers.repeat_every} compares bits, which kernels need not repeat; give "
-            f"train.deterministic = true"
-        )
-    if numbers.repeat_every is not None and run.plan.pipe.degree > 1:
-        raise ConfigError(
-            f"numbers.repeat_every = {numbers.repeat_every} repeats a micro-batch, which plan.pipe = "
-            f"{run.plan.pipe.degree} spreads over stages and time; leave it out (compare_every works)"
         )
 
 

@@ -1,4 +1,4 @@
-"""The tables [train], [checkpoint], [restart], [numbers] and [log] of a run file as frozen dataclasses."""
+"""The tables [train], [checkpoint], [restart], [numbers], [log] and [roles] of a run file as frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from weft.data.config import Data, PreferenceConfig
 from weft.data.goldfish import Goldfish
 from weft.errors import ConfigError
+from weft.plan import Plan
 from weft.schema import at_least, at_most
 
 MAX_BATCH, MAX_BATCH_TOKENS = 1 << 24, 1 << 36  # of a step; more micro-batches could not be listed
+MAX_LOADERS = 1 << 10  # also of batches on their way to a rank
 # Limits of AdamW and torch's generators: a value is at least the first number and below the second.
 LIMITS = {
     "learning_rate": (0.0, math.inf),
@@ -37,7 +40,8 @@ class TrainConfig:
     `layer_drop` skips blocks (`step/layer_drop.py`). `compressed` sends less over `data`, and `kfac`
     preconditions gradients; both are not exact.
     `share_gpus` allows more ranks than GPUs, for tests.
-    `evaluate_sequences` is the number of held-out sequences or images. `timeline` is a file in which the last step of a
+    `evaluate_sequences` is the number of held-out sequences or images. `patience` is the number of evaluations without
+    a lower held-out loss after which the run stops. `timeline` is a file in which the last step of a
     pipeline is drawn. `profile` = "10:20" records the communication of the ten steps after the tenth. `freeze` has
     patterns of names of parameters that are not trained (`model.embed*`).
     `dpo_beta` is the strength of the reference in the loss of preferences (`step/preference.py`).
@@ -73,11 +77,13 @@ class TrainConfig:
     log_every: int = 1
     evaluate_every: int | None = None
     evaluate_sequences: int = 64
+    patience: int | None = None
     timeline: str | None = None
     profile: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("steps", "log_every", "evaluate_every", "evaluate_sequences", "timeout_seconds", "decay_steps"):
+        positive = ("steps", "log_every", "evaluate_every", "evaluate_sequences", "patience", "timeout_seconds")
+        for name in (*positive, "decay_steps"):
             if getattr(self, name) is not None:
                 at_least(f"train.{name}", getattr(self, name), 1)
         at_least("train.warmup_steps", self.warmup_steps, 0)
@@ -102,6 +108,11 @@ class TrainConfig:
             )
         if self.decay_steps is not None and self.schedule != "wsd":
             raise ConfigError(f"train.decay_steps belongs to schedule = 'wsd'; given schedule = '{self.schedule}'")
+        if self.patience is not None and self.evaluate_every is None:
+            raise ConfigError(
+                f"train.patience = {self.patience} counts evaluations, and train.evaluate_every is not given; give it, "
+                f"or leave train.patience out"
+            )
         if self.profile is not None and not self.profile_steps:
             raise ConfigError(
                 f"train.profile = '{self.profile}' is not FIRST:LAST with 0 <= FIRST < LAST <= train.steps = "
@@ -189,6 +200,21 @@ class NumbersConfig:
                 f"numbers.spike = {self.spike}; it counts median absolute deviations: give a number above 0, e.g. 10"
             )
 
+    def refuse(self, train: TrainConfig, plan: Plan, checkpoint: CheckpointConfig) -> None:
+        """Raise ConfigError if these checks need options of other tables that are not set."""
+        if self.on_bad in ("repeat", "rollback") and checkpoint.every is None:
+            raise ConfigError(f"numbers.on_bad = '{self.on_bad}' goes back to a checkpoint; give checkpoint.every")
+        if self.repeat_every is not None and not train.deterministic:
+            raise ConfigError(
+                f"numbers.repeat_every = {self.repeat_every} compares bits, which kernels need not repeat; give "
+                f"train.deterministic = true"
+            )
+        if self.repeat_every is not None and plan.pipe.degree > 1:
+            raise ConfigError(
+                f"numbers.repeat_every = {self.repeat_every} repeats a micro-batch, which plan.pipe = "
+                f"{plan.pipe.degree} spreads over stages and time; leave it out (compare_every works)"
+            )
+
 
 @dataclass(frozen=True)
 class LogConfig:
@@ -196,6 +222,61 @@ class LogConfig:
 
     tensorboard: bool = False
     wandb: str | None = None
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Ranks of the run that do not train (docs/roles.md).
+
+    `loader`: ranks that read batches ahead of the training ranks; each training rank has at most `depth` batches on
+    their way. `validator`: 1 for a rank that evaluates snapshots while training goes on; with `keep_best`, the
+    snapshot with the lowest held-out loss is kept in the folder `best` of the run.
+    """
+
+    loader: int = 0
+    validator: int = 0
+    depth: int = 2
+    keep_best: bool = True
+
+    def __post_init__(self) -> None:
+        for name, smallest, largest in (("loader", 0, MAX_LOADERS), ("validator", 0, 1), ("depth", 1, MAX_LOADERS)):
+            at_least(f"roles.{name}", getattr(self, name), smallest)
+            at_most(f"roles.{name}", getattr(self, name), largest)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of ranks of each role, in the order of their ranks."""
+        return {"validator": self.validator, "loader": self.loader}
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks that do not train."""
+        return self.validator + self.loader
+
+    def refuse(self, train: TrainConfig, plan: Plan, data: Data) -> None:
+        """Raise ConfigError if roles need options of other tables that are not set, or do not go with them."""
+        if not self.num_ranks:
+            return
+        if isinstance(data, PreferenceConfig):
+            raise ConfigError(
+                "[roles]: data.kind = 'preference' needs the model itself, for its reference, and only training ranks "
+                "have it; leave [roles] out"
+            )
+        if plan.pipe.shadow:
+            raise ConfigError(
+                "[roles]: plan.pipe.shadow = true forms the world anew when a rank is lost, without ranks of other "
+                "roles; leave one of them out"
+            )
+        if self.validator and train.evaluate_every is None:
+            raise ConfigError(
+                f"roles.validator = {self.validator} evaluates every train.evaluate_every steps, which is not given; "
+                f"give it, or leave the validator out"
+            )
+        if self.validator and data.held_out == 0:
+            raise ConfigError(
+                f"roles.validator = {self.validator} but data.held_out = 0 leaves nothing to evaluate on; give a "
+                f"share of the data, or leave the validator out"
+            )
 
 
 @dataclass(frozen=True)

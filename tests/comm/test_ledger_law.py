@@ -225,7 +225,7 @@ def test_a_run_is_cut_as_its_prediction_is(tmp_path: Path) -> None:
 
     def rank(index: int) -> Any:
         place = RankInfo(index, run.plan.num_ranks, index, run.plan.num_ranks)
-        world = patch.object(loop, "world", lambda run, place: nullcontext(Mesh(run.plan)))
+        world = patch.object(loop, "world", lambda run, place, store: nullcontext(Mesh(run.plan)))
         with world, patch.object(weft.parallel.apply, "build", stop), pytest.raises(CutError) as found:
             loop.train(run, place, Silent())
         return found.value.args[0]

@@ -107,7 +107,7 @@ def train_on_ranks(run: Run, timeout_seconds: float = 120.0) -> dict[str, Any]:
 
     def rank(index: int) -> dict[str, Any]:
         place = RankInfo(index, run.plan.num_ranks, index, run.plan.num_ranks)
-        with patch.object(loop, "world", lambda run, place: nullcontext(Mesh(run.plan))):
+        with patch.object(loop, "world", lambda run, place, store: nullcontext(Mesh(run.plan))):
             return asdict(loop.train(run, place, Silent()))
 
     outcomes = run_local(rank, run.plan.num_ranks, timeout_seconds)

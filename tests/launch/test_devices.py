@@ -202,6 +202,20 @@ def test_a_run_that_cannot_be_sampled_is_finished_all_the_same(
     assert left.status == 0
     assert "no sample  'sample' failed: OutOfMemoryError: CUDA out of memory" in left.out
     assert "what to try next" in left.out
+    assert "train.steps=6 plan.tensor.x=2 plan.data=1\n" in left.out
+
+
+def test_a_suggested_plan_is_one_that_the_model_allows(run_file: Path, weft: Weft) -> None:
+    odd_heads = (
+        "model.num_attention_heads=3",
+        "model.num_key_value_heads=3",
+        "model.hidden_size=36",
+        "plan.data=1",
+        "--no-verify",
+    )
+    left = weft("train", run_file, f"folder={run_file.parent / 'run'}", "train.steps=3", *odd_heads)
+    assert left.status == 0
+    assert "train.steps=6 plan.pipe=2 plan.data=1\n" in left.out
 
 
 def test_evaluation_gives_a_sign_of_life_for_each_batch() -> None:

@@ -243,14 +243,16 @@ def test_stages_are_balanced_as_well_as_can_be(data: st.DataObject) -> None:
     weights = dict(zip(names, data.draw(st.lists(st.integers(0, 9), min_size=count, max_size=count)), strict=True))
     blocks = data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
     num_stages = data.draw(st.integers(1, len(blocks)))
-    found = partition(chain_trace(count), blocks, weights, Pipe(num_stages))
+    slow = data.draw(st.integers(0, num_stages))  # at the first stages units take twice as long
+    by_stage = [{name: 2 * weight for name, weight in weights.items()}] * slow + [weights] * (num_stages - slow)
+    found = partition(chain_trace(count), blocks, by_stage, Pipe(num_stages))
 
     def heaviest(begins: tuple[int, ...]) -> float:
         bounds = (0, *begins, count)
         parts = [names[a:b] for a, b in itertools.pairwise(bounds)]
         if not all(set(part) & set(blocks) for part in parts):
             return float("inf")
-        return max(sum(weights[name] for name in part) for part in parts)
+        return max(sum(own[name] for name in part) for part, own in zip(parts, by_stage, strict=True))
 
     best = min(map(heaviest, itertools.combinations(range(1, count), num_stages - 1)))
     begins = tuple(place for place in range(1, count) if found[names[place]] != found[names[place - 1]])

@@ -11,7 +11,7 @@ import pytest
 from weft.cluster.hardware import Cluster, load
 from weft.commands.run_planning import catalog_run, with_plan
 from weft.models import GPT2Config
-from weft.plan import Pipe, Plan
+from weft.plan import Memory, Pipe, Plan
 from weft.planner.answer import ask
 from weft.planner.model import planned_model
 from weft.planner.predict import predict
@@ -90,6 +90,67 @@ def test_the_search_uses_them_and_says_so() -> None:
     needed = f"stages of equal time need {(limit + 1) / 1e9:.1f} of {limit / 1e9:.4g} GB"
     assert needed in tight.why
     assert needed not in roomy.why
+
+    run = replace(catalog_run("mpt-125m", "h100:1x4", 64 * SEQUENCE, SEQUENCE), model=TINY)
+    predicted = predict(with_plan(run, tight), with_memory(limit))
+    assert predicted.step_seconds == pytest.approx(tight.best.seconds, rel=1e-6)
+    assert predicted.cost.memory_bytes == pytest.approx(tight.best.memory.tensor_bytes, rel=0.05)
+
+
+def test_recompute_in_some_stages_is_the_fastest_that_fits() -> None:
+    """Of all stages and numbers of stages that recompute, where stages alone do not fit."""
+    least = min(sizes_of(PLAN).values())
+    some = [replace(PLAN, memory=Memory("full", count)) for count in (1, 2, 3)]
+    sizes = {plan: size for one in some for plan, size in sizes_of(one).items()}
+    for limit in (least * 0.99, (least + min(sizes.values())) / 2, min(sizes.values()) * 1.001):
+        assert model().with_stages_that_fit(PLAN, COUNT, limit) is None
+        choice = model().stage_choice(some[0], COUNT, limit)
+        assert choice is not None
+        found = choice.with_recompute()
+        assert found is not None
+        assert sizes[found] <= limit
+        assert slowest(found) == pytest.approx(min(slowest(one) for one, size in sizes.items() if size <= limit))
+        if limit == least * 0.99:  # tighter limits leave almost no blocks to early ranks
+            assert slowest(found) < slowest(replace(PLAN, memory=Memory("full")))
+    hopeless = model().stage_choice(some[0], COUNT, 0.99 * min(sizes.values()))
+    assert hopeless is not None
+    assert hopeless.with_recompute() is None
+
+
+def test_interleaved_stages_recompute_where_needed() -> None:
+    plan = replace(PLAN, pipe=Pipe(2, "interleaved"), memory=Memory("full", 1))
+    nowhere, everywhere = replace(plan, memory=Memory()), replace(plan, memory=Memory("full"))
+    large, small = (model().held(one, COUNT).total_bytes for one in (nowhere, everywhere))
+    counts = []
+    for share in (0.9, 0.5, 0.1):
+        choice = model().stage_choice(plan, COUNT, small + share * (large - small))
+        assert choice is not None
+        found = choice.with_recompute()
+        assert found is not None
+        held = model().held(found, COUNT).total_bytes
+        assert small < held <= small + share * (large - small)
+        counts.append(found.memory.recompute_stages or 0)
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1]
+
+
+def test_the_search_recomputes_in_the_stages_that_need_it_and_says_so() -> None:
+    where = parse_constraints(["pipe=4", "schedule=1f1b", "micro_batch=8", "no offload", "recompute!=selective"])
+    question = Question(64, SEQUENCE, constraints=where)
+    limit = min(sizes_of(PLAN).values()) - 1
+    tight, none = (
+        ask("tiny", TINY, with_memory(limit), replace(question, constraints=(*where, *more)))
+        for more in ((), parse_constraints(["no recompute"]))
+    )
+    plan = tight.best.plan
+    assert plan.memory.recompute == "full"
+    assert plan.memory.recompute_stages in (1, 2, 3)
+    assert tight.best.memory.total_bytes <= limit
+    full = tight.model.steps.step(replace(plan, memory=Memory("full"), pipe=Pipe(4)), COUNT).seconds
+    assert tight.best.seconds < full
+    assert f"{plan.memory.recompute_stages} of 4 stages recompute" in tight.why
+    assert f"{full / tight.best.seconds - 1:.1%} longer" in tight.why
+    assert all(one.plan.memory.recompute_stages is None for one in none.found.best)  # a constraint is kept
 
     run = replace(catalog_run("mpt-125m", "h100:1x4", 64 * SEQUENCE, SEQUENCE), model=TINY)
     predicted = predict(with_plan(run, tight), with_memory(limit))

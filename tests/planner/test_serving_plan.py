@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft.cluster.hardware import load
-from weft.errors import PlanError
+from weft.errors import ConfigError, PlanError
 from weft.models import DecoderConfig
 from weft.models.catalog import load_model
 from weft.plan import Pipe, Plan, Tensor
@@ -48,6 +48,25 @@ def test_more_ranks_hold_less_each_and_a_pipeline_overlaps_its_requests() -> Non
     assert x.alone.tokens_per_second > one.alone.tokens_per_second
     assert pipe.alone.tokens_per_second < 1.05 * one.alone.tokens_per_second  # a token passes all stages
     assert "communication" in x.loaded.shares
+
+
+def test_weights_in_fewer_bits_hold_what_does_not_fit_in_sixteen() -> None:
+    model, cluster, workload = load_model("llama3-70b"), load("h100:1x1"), ServingWorkload.of(1, 256, 64)
+    found = predict_serving(model, cluster, Plan(), workload, weights="int4")  # type: ignore[arg-type]
+    linears = 80 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
+    rest = 2 * 128256 * 8192 + 161 * 8192  # embeddings, head and norms
+    assert found.weight_bytes == linears * 9 // 16 + 2 * rest
+    with pytest.raises(ConfigError, match="--weights int3 is unknown"):
+        predict_serving(model, cluster, Plan(), workload, weights="int3")  # type: ignore[arg-type]
+
+
+def test_a_cache_of_four_bits_holds_more_tokens() -> None:
+    workload, cluster = ServingWorkload.of(4, 512, 32), load("h200:1x1")
+    plain, lean = (predict_serving(LLAMA_8B, cluster, Plan(), workload, cache=cache) for cache in (None, "int4"))
+    assert plain.cache_bytes_per_token == 32 * 8 * 512
+    assert lean.cache_bytes_per_token == 32 * 8 * 144
+    assert 3.3 < lean.cache_tokens / plain.cache_tokens < 512 / 144  # tails take some
+    assert lean.memory_bytes <= cluster.node.device.memory_bytes
 
 
 def test_what_does_not_fit_is_refused_and_layouts_use_all_devices() -> None:

@@ -1,4 +1,4 @@
-"""The next axis: its own file, a line in the table of strategies, a field and a line in `plan.py`. Nothing else."""
+"""The next axis: its own file, a line in the table of strategies, a field and a line in `plan/`. Nothing else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 HELPERS = ROOT / "tests" / "helpers"
 # By file of weft/: each line after which one is added, and that one.
 ADDED = {
-    "plan.py": {
+    "plan/__init__.py": {
         '    "y": AxisField("tensor.y", ("weights",)),': '    "toy": AxisField("toy", ()),',
         "    tile: Tile = field(default_factory=Tile)": "    toy: int = 1",
     },

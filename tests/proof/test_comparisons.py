@@ -23,6 +23,7 @@ from weft.plan import Context, Memory, Plan, Shard
 from weft.plan import Tensor as TensorAxes
 from weft.proof.float64 import Float64
 from weft.proof.prove import ProofReport, verify
+from weft.proof.report import report_of
 from weft.proof.sequential import make_model, run_sequential
 from weft.sharding.units import units_of
 from weft.step.objective import CROSS_ENTROPY, Objective
@@ -61,7 +62,7 @@ class RunningMean(models.MLP):
 def test_a_running_mean_of_each_ranks_own_samples_is_found(plan: Plan) -> None:
     report = verify(RunningMean, models.vector_batch, plan)
     assert list(failed(report)) == ["worst buffer after the steps"]
-    assert failed(report)["worst buffer after the steps"].endswith(", mean")
+    assert ", mean, which forwards change" in failed(report)["worst buffer after the steps"]
 
 
 @pytest.mark.processes
@@ -260,6 +261,36 @@ def test_an_error_within_the_models_own_noise_passes_and_says_so(monkeypatch: Pa
     assert "worst gradient" in failed(verify(lambda: Noisy(3e4), models.vector_batch, Plan(data=2)))
 
 
+def _answer(error: float, noise: float) -> dict[str, Any]:
+    sizes: dict[str, Any] = {
+        f"{side}{kind}": {} for side in ("predicted", "counted") for kind in ("", "_state", "_host")
+    }
+    lists: dict[str, Any] = {"notes": [], "draws": [], "calls": [], "num_compared": 1, "num_expected": 1}
+    return {
+        "errors": {"evaluation": [0.0, "-"], "buffer": [error, "mean"]},
+        "noise": {"buffer": noise},
+        **sizes,
+        **lists,
+    }
+
+
+@pytest.mark.parametrize(
+    ("error", "noise", "is_proved", "words"),
+    [
+        (2e-9, 4e-5, True, "the model's own noise is 4e-05"),  # statistics over two values: 100 x noise is above 1e-3
+        (2e-9, 0.0, False, "rank 0, mean"),
+        (2e-3, 4e-5, False, "too much to prove equality"),
+        (5e-3, 4e-5, False, "the model's own noise is 4e-05"),
+    ],
+)
+def test_noise_raises_the_tolerance_to_a_thousandth_at_most(
+    error: float, noise: float, is_proved: bool, words: str
+) -> None:
+    report = report_of([_answer(error, noise)], Plan(), (), None)
+    assert report.passed is is_proved
+    assert any(words in text for text in (*report.not_proved, *(check.where for check in report.checks)))
+
+
 @pytest.mark.processes
 def test_a_model_that_is_mostly_noise_is_not_proved() -> None:
     report = verify(lambda: Noisy(1e13), models.vector_batch, Plan(data=2))
@@ -420,5 +451,5 @@ def test_a_batch_that_cannot_be_used_is_refused_in_words() -> None:
     objective = Objective(NESTED.count, lambda model, batch: model.get_submodule("one")(batch["inputs"][0]))
     with pytest.raises(PlanError, match="did not call Pair itself"):
         verify(Pair, _nested_batch, Plan(data=2), objective=objective)
-    with pytest.raises(PlanError, match="context = 2 cuts samples into parts"):
+    with pytest.raises(PlanError, match="context = 2, but no attention of Pair is one that weft can split"):
         verify(Pair, _nested_batch, Plan(context=Context(2)), objective=NESTED)

@@ -17,6 +17,8 @@ from transformers import (
     MixtralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
 )
 
 import weft
@@ -125,3 +127,95 @@ def test_an_error_of_the_models_own_code_is_a_refusal() -> None:
         PlanError, match=r"T5ForConditionalGeneration fails before it is split, .*: ValueError: You must"
     ):
         weft.verify(lambda: T5ForConditionalGeneration(T5Config(**sizes)), pairs, weft.Plan(context=weft.Context(2)))
+
+
+# --- plans under which a rank has a part of each sample
+
+
+def plain_batch(step: int) -> dict[str, Any]:
+    """Sequences without padding, with the mask of ones that tokenizers return."""
+    given = batch(step)
+    return {**given, "attention_mask": torch.ones_like(given["input_ids"])}
+
+
+CONTEXT = weft.Plan(context=weft.Context(2), micro_batch=4)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("make", [llama, mixtral])
+def test_a_dict_batch_under_context(make: Any) -> None:
+    config: Any = make().config
+    config.attention_dropout = 0.0
+    weft.verify(lambda: type(make())(config), plain_batch, CONTEXT).require()
+
+
+@pytest.mark.processes
+def test_labels_that_are_not_moved_before_the_sequence_is_split_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(self: Any, given: Any) -> Any:
+        return given if isinstance(given, tuple) else ({"input_ids": given["input_ids"]}, given["labels"])
+
+    monkeypatch.setattr("weft.step.model_loss._ModelLoss.align", late)
+    monkeypatch.setattr("weft.step.model_loss._is_cross_entropy", lambda *_: True)
+    assert not weft.verify(even_gradients, plain_batch, CONTEXT).passed
+
+
+def even_gradients() -> nn.Module:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2))
+
+
+@pytest.mark.processes
+def test_padding_is_refused_under_context() -> None:
+    with pytest.raises(PlanError, match="LlamaForCausalLM is given attention_mask, and context = 2 splits"):
+        weft.verify(even_gradients, batch, CONTEXT)
+
+
+def test_labels_of_whole_samples_are_refused_under_context() -> None:
+    def pairs(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return batch(step)["input_ids"], torch.arange(8)
+
+    with pytest.raises(
+        PlanError, match=r"every tensor of a batch has to be \[samples, sequence, ...\].* \[8, 8\], \[8\]"
+    ):
+        weft.verify(even_gradients, pairs, CONTEXT)
+
+
+class Smoothed(nn.Module):
+    """Its own loss is no plain cross-entropy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = even_gradients()
+
+    def forward(self, input_ids: Any, labels: Any = None, **given: Any) -> dict[str, Any]:
+        logits = self.inner(input_ids, **given).logits
+        loss = None
+        if labels is not None:
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+        return {"loss": loss, "logits": logits}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("plan", [CONTEXT, PLANS["x"]])
+def test_a_loss_of_the_models_own_is_refused_where_ranks_hold_parts_of_logits(plan: weft.Plan) -> None:
+    with pytest.raises(PlanError, match="the loss of Smoothed is not the cross-entropy of its logits"):
+        weft.verify(Smoothed, plain_batch, plan)
+    weft.verify(Smoothed, plain_batch, weft.Plan(data=2)).require()
+
+
+def vit() -> nn.Module:
+    sizes: dict[str, Any] = {**SIZES, "image_size": 16, "patch_size": 4}
+    config = ViTConfig(
+        **{key: value for key, value in sizes.items() if key not in ("vocab_size", "max_position_embeddings")}
+    )
+    config.num_labels = 3
+    return ViTForImageClassification(config)
+
+
+def images(step: int) -> dict[str, Any]:
+    pixels = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(step))
+    return {"labels": torch.arange(4) % 3, "pixel_values": pixels}
+
+
+@pytest.mark.processes
+def test_a_dict_of_images_in_tiles() -> None:
+    weft.verify(vit, images, weft.Plan(tile=weft.Tile(rows=2))).require()

@@ -306,7 +306,8 @@ def test_swapped_pages_are_read_again_and_not_after_new_weights(monkeypatch: pyt
 
     def corrupt(self: HostPages, owner: ActiveRequest, blocks: Sequence[int], first: int) -> None:
         load(self, owner, blocks, first)
-        self._pages[:, :, list(blocks)] = 0
+        for page in self._pages:
+            page[list(blocks)] = 0
 
     monkeypatch.setattr(HostPages, "load", corrupt)
     assert served()[1] != tokens(tiny_model("llama"))  # the pages are really used

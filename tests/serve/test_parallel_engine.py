@@ -116,7 +116,7 @@ def test_a_wrong_part_is_noticed_and_traffic_is_as_stated() -> None:
         part = ModelPart(part_of(name, ranks.place), SCARCE, ranks)
         mesh.ledger.clear()
         inputs = text_inputs((1, 2, 3, 4, 5), 4)
-        inputs = type(inputs)(inputs.flat, inputs.tables, inputs.queries, 0, 1)
+        inputs = type(inputs)(inputs.flat, inputs.tables, inputs.queries, 0, [4])
         if ranks.is_lead:
             ranks.tell(RankMessage("step", inputs))
             part.logits(inputs)

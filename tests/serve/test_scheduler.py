@@ -34,6 +34,8 @@ def next_token(tokens: list[int]) -> int:
 class SimulatedHost:
     """Host memory of `num_blocks` blocks; it holds copies of the simulated cache's entries."""
 
+    keeps_whole_blocks = False
+
     def __init__(self, memory: Memory, num_blocks: int) -> None:
         self.memory, self.num_free = memory, num_blocks
         self.saved: dict[Hashable, list[Memory]] = {}

@@ -92,7 +92,7 @@ def train_each(runs: Sequence[Run], at_start: Callable[[int], None] = lambda ran
     def rank(index: int) -> dict[str, Any]:
         at_start(index)
         place = RankInfo(index, len(runs), index, len(runs))
-        with patch.object(loop, "world", lambda run, place: nullcontext(Mesh(run.plan))):
+        with patch.object(loop, "world", lambda run, place, store: nullcontext(Mesh(run.plan))):
             return asdict(loop.train(runs[index], place, Silent()))
 
     return run_local(rank, len(runs), 120.0)

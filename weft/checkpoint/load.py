@@ -108,7 +108,7 @@ class Checkpoint:
                 if len(runs):
                     stored = self._files[piece.file].get_tensor(piece.key)
                     self._verify(piece, stored, runs)
-                    _copy_runs(runs, stored, local)
+                    copy_runs(runs, stored, local)
             return local if out is None or straight else out.copy_(local)
 
     def stated(self, key: str, kind: type[Value]) -> Value:
@@ -246,7 +246,7 @@ def _one_line(text: str) -> str:
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in shown)
 
 
-def _copy_runs(runs: npt.NDArray[np.int64], stored: Tensor, out: Tensor) -> None:
+def copy_runs(runs: npt.NDArray[np.int64], stored: Tensor, out: Tensor) -> None:
     """Copy each run. Runs of equal length at equal distances, as in a tensor split by columns, are one strided copy."""
     for group in _evenly_spaced_groups(runs):
         length = int(group[0, 2])

@@ -146,11 +146,15 @@ def plan_command(
     requests: Annotated[int, typer.Option(help="with --serve: how many arrive at once", min=1, max=4096)] = 256,
     prompt: Annotated[int, typer.Option(help="with --serve: tokens of a prompt", min=1, max=1 << 20)] = 512,
     output: Annotated[int, typer.Option(help="with --serve: tokens of an answer", min=1, max=1 << 16)] = 256,
+    weights: Annotated[str | None, typer.Option(help="with --serve: fp8, int8, int4 or int4-128, for memory")] = None,
+    cache: Annotated[str | None, typer.Option(help="with --serve: keys and values as int4")] = None,
     as_json: Json = False,
 ) -> None:
     """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
     if serve:
-        _plan_serving(model, run_file, cluster, (requests, prompt, output), as_json)
+        _plan_serving(
+            model, run_file, cluster, (requests, prompt, output), {"weights": weights, "cache": cache}, as_json
+        )
         return
     if like is not None:
         _plan_like(like, (model, run_file, cluster, tokens_per_step, sequence, where, write, report), as_json)
@@ -356,7 +360,12 @@ def _plan_like(name: str, others: tuple[object, ...], as_json: bool) -> None:
 
 
 def _plan_serving(
-    model: str | None, run_file: Path | None, cluster: str | None, sizes: tuple[int, int, int], as_json: bool
+    model: str | None,
+    run_file: Path | None,
+    cluster: str | None,
+    sizes: tuple[int, int, int],
+    formats: dict[str, str | None],
+    as_json: bool,
 ) -> None:
     """Plan to serve a model of the catalog, or that of a run file."""
     _refuse_two_models(model, run_file, ())
@@ -369,10 +378,10 @@ def _plan_serving(
     console, workload = make_console(as_json), ServingWorkload.of(*sizes)
     if run_file is not None:
         run = load_run(run_file)
-        plan_serving(run.name, run.model, cluster or run.cluster, workload, console, as_json)
+        plan_serving(run.name, run.model, cluster or run.cluster, workload, formats, console, as_json)
     else:
         assert model is not None
-        plan_serving(model, load_model(model), cluster or "local", workload, console, as_json)
+        plan_serving(model, load_model(model), cluster or "local", workload, formats, console, as_json)
 
 
 def _refuse_two_models(model: str | None, run_file: Path | None, sizes: tuple[object, ...]) -> None:

@@ -69,7 +69,7 @@ def show_run(console: Console, run: Run, cluster: Cluster, profile: Profile, pre
     memory = run.plan.memory
     console.print(
         f"[bold]plan[/]     {run.plan.describe_axes()}, {run.plan.precision}"
-        f"{f' ({run.precision_reason})' if run.precision_reason else ''}, recompute {memory.recompute}"
+        f"{f' ({run.precision_reason})' if run.precision_reason else ''}, recompute {memory.recompute_words}"
         f"{replace(memory, recompute='none').words}"
     )
     console.print(f"[bold]batch[/]    {run.split.identity(run.plan)}", highlight=False)

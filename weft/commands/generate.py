@@ -12,6 +12,7 @@ import typer
 from weft.commands import PROMPT
 from weft.commands.device_option import DeviceOption, chosen_device
 from weft.commands.model_text import print_text
+from weft.commands.serve import KeysValuesOption, SpeculateOption, WeightsOption
 
 EXAMPLE = 'Example: weft generate runs/quickstart --prompt "def main():" --tokens 100'
 
@@ -25,16 +26,23 @@ def generate_command(
     seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
     tokenizer: Annotated[str | None, typer.Option(help="bytes or a tokenizer.json, for HF folders without one")] = None,
     device: DeviceOption = "auto",
+    speculate: SpeculateOption = None,
+    weights: WeightsOption = None,
+    cache: KeysValuesOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
 ) -> None:
     """Continue a prompt with a trained model, on one process."""
     kind = chosen_device(device)
     from rich.console import Console
 
+    from weft.serve.cache_formats import cache_format
     from weft.serve.generate import generate, load_for_generation
+    from weft.serve.loading import load_draft
+    from weft.serve.weight_formats import weight_format
 
     with Console(stderr=True).status("generating"):
-        model, tokens_of, context = load_for_generation(source, tokenizer, kind, _warn)
+        packed = None if weights is None else weight_format(weights)
+        model, tokens_of, context = load_for_generation(source, tokenizer, kind, _warn, weights=packed)
         text = generate(
             model,
             tokens_of,
@@ -44,6 +52,8 @@ def generate_command(
             top_k=top_k,
             seed=seed,
             context=context,
+            speculate=load_draft(speculate, tokenizer, tokens_of, kind),
+            cache=cache_format(cache),
         )
     if as_json:
         print(json.dumps({"prompt": prompt, "text": text}))

@@ -22,9 +22,15 @@ def write_job(kind: str, run: Run, run_file: Path, overrides: list[str], cluster
     refuse_kind(kind)
     path = run_file.with_suffix(SUFFIXES[kind])
     nodes, per_node = _shape(run, cluster)
+    others, rest = divmod(run.roles.num_ranks, nodes)
+    if rest:
+        raise ConfigError(
+            f"[roles] names {run.roles.num_ranks} ranks that do not train, which do not spread evenly over {nodes} "
+            f"nodes; name a multiple of {nodes}"
+        )
     command = ["weft", "train", str(run_file), *overrides]
     name = re.sub(r"[^a-z0-9-]+", "-", run.name.lower()).strip("-") or "weft"
-    text = (_slurm if kind == "slurm" else _kubernetes)(name, nodes, per_node, command)
+    text = (_slurm if kind == "slurm" else _kubernetes)(name, nodes, (per_node + others, per_node), command)
     write_result(path, text)
     return path
 
@@ -47,12 +53,14 @@ def _shape(run: Run, cluster: Cluster) -> tuple[int, int]:
     return nodes, per_node
 
 
-def _slurm(name: str, nodes: int, per_node: int, command: list[str]) -> str:
+def _slurm(name: str, nodes: int, per_node: tuple[int, int], command: list[str]) -> str:
+    """`per_node` is (processes, GPUs) of a node."""
+    tasks, gpus = per_node
     return f"""#!/bin/bash
 #SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node={per_node}
-#SBATCH --gpus-per-node={per_node}
+#SBATCH --ntasks-per-node={tasks}
+#SBATCH --gpus-per-node={gpus}
 #SBATCH --time=24:00:00
 #SBATCH --signal=TERM@{SAVE_SECONDS}
 #SBATCH --requeue
@@ -67,7 +75,9 @@ exit "$status"
 """
 
 
-def _kubernetes(name: str, nodes: int, per_node: int, command: list[str]) -> str:
+def _kubernetes(name: str, nodes: int, per_node: tuple[int, int], command: list[str]) -> str:
+    """`per_node` is (processes, GPUs) of a node."""
+    tasks, gpus = per_node
     launch = json.dumps(["torchrun", "-m", *command])
     roles = {"Master": 1} | ({"Worker": nodes - 1} if nodes > 1 else {})
     replicas = "".join(
@@ -82,7 +92,7 @@ def _kubernetes(name: str, nodes: int, per_node: int, command: list[str]) -> str
               command: {launch}
               resources:
                 limits:
-                  nvidia.com/gpu: {per_node}
+                  nvidia.com/gpu: {gpus}
 """
         for role, count in roles.items()
     )
@@ -91,6 +101,6 @@ kind: PyTorchJob
 metadata:
   name: {name}
 spec:
-  nprocPerNode: "{per_node}"
+  nprocPerNode: "{tasks}"
   pytorchReplicaSpecs:
 {replicas}"""

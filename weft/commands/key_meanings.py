@@ -177,6 +177,7 @@ TRAIN = {
     "log_every": "steps between two lines of the metrics",
     "evaluate_every": "steps between two evaluations on held-out samples",
     "evaluate_sequences": "held-out sequences or images of an evaluation",
+    "patience": "stop after so many evaluations without a lower held-out loss",
     "dpo_beta": "the strength of the reference in the loss of preferences",
     "freeze": "patterns of names of parameters that are not trained, such as model.embed*",
     "timeline": "a file to draw the last step of a pipeline to",
@@ -219,6 +220,7 @@ PLAN = {
     "memory": "how memory is saved",
     "memory.recompute": "activations that are computed again in backward",
     "memory.keep_collectives": "recompute communicates nothing: results of a block's collectives are kept, too",
+    "memory.recompute_stages": "the first so many stages of pipe recompute, the others save everything; by default all",
     "memory.accumulate": "reduce gradients once a step (whole), or after each micro-batch (slice)",
     "memory.master": "keep fp32 weights beside those in bf16",
     "memory.state": "the bits of AdamW's moments",
@@ -260,6 +262,12 @@ NUMBERS = {
     "repeat_every": "steps between micro-batches that are computed twice and compared",
 }
 LOG = {"tensorboard": "write TensorBoard's files to the run folder", "wandb": "the project in Weights & Biases"}
+ROLES = {
+    "loader": "ranks that read and prepare batches ahead of training",
+    "validator": "1: a rank evaluates snapshots while training goes on",
+    "depth": "batches that loaders may have ready for each training rank",
+    "keep_best": "keep the snapshot with the lowest held-out loss, in the run's folder best",
+}
 LORA = {
     "rank": "the rank of the updates",
     "alpha": "their scale is alpha / rank",

@@ -18,24 +18,39 @@ NUM_SHOWN = 8
 
 
 def plan_serving(
-    name: str, config: ModelConfig, cluster_name: str, workload: ServingWorkload, console: Console, as_json: bool
+    name: str,
+    config: ModelConfig,
+    cluster_name: str,
+    workload: ServingWorkload,
+    formats: dict[str, str | None],
+    console: Console,
+    as_json: bool,
 ) -> None:
-    """Find the best layout to serve a model, and show it with others. Raises PlanError if none fits."""
+    """Find the best layout to serve a model, and show it with others. Raises PlanError if none fits.
+
+    `formats` are those of weights and cache, as options of `weft serve` name them; None: as usual.
+    """
     if not isinstance(config, LanguageConfig):
         raise ConfigError(f"--serve is for models of text; {name} is a model of images")
     cluster = with_assumed_rates(load(cluster_name))
     precision = "bf16" if "bf16" in cluster.node.device.peak_flops else "fp32"
     with console.status("planning"):
-        found, refused = search_serving(config, cluster, workload, precision)
+        found, refused = search_serving(config, cluster, workload, precision, **formats)
     if not found:
         raise PlanError(f"no layout serves {name} on {cluster_name}; the last one: {refused[-1]}")
     if as_json:
         plans = [_as_json(one) for one in found]
         about = {"model": name, "cluster": cluster_name, "precision": precision, "refused": refused}
+        about |= {key: value or precision for key, value in formats.items()}
         print_json({**about, "requests": len(workload.lengths), "why": explain(found, cluster), "plans": plans})
         return
     _show(name, cluster_name, found, workload, console)
-    for line in explain(found, cluster):
+    lines = explain(found, cluster)
+    for key, value in formats.items():
+        lines[-1] += f" --{key} {value}" if value is not None else ""
+    if formats["weights"] is not None:
+        lines.append(f"Memory is that of {formats['weights']} weights; times are those of {precision} weights.")
+    for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
 
 

@@ -19,7 +19,7 @@ from weft.commands import key_meanings
 from weft.data.config import ChatConfig, DataConfig, ImagesConfig, PreferenceConfig, SlidesConfig
 from weft.plan import Plan
 from weft.run_file import Run
-from weft.run_tables import CheckpointConfig, LogConfig, NumbersConfig, RestartConfig, TrainConfig
+from weft.run_tables import CheckpointConfig, LogConfig, NumbersConfig, RestartConfig, Roles, TrainConfig
 from weft.schema import inline, to_table, type_name
 
 HEAD = """# The run file
@@ -60,6 +60,7 @@ TABLES = (
     Table("restart", "", RestartConfig, key_meanings.RESTART),
     Table("numbers", "", NumbersConfig, key_meanings.NUMBERS),
     Table("log", "beside metrics.jsonl, which is always written", LogConfig, key_meanings.LOG),
+    Table("roles", "ranks that do not train, beside those of the plan", Roles, key_meanings.ROLES),
 )
 
 
@@ -116,7 +117,7 @@ def configuration(run: Run) -> str:
     Keys without a value are comments.
     """
     lines = [f"{name} = {inline(str(getattr(run, name)))}  # {_origin(run, name)}" for name in key_meanings.RUN]
-    for name in ("model", "data", "train", "lora", "plan", "checkpoint", "restart", "numbers", "log"):
+    for name in ("model", "data", "train", "lora", "plan", "checkpoint", "restart", "numbers", "log", "roles"):
         if getattr(run, name) is None:
             continue
         values = {"from": str(run.source)} if name == "model" and run.source else _values(getattr(run, name))

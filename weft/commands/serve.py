@@ -43,10 +43,27 @@ BudgetOption = Annotated[
     typer.Option(help="tokens of a step, decodes and prompts; if not given, 2048 on a GPU, 512 on CPUs", min=1),
 ]
 CacheOption = Annotated[
-    int | None, typer.Option(help="blocks of 16 tokens of the key-value cache; what fits if not given", min=1)
+    int | None,
+    typer.Option(help="blocks of 16 tokens (--cache int4: 64) of the key-value cache; what fits if not given", min=1),
 ]
 SwapOption = Annotated[
     int, typer.Option(help="such blocks in host memory, for requests that others push out; 0: compute again", min=0)
+]
+SpeculateOption = Annotated[
+    str | None,
+    typer.Option(
+        help="draft tokens: ngram (by lookup in the request), or the FOLDER of a smaller model; answers stay the same",
+        show_default=False,
+    ),
+]
+WeightsOption = Annotated[
+    str | None,
+    typer.Option(
+        help="weights of linears in fewer bits: fp8, int8, int4 or int4-128; changes answers", show_default=False
+    ),
+]
+KeysValuesOption = Annotated[
+    str | None, typer.Option(help="keys and values in fewer bytes: int4; changes answers", show_default=False)
 ]
 
 
@@ -69,6 +86,10 @@ def serve_command(
     token_budget: BudgetOption = None,
     cache_blocks: CacheOption = None,
     swap_blocks: SwapOption = 0,
+    speculate: SpeculateOption = None,
+    weights: WeightsOption = None,
+    cache: KeysValuesOption = None,
+    calibration: Annotated[Path | None, typer.Option(help="a text by which int4 and int8 are rounded better")] = None,
     body_bytes: Annotated[int, typer.Option(help="of a request; beyond, clients get 413", min=1)] = 4 << 20,
     request_seconds: Annotated[float, typer.Option(help="until an answer is whole", min=0.1)] = 600.0,
     drain_seconds: Annotated[float, typer.Option(help="to finish requests after SIGTERM", min=0.0)] = 30.0,
@@ -99,6 +120,10 @@ def serve_command(
         token_budget=token_budget or usual_budget,
         num_blocks=cache_blocks,
         swap_blocks=swap_blocks,
+        speculate=speculate,
+        weights=weights,
+        cache=cache,
+        calibration=None if calibration is None else str(calibration),
         adapters=named_adapters(adapter or []),
         merged_adapter=None if merge_adapter is None else str(merge_adapter),
         limits=ServerLimits(body_bytes=body_bytes, request_seconds=request_seconds, drain_seconds=drain_seconds),

@@ -37,12 +37,14 @@ from weft.errors import UNFINISHED, ConfigError, DamagedError, LocalError
 from weft.launch.environment import RankInfo, is_elastic, take_device
 from weft.launch.folder_lock import locked, refuse_if_used
 from weft.launch.fork_server import ForkServer
+from weft.launch.role_ranks import TRAIN, JobRank, job_rank
 from weft.models import LanguageConfig, VisionConfig
-from weft.planner.predict import predict, run_cluster
+from weft.planner.predict import predict, refuse_run, run_cluster
 from weft.run_file import Run, load_run
 from weft.step.examples import micro_batch_profile
 from weft.step.task import task_of
 from weft.train.batches import TrainingData, prepare_data
+from weft.train.early_stopping import stopped_early
 from weft.train.local_job import start_ranks
 from weft.train.loop import train
 from weft.train.resume import changed_settings, refuse_other_training
@@ -54,25 +56,32 @@ SAMPLE_SECONDS = 5.0  # at most, once the model is loaded
 
 
 def train_under_launcher(run: Run, rank_info: RankInfo, fresh: bool, as_json: bool) -> None:
-    """Train as one rank that a launcher (torchrun, srun, mpirun) or weft itself started."""
-    take_device(rank_info, device_type(run), run.train.share_gpus)  # first: predicting initialises CUDA
+    """Train, or do the work of another role, as one rank that a launcher (torchrun, srun, mpirun) or weft itself
+    started.
+    """
+    rank = job_rank(rank_info, run.roles.counts)
+    if rank.role == TRAIN:
+        take_device(rank.training, device_type(run), run.train.share_gpus)  # first: predicting initialises CUDA
     if fresh:
         raise ConfigError("--fresh moves files that other ranks may use; move the run's folder before the launcher")
     if not has_layout(run):
-        run = _plan_first(run, rank_info, make_console(as_json))
+        run = _plan_first(run, rank, make_console(as_json))
     elif is_elastic(os.environ, rank_info):
-        run = _fit(run, rank_info, as_json)
+        run = _fit(run, rank, as_json)
+    if rank.role != TRAIN:
+        train(run, rank_info, QuietReporter())
+        return
     if run.train.timeline is not None:
         refuse_timeline(run.plan, Path(run.train.timeline))
     _train_rank(run, rank_info, as_json)
 
 
-def _fit(run: Run, rank_info: RankInfo, as_json: bool) -> Run:
+def _fit(run: Run, rank: JobRank, as_json: bool) -> Run:
     """Returns the run for the number of ranks that the launcher started, which may change at a restart."""
-    fitted = fit_to_ranks(run, rank_info)
-    if fitted is not run and rank_info.rank == 0:
+    fitted = fit_to_ranks(run, rank.training)
+    if fitted is not run and rank.job.rank == 0:
         make_console(as_json).print(
-            f"the plan needs {run.plan.num_ranks} ranks ({run.plan.describe_axes()}) and {rank_info.num_ranks} are "
+            f"the plan needs {run.plan.num_ranks} ranks ({run.plan.describe_axes()}) and {rank.training.num_ranks} are "
             f"there: it goes on as {fitted.plan.describe_axes()}, {fitted.split.identity(fitted.plan)}",
             highlight=False,
             soft_wrap=True,
@@ -105,12 +114,13 @@ def train_here(
         if verify:
             _verify(fork_server, run, console)
         _run_ranks(fork_server, run, as_json)
-    is_finished = max(steps(run.folder / "checkpoints"), default=0) >= run.train.steps  # else it was asked to stop
+    last = max(steps(run.folder / "checkpoints"), default=0)
+    is_finished = last >= run.train.steps or stopped_early(run, last) is not None  # else it was asked to stop
     if as_json:
         print_json({"run": run.name, "folder": str(run.folder), **_last_event(run)})
     elif is_finished:
         if isinstance(run.model, LanguageConfig):
-            _show_sample(fork_server, run, again, console)
+            _show_sample(fork_server, run, again, _another_plan(run, run_file, overrides), console)
         else:
             _show_accuracy(run, again, console)
     if not is_finished:
@@ -127,11 +137,11 @@ def _command(run_file: Path, overrides: list[str], name: str, *changes: str) -> 
 
 
 def _finished(run: Run) -> Checkpoint | None:
-    """Returns the last checkpoint of a run that has done all its steps. None if it has not, or if that checkpoint is
-    damaged: training then resumes from an older one, and says so.
+    """Returns the last checkpoint of a run that has done all its steps, or has stopped early. None if it has not, or
+    if that checkpoint is damaged: training then resumes from an older one, and says so.
     """
     done = steps(run.folder / "checkpoints")
-    if not done or done[-1] < run.train.steps:
+    if not done or (done[-1] < run.train.steps and stopped_early(run, done[-1]) is None):
         return None
     try:
         return Checkpoint(run.folder / "checkpoints" / step_name(done[-1]))
@@ -142,6 +152,9 @@ def _finished(run: Run) -> Checkpoint | None:
 def _say_finished(finished: Checkpoint, run: Run, again: Again, console: Console) -> None:
     changed = "; ".join(changed_settings(finished, run))
     then = f"It was trained with {changed}. " if changed else ""
+    why = stopped_early(run, finished.step)
+    if why is not None:
+        then += f"It stopped early: {why}. To go on from there, give a higher train.patience. "
     console.print(
         f"\nThis run is finished: step {finished.step} of {run.train.steps} is in {run.folder}. "
         f"{then}"
@@ -152,11 +165,11 @@ def _say_finished(finished: Checkpoint, run: Run, again: Again, console: Console
     )
 
 
-def _plan_first(run: Run, rank_info: RankInfo | None, console: Console) -> Run:
+def _plan_first(run: Run, rank: JobRank | None, console: Console) -> Run:
     """Returns the run with the best plan for the available devices."""
-    prints = rank_info is None or rank_info.rank == 0
+    prints = rank is None or rank.job.rank == 0
     with console.status("planning") if prints else nullcontext():
-        answer = ask_for(run, planning_cluster(run, rank_info))
+        answer = ask_for(run, planning_cluster(run, None if rank is None else rank.training))
         planned = with_plan(run, answer)
     if prints:
         say(console, f"[bold]planned[/]  no \\[plan] is given. {answer.why}")
@@ -250,7 +263,27 @@ def _last_event(run: Run) -> dict[str, Any]:
     return {"step": last.get("step"), "evaluation": last.get("evaluation")}
 
 
-def _show_sample(fork_server: ForkServer, run: Run, again: Again, console: Console) -> None:
+def _another_plan(run: Run, run_file: Path, overrides: list[str]) -> tuple[str, ...] | None:
+    """Returns overrides that make the run's ranks, or two processes on a CPU, another plan that its model allows."""
+    num_ranks = max(run.plan.num_ranks, 2) if device_type(run) == "cpu" else run.plan.num_ranks
+    for changes in (
+        ("plan.tensor.x=2", "plan.data=1"),
+        ("plan.pipe=2", "plan.data=1"),
+        ("plan.shard=2", "plan.data=1"),
+    ):
+        try:
+            other = load_run(run_file, [*overrides, *changes])
+            refuse_run(other)
+        except ConfigError:
+            continue
+        if other.plan != run.plan and other.plan.num_ranks <= num_ranks:
+            return changes
+    return None
+
+
+def _show_sample(
+    fork_server: ForkServer, run: Run, again: Again, other_plan: tuple[str, ...] | None, console: Console
+) -> None:
     options = {"prompt": PROMPT, "num_tokens": 240, "seconds": SAMPLE_SECONDS}
     try:
         with console.status("generating"):
@@ -260,10 +293,11 @@ def _show_sample(fork_server: ForkServer, run: Run, again: Again, console: Conso
     except LocalError as error:  # the model may be too large for one GPU; the run is finished all the same
         say(console, f"\n[yellow]no sample[/]  {escape(str(error).splitlines()[0])}")
     more = f"train.steps={2 * run.train.steps}"
+    with_other_plan = "" if other_plan is None else f"another plan:    {again('train', more, *other_plan)}\n"
     console.print(
         f"\n[bold]what to try next[/]\n"
         f"train on:        {again('train', more)}\n"
-        f"another plan:    {again('train', more, 'plan.tensor.x=2', 'plan.data=1')}\n"
+        f"{with_other_plan}"
         f"what it costs:   {again('plan', 'plan.shard.stage=2')}\n"
         f"more text:       {shlex.join(['weft', 'generate', str(run.folder), '--prompt', 'import '])}\n"
         f"for others:      {shlex.join(['weft', 'export', str(run.folder), 'my-model'])}",

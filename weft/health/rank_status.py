@@ -26,7 +26,9 @@ WAITING = "waiting in "  # the prefix of `StatusPage.doing` while a rank waits f
 SAVING = "saving"
 GOING_BACK = "loading a checkpoint"
 RESERVING = "reserving memory for copies"  # locking the pages of a large buffer takes longer than a step
-FILE_PHASES = (SAVING, GOING_BACK, RESERVING)  # a rank in one of these waits for the file system or the kernel: no hang
+VALIDATING = "waiting for the validator"  # after the last step
+# A rank in one of these waits for the file system, the kernel or a rank that does not train: no hang.
+FILE_PHASES = (SAVING, GOING_BACK, RESERVING, VALIDATING)
 _PAGE = struct.Struct("<qqddd240s144s80s64s")  # the fields of StatusPage; text that is too long is truncated
 _NO_STEP = -1
 _STACK_POLL_SECONDS = 0.05

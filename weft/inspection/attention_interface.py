@@ -205,8 +205,10 @@ def _parts(mask_function: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield getattr(mask_function, "__qualname__", type(mask_function).__name__), {}
         return
     name, values = mask_function.__qualname__.partition(".")[0], inspect.getclosurevars(mask_function).nonlocals
-    if name != "and_masks":
+    if name == "remap_positions_for_packed_sequence":  # the same mask, with positions in place of indices
+        yield from _parts(values["mask_function"])
+    elif name == "and_masks":
+        for part in values["mask_functions"]:
+            yield from _parts(part)
+    else:
         yield name, values
-        return
-    for part in values["mask_functions"]:
-        yield from _parts(part)

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from weft.inspection.functional_call import call_with
+from weft.inspection.functional_call import call_with, no_fakes_left
 from weft.inspection.split_probe import is_token_wise
 
 HARMLESS = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
@@ -56,7 +56,7 @@ def find_chain_ends(
             tensors = [*model.named_parameters(), *model.named_buffers()]
             state = {name: torch.empty(t.shape, dtype=t.dtype, device="cpu") for name, t in tensors}
             tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="cpu")
-            with recorder:
+            with no_fakes_left(model), recorder:
                 recorder.mark_used(call_with(model, state, (tokens,)))
     except Exception:  # anything that the user's code may raise
         return ChainEnds()

@@ -1,14 +1,18 @@
-"""Calls a model with its parameters and buffers replaced by other tensors.
+"""Calls a model with its parameters and buffers replaced by other tensors, and leaves nothing of the call behind.
 
 torch.func.functional_call does the same, but does not restore a module that is registered in two places.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from weft.inspection.nested_tensors import tensors_in
 
 
 def arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -38,3 +42,39 @@ def call_with(model: nn.Module, state: Mapping[str, Tensor], args: Any, kwargs: 
         for held, was in before:
             held.clear()
             held.update(was)  # type: ignore[arg-type]
+
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+
+
+@contextmanager
+def no_fakes_left(model: nn.Module) -> Iterator[None]:
+    """Put back attributes of modules that hold fake tensors after the context: a cache, a weight computed by a hook.
+
+    Lists and dicts get back the elements that they had.
+    """
+    before = [
+        (vars(module), {name: (one, _elements(one)) for name, one in _attributes(module)}) for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for attributes, old in before:
+            for name, value in list(attributes.items()):
+                if name in _REGISTERED or not any(isinstance(one, FakeTensor) for one in tensors_in(value)):
+                    continue
+                if name not in old:
+                    del attributes[name]
+                    continue
+                attributes[name], elements = old[name]
+                if elements is not None:
+                    attributes[name].clear()
+                    (attributes[name].extend if isinstance(elements, list) else attributes[name].update)(elements)
+
+
+def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in vars(module).items() if name not in _REGISTERED]
+
+
+def _elements(value: Any) -> Any:
+    return type(value)(value) if type(value) in (list, dict) else None

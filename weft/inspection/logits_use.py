@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from weft.inspection.chain_ends import NUM_TOKENS
-from weft.inspection.functional_call import call_with
+from weft.inspection.functional_call import call_with, no_fakes_left
 from weft.inspection.nested_tensors import tensors_in
 
 logger = logging.getLogger("weft")
@@ -46,7 +46,7 @@ def reason_logits_need_all_classes(model: nn.Module, head: nn.Module) -> str | N
             tensors = [*model.named_parameters(), *model.named_buffers()]
             state = {name: torch.empty(t.shape, dtype=t.dtype, device="cpu") for name, t in tensors}
             tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="cpu")
-            with watch:
+            with no_fakes_left(model), watch:
                 result = call_with(model, state, (tokens,))
             if not any(watch.is_logits(tensor) for tensor in tensors_in(result)):
                 return "the model does not return its head's result"

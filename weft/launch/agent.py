@@ -7,7 +7,7 @@ many steps are lost. It does not restart after an error that would happen again:
 
 If ranks shadow each other (plan.pipe.shadow), the agent restarts nothing when the first rank is killed, unless it is
 rank 0. It tells the other ranks, which continue without the lost one (resilience/takeover.py). If they fail to, all
-ranks start again.
+ranks start again. Ranks of other roles than training are started again alone (role_restarts.py).
 
     start_local(fork_server, num_ranks, arguments, ..) -> the exit status of the job
 """
@@ -29,6 +29,7 @@ from weft.health.rank_status import FOLDER_VARIABLE, Failure, clear, read_failur
 from weft.health.watchdog import Deadline, Watchdog, ask_for_stacks, collect_stacks
 from weft.launch.environment import LOCAL_RUN_ID_PREFIX
 from weft.launch.fork_server import ForkServer
+from weft.launch.role_restarts import RoleRestarts
 from weft.launch.stop_signal import StopSignal, say
 
 _POLL_SECONDS = 0.1
@@ -66,10 +67,11 @@ def start_local(
     num_ranks: int,
     arguments: Sequence[str],
     environ: Mapping[str, str],
-    restarts: Restarts = Restarts(),  # noqa: B008 (frozen)
+    restarts: Restarts = Restarts(),
     newest: Callable[[], ResumePoint] = ResumePoint,
     stacks: Path | None = None,
     shadowed: bool = False,
+    num_roles: int = 0,
     stopping: str = "save and stop",
 ) -> int:
     """Run the fork server's program as `num_ranks` local ranks and return the exit status of the job.
@@ -78,11 +80,14 @@ def start_local(
     hangs or is killed, the others are killed and all start again, as often as `restarts` allows. After that one line
     names the rank, and the status is that rank's, or 128 + the number of its signal. `newest` returns where a restart
     resumes. Stacks of ranks that hang go to a file in the folder `stacks`. With `shadowed` ranks, one may be lost
-    without a restart. The first SIGTERM, SIGHUP, SIGQUIT or Ctrl-C in this process sends SIGTERM to the ranks and
-    leaves them 10 minutes to save; a second Ctrl-C kills them. `stopping` says in words what they do after the first.
+    without a restart. The last `num_roles` ranks do not train. The first SIGTERM, SIGHUP, SIGQUIT or Ctrl-C in this
+    process sends SIGTERM to the ranks and leaves them 10 minutes to save; a second Ctrl-C kills them. `stopping` says
+    in words what they do after the first.
     """
     run_id = LOCAL_RUN_ID_PREFIX + uuid.uuid4().hex
-    threads = {"OMP_NUM_THREADS": str(max(1, _num_cores() // num_ranks))}
+    num_training = num_ranks - num_roles
+    # Not fewer where there are other roles: sums of floats depend on the number of threads.
+    threads = {"OMP_NUM_THREADS": str(max(1, _num_cores() // num_training))}
     ended_at: list[float] = []
 
     def is_training() -> bool:
@@ -96,9 +101,11 @@ def start_local(
             kills = memory_kills()
             count = {"TORCHELASTIC_RESTART_COUNT": str(len(ended_at))}
             pids = fork_server.start(num_ranks, arguments, {**threads, **os.environ, **own, **count, **environ})
-            watchdog = Watchdog(Path(name), num_ranks, Deadline(restarts.hang_seconds, restarts.step_seconds))
-            lost_ranks = LostRankTracker(Path(name), num_ranks, watchdog, shadowed)
-            codes, hang = _watch(fork_server, pids, stop, watchdog, lost_ranks)
+            watchdog = Watchdog(Path(name), num_training, Deadline(restarts.hang_seconds, restarts.step_seconds))
+            lost_ranks = LostRankTracker(Path(name), num_training, watchdog, shadowed)
+            again = fork_server.start_again
+            roles = RoleRestarts(Path(name), num_training, again, restarts.limit, restarts.window_seconds)
+            codes, hang = _watch(fork_server, pids, stop, watchdog, lost_ranks, roles)
             if hang is None and not any(codes.values()):
                 return 0
             if hang is not None and stacks is not None:
@@ -116,7 +123,12 @@ def start_local(
 
 
 def _watch(
-    fork_server: ForkServer, pids: Sequence[int], stop: StopSignal, watchdog: Watchdog, lost_ranks: LostRankTracker
+    fork_server: ForkServer,
+    pids: list[int],
+    stop: StopSignal,
+    watchdog: Watchdog,
+    lost_ranks: LostRankTracker,
+    roles: RoleRestarts,
 ) -> tuple[dict[int, int], str | None]:
     """Wait until all ranks have exited, one has failed, or they hang. Kills all ranks that are left.
 
@@ -126,9 +138,16 @@ def _watch(
     codes: dict[int, int] = {}
     hang: str | None = None
     stop.watch(pids)
+
+    def num_gone() -> int:
+        return len(codes) + lost_ranks.num_lost + roles.num_lost
+
     try:
-        while len(codes) + lost_ranks.num_lost < len(pids) and not any(codes.values()) and hang is None:
+        while num_gone() < len(pids) and not any(codes.values()) and hang is None:
             _collect(fork_server, codes)
+            for message in roles.accept_losses(codes, pids, stop.order is not None):
+                stop.watch(pids)
+                say(message)
             if not any(codes.values()):
                 stop.poll()
             if stop.order is None:
@@ -141,7 +160,7 @@ def _watch(
                 if slow is not None:
                     say(f"weft: {slow}")
         deadline = time.monotonic() + _END_SECONDS
-        while stop.order is not None and len(codes) + lost_ranks.num_lost < len(pids) and time.monotonic() < deadline:
+        while stop.order is not None and num_gone() < len(pids) and time.monotonic() < deadline:
             _collect(fork_server, codes)  # all were asked to stop: the others may still be saving
         if hang is not None or any(codes.values()):
             lost_ranks.restore_exit_code(codes)
@@ -153,7 +172,7 @@ def _watch(
             for kill in (os.kill, os.killpg):
                 with suppress(ProcessLookupError, PermissionError):
                     kill(pid, signal.SIGKILL)
-    for _ in range(len(pids) - len(codes) - lost_ranks.num_lost):
+    for _ in range(len(pids) - num_gone()):
         while fork_server.next_exit(_POLL_SECONDS) is None:
             pass
     return codes, hang

@@ -6,6 +6,7 @@ file that depends on the launcher.
 
     detect(environ)                   -> RankInfo, or None when no launcher started this process
     rendezvous(environ, rank_info)    -> the address and port of rank 0's store
+    join_job(rank_info, ..)           -> meets the other processes of the job and returns their store
     init_process_group(rank_info, ..) -> joins the world group and returns this rank's device
 
 The store of a job on one host listens on loopback only, because a store obeys every process that can connect.
@@ -29,7 +30,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from weft.comm.backends import DeviceType, choose_backend, prepare_cuda
 from weft.errors import LaunchError, LostRankError
-from weft.launch.fork_server import LISTENER_VARIABLE, LOOPBACK
+from weft.launch.fork_server import LISTENER_VARIABLE, LOOPBACK, REJOIN_VARIABLE
 
 Launcher = Literal["none", "weft", "torchrun", "slurm", "mpi"]
 
@@ -42,6 +43,7 @@ _COMMANDS: dict[Launcher, str] = {
 }
 # The prefix of the elastic run id of ranks that weft's own agent started. It distinguishes them from torchrun's.
 LOCAL_RUN_ID_PREFIX = "weft-local-"
+_START_KEY = "weft/start"
 _START_POLL_SECONDS = 0.01
 # SLURM gives steps that srun did not start (batch scripts, interactive shells) numbers above this.
 _SLURM_MAX_STEP_ID = 0xFFFFFFF0
@@ -277,31 +279,45 @@ def take_device(rank_info: RankInfo, device: DeviceType, share_gpus: bool = Fals
 
 
 def init_process_group(
-    rank_info: RankInfo, device: DeviceType, timeout: timedelta, share_gpus: bool = False
+    rank_info: RankInfo, device: DeviceType, timeout: timedelta, share_gpus: bool = False, store: Store | None = None
 ) -> torch.device:
-    """Join the world group and return this rank's device. `timeout` limits the rendezvous and every collective."""
+    """Join the world group and return this rank's device. `timeout` limits the rendezvous and every collective.
+
+    `store` is that of `join_job`, if the job has more processes than the world.
+    """
     rank_device = take_device(rank_info, device, share_gpus)
-    if rank_info.num_hosts == 1 and any(name == "lo" for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    address, port = rendezvous(os.environ, rank_info)
-    try:
-        store = _open_store(address, port, rank_info, timeout)
-        start_id = _agree_on_start_id(store, rank_info, timeout)
-    except (OSError, dist.DistError) as error:
-        raise LaunchError(
-            f"rank {rank_info.rank} of {rank_info.num_ranks} did not meet the others at {address}:{port} ({error}); "
-            "start every rank, or export another MASTER_ADDR and MASTER_PORT"
-        ) from error
+    store = join_job(rank_info, timeout) if store is None else PrefixStore("world", store)
     backend = choose_backend(device, _num_sharing(rank_info) if device == "cuda" else 1)
     dist.init_process_group(
         backend,
-        store=PrefixStore(f"weft/{start_id}", store),
+        store=store,
         rank=rank_info.rank,
         world_size=rank_info.num_ranks,
         timeout=timeout,
         device_id=rank_device if "nccl" in backend else None,
     )
     return rank_device
+
+
+def join_job(rank_info: RankInfo, timeout: timedelta) -> Store:
+    """Meet the other processes of the job, and return their store, under a prefix that is new at each start."""
+    if rank_info.num_hosts == 1 and any(name == "lo" for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    address, port = rendezvous(os.environ, rank_info)
+    try:
+        store = _open_store(address, port, rank_info, timeout)
+        if REJOIN_VARIABLE in os.environ:  # the others have agreed on it before
+            start_id = store.get(_START_KEY).decode()
+        else:
+            start_id = _agree_on_start_id(store, rank_info, timeout)
+    except (OSError, dist.DistError) as error:
+        raise LaunchError(
+            f"rank {rank_info.rank} of {rank_info.num_ranks} did not meet the others at {address}:{port} ({error}); "
+            "start every rank, or export another MASTER_ADDR and MASTER_PORT"
+        ) from error
+    if rank_info.rank == 0:
+        store.set(_START_KEY, start_id)
+    return PrefixStore(f"weft/{start_id}", store)
 
 
 def world_store() -> Store:

@@ -43,6 +43,7 @@ Job = Callable[..., Any]  # takes keyword arguments and returns a result that JS
 
 LOOPBACK = "127.0.0.1"
 LISTENER_VARIABLE = "WEFT_LISTENER"  # the file descriptor of the socket on which rank 0's store listens
+REJOIN_VARIABLE = "WEFT_REJOIN"  # set for a rank that was started again alone, while the others went on
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)  # whose handlers the fork server does not keep
 SAVE_SECONDS = 600.0  # how long ranks that were asked to stop may take to save
 
@@ -64,17 +65,20 @@ class ForkServer:
         self, main: Main, warm: Callable[[], object] = lambda: None, jobs: Mapping[str, Job] | None = None
     ) -> None:
         ours, theirs = socket.socketpair()
-        # A signal to the process group is held back until the child has a session of its own and no handlers of ours.
-        held = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        self._pid = fork()
-        if self._pid == 0:
-            try:
-                ours.close()
-                _become_server(held)
-                _Server(theirs, main, jobs or {}).serve(warm)
-            finally:
-                os._exit(0)
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        try:
+            # A signal to the process group waits until the child has a session of its own and no handlers of ours.
+            signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+            self._pid = fork()
+            if self._pid == 0:
+                try:
+                    ours.close()
+                    _become_server(held)
+                    _Server(theirs, main, jobs or {}).serve(warm)
+                finally:
+                    os._exit(0)
+        finally:  # also where nothing can be forked
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
         theirs.close()
         self._lines = _JsonLines(ours)
         self._exits: deque[dict[str, Any]] = deque()  # exits of ranks that arrived while `call` waited for a job
@@ -92,6 +96,14 @@ class ForkServer:
         answer = self._read(None)
         assert answer is not None
         return list(answer["pids"])
+
+    def start_again(self, rank: int) -> int:
+        """Start one rank of the last `start` again, whose others still run. Returns its process id."""
+        self._lines.write({"rank": rank})
+        while (answer := self._read(None)) is None or "pids" not in answer:
+            if answer is not None:
+                self._exits.append(answer)
+        return int(answer["pids"][0])
 
     def next_exit(self, timeout_seconds: float) -> RankExit | None:
         """Wait for the next exit of a rank; None if there is none within `timeout_seconds`."""
@@ -160,6 +172,7 @@ class _Server:
         self._ranks: dict[int, int] = {}  # process id -> rank, for ranks whose exit was not reported yet
         self._ended: list[int] = []  # ids of ranks that were reported but not reaped, so that their ids are not reused
         self._busy: set[int] = set()  # process ids of jobs
+        self._started: tuple[int, list[str], dict[str, str], int]  # ranks, arguments, variables and port of `start`
         self._visible = os.environ.get(VISIBLE_VARIABLE)  # the visible GPUs; the parent may hide them from itself later
 
     def serve(self, warm: Callable[[], object]) -> None:
@@ -187,6 +200,8 @@ class _Server:
                     has_served = True
                     if "job" in request:
                         self._start_job(request)
+                    elif "rank" in request:
+                        self._lines.write({"pids": [self._start_rank(request["rank"], None, {REJOIN_VARIABLE: "1"})]})
                     else:
                         self._lines.write({"pids": self._start(**request)})
         self._end()
@@ -231,29 +246,31 @@ class _Server:
 
     def _start(self, num_ranks: int, arguments: list[str], environ: dict[str, str]) -> list[int]:
         self._reap()
-        pids = []
         environ.pop(VISIBLE_VARIABLE, None)
         environ |= {VISIBLE_VARIABLE: self._visible} if self._visible is not None else {}
         # Bound here, so that all ranks know the port and no other process can take it before rank 0 listens.
         with socket.create_server((LOOPBACK, 0)) as listener:
-            port = listener.getsockname()[1]
-            for rank in range(num_ranks):
-                place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-                place |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_PORT": port}
-                if rank == 0:
-                    place[LISTENER_VARIABLE] = listener.fileno()
-                pid = fork()
-                if pid == 0:
-                    if rank == 0:
-                        listener.set_inheritable(True)  # in case the rank calls exec
-                    else:
-                        listener.close()
-                    self._lines.close()
-                    own = {"MASTER_ADDR": LOOPBACK, **{name: str(value) for name, value in place.items()}}
-                    _run(self._main, arguments, environ | own)
-                pids.append(pid)
-                self._ranks[pid] = rank
-        return pids
+            self._started = num_ranks, arguments, environ, listener.getsockname()[1]
+            return [self._start_rank(rank, listener, {}) for rank in range(num_ranks)]
+
+    def _start_rank(self, rank: int, listener: socket.socket | None, more: dict[str, str]) -> int:
+        """Fork one rank with the variables `more`. Rank 0 gets the socket that its store listens on."""
+        num_ranks, arguments, environ, port = self._started
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+        place |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_PORT": port}
+        if rank == 0 and listener is not None:
+            place[LISTENER_VARIABLE] = listener.fileno()
+        pid = fork()
+        if pid == 0:
+            if rank == 0 and listener is not None:
+                listener.set_inheritable(True)  # in case the rank calls exec
+            elif listener is not None:
+                listener.close()
+            self._lines.close()
+            own = {"MASTER_ADDR": LOOPBACK, **{name: str(value) for name, value in place.items()}}
+            _run(self._main, arguments, environ | own | more)
+        self._ranks[pid] = rank
+        return pid
 
     def _end(self) -> None:
         """Stop after the parent has exited: kill jobs, let ranks save, wait for them, kill those that take too long."""

@@ -22,7 +22,7 @@ from weft.errors import PlanError
 from weft.inspection.annotations import Annotation
 from weft.inspection.blocks import find_blocks
 from weft.inspection.chain_ends import HARMLESS, NUM_TOKENS
-from weft.inspection.functional_call import call_with
+from weft.inspection.functional_call import call_with, no_fakes_left
 from weft.models.decoder import Decoder
 from weft.models.gpt2 import GPT2
 from weft.models.loss import RowsLoss, head_loss, rows_loss
@@ -134,7 +134,7 @@ def _find_head(model: nn.Module) -> nn.Linear | None:
             tensors = [*model.named_parameters(), *model.named_buffers()]
             state = {name: torch.empty(t.shape, dtype=t.dtype, device="cpu") for name, t in tensors}
             tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="cpu")
-            with watch:
+            with no_fakes_left(model), watch:
                 output = call_with(model, state, (tokens,))
             is_returned = watch.num_calls == 1 and not watch.is_used and logits_of(output) is watch.result
     except Exception:  # anything that the user's code may raise

@@ -66,18 +66,9 @@ def make_optimizer(model: nn.Module, config: TrainConfig, data: Axis | None = No
 def pieces_to_save(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterator[Piece]:
     """The pieces that this rank writes. Ranks that hold equal copies (over `data`) share the work."""
     data = mesh["data"]
-    copies = set(AXES) - {
-        "data",
-        *mesh.plan.axes_that_split("stages", "weights"),
-    }  # their other ranks hold the same state
-    is_writer = not any(mesh.coordinates[axis] for axis in copies)
     steps = stepper(optimizer)
     steps.synchronize()
-    for number, (part, piece) in enumerate(named_pieces(model)):
-        cut = part.parameter.cut
-        is_first = not part.parameter.copy and (cut is None or cut.is_first)
-        if not is_writer or not is_first:
-            continue
+    for number, part, piece in _first_copies(model, mesh):
         name, region = part.parameter.name, _region(part)
         for kind, value in steps.read_own_state(piece).items():
             has_elements = value.numel() == piece.numel() and value.dim() == piece.dim()
@@ -90,6 +81,33 @@ def pieces_to_save(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterat
                 yield Piece(name, kind, region, value)
             elif _holds_first_element(part):  # a scalar that all ranks share: the rank with the first element writes it
                 yield Piece(name, kind, SCALAR, value)
+    yield from _own_buffers(model, mesh)
+
+
+def weights_to_send(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterator[Piece]:
+    """This rank's pieces of a snapshot of the model: its parameters and buffers, without the optimizer's state. All
+    ranks together have each element once.
+    """
+    stepper(optimizer).synchronize()
+    for number, part, piece in _first_copies(model, mesh):
+        if number % mesh["data"].degree == mesh["data"].index:
+            yield Piece(part.parameter.name, "parameter", _region(part), piece.detach())
+    yield from _own_buffers(model, mesh)
+
+
+def _first_copies(model: nn.Module, mesh: Mesh) -> Iterator[tuple[int, ParameterPart, nn.Parameter]]:
+    """Numbered parts that this rank holds as the first, but for `data`, of those with equal copies."""
+    parts = mesh.plan.axes_that_split("stages", "weights")
+    copies = set(AXES) - {"data", *parts}  # their other ranks hold the same state
+    if any(mesh.coordinates[axis] for axis in copies):
+        return
+    for number, (part, piece) in enumerate(named_pieces(model)):
+        cut = part.parameter.cut
+        if not part.parameter.copy and (cut is None or cut.is_first):
+            yield number, part, piece
+
+
+def _own_buffers(model: nn.Module, mesh: Mesh) -> Iterator[Piece]:
     if mesh.is_first_of_stage:
         for name, buffer in dict(buffers_to_save(model)).items():
             yield Piece(name, "buffer", Region.whole(tuple(buffer.shape)), buffer)

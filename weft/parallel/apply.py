@@ -94,15 +94,15 @@ def parallelize(
     if tiling is not None:
         mark(model, tiling)
     if plan.pipe.degree == 1:
-        return _apply_strategies(plan, mesh, model, values)
-    pipeline = build(stage(whole, plan, mesh.device), mesh, values, partial(_apply_strategies, plan, mesh))
+        return _apply_strategies(plan, model, values, mesh)
+    pipeline = build(stage(whole, plan, mesh.device), mesh, values, partial(_apply_strategies, mesh=mesh))
     if tiling is not None:
         mark(pipeline, tiling)
     return pipeline
 
 
-def _apply_strategies(plan: Plan, mesh: Mesh, model: nn.Module, values: Values) -> nn.Module:
-    """Apply the strategies to a model, or to the model of a pipeline stage."""
+def _apply_strategies(plan: Plan, model: nn.Module, values: Values, mesh: Mesh) -> nn.Module:
+    """Apply the strategies to a model, or to the model of a pipeline stage, with the plan that the stage follows."""
     local = partial(_local_value, model, values)
     for strategy in STRATEGIES:
         model = strategy.apply(model, plan, mesh, local)
@@ -138,12 +138,11 @@ def cost(
     pass the result of `stage` as `staging`, so that the model is cut into stages only once.
     """
     at = coordinates or dict.fromkeys(plan.degrees, 0)
-    here = partial(localise, plan=plan, coordinates=at)
-    own = partial(local_cost, plan=plan, coordinates=at)
+    here, own = partial(localise, coordinates=at), partial(local_cost, coordinates=at)
     if plan.pipe.degree > 1:
         staging = staging or stage(model_profile, plan)
         return pipeline_cost(model_profile, staging, plan, split, at, here, own)
-    return own(here(localise_tile(model_profile, plan, at)), split)
+    return own(here(localise_tile(model_profile, plan, at), plan), split, plan)
 
 
 def localise(profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Profile:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from weft.comm.ledger import Key
 from weft.errors import PlanError
+from weft.inspection.nested_tensors import map_tensors
 from weft.inspection.parameter_cut import share
 from weft.inspection.rng import TileRng
 from weft.mesh import Mesh
@@ -158,8 +159,8 @@ def tile(image: Tensor, mesh: Mesh) -> Tensor:
     return image.contiguous()
 
 
-def own_targets(batch: tuple[Tensor, ...], model: nn.Module, mesh: Mesh) -> tuple[Tensor, ...]:
-    """Returns a micro-batch with the targets of this rank's samples only, if the model's result has only those."""
+def own_targets(batch: Any, model: nn.Module, mesh: Mesh) -> Any:
+    """Returns a micro-batch (inputs, *targets) with the targets of this rank's samples if the result has only those."""
     tiling = tiling_of(model)
     if tiling is None or tiling.output != "batch":
         return batch
@@ -171,16 +172,21 @@ def _own_samples(targets: Tensor, mesh: Mesh) -> Tensor:
     return targets[begin:end]
 
 
-def own_tiles(batch: tuple[Tensor, ...], model: nn.Module, mesh: Mesh) -> tuple[Tensor, ...]:
-    """Returns a rank's part of a batch of whole images, as its data loader would return it.
+def own_tiles(batch: Any, model: nn.Module, mesh: Mesh) -> Any:
+    """Returns a rank's part of a batch (inputs, *targets) of whole images, as its data loader would return it.
 
-    Targets are split into tiles if the model's result is.
+    Inputs of the images' size are split into tiles, and targets if the model's result is.
     """
     tiling = tiling_of(model)
     if tiling is None or mesh["tile"].degree == 1:
         return batch
+
+    def part(tensor: Tensor) -> Tensor:
+        is_image = tensor.dim() > 2 and tuple(tensor.shape[-2:]) == tuple(tiling.sizes)
+        return tile(tensor, mesh) if is_image else tensor
+
     targets = [tile(one, mesh) if tiling.output == "tile" else one for one in batch[1:]]
-    return tile(batch[0], mesh), *targets
+    return map_tensors(part, batch[0]), *targets
 
 
 def repeats(model: nn.Module, plan: Plan) -> int:

@@ -16,7 +16,7 @@ from weft.inspection.blocks import find_blocks, find_units
 from weft.inspection.tensor_splits import IS_WHOLE
 from weft.mesh import Mesh
 from weft.pipeline.deferred_weight_grads import DeferredWeightGrads
-from weft.pipeline.partition import Route, cut, partition, refuse_evaluation
+from weft.pipeline.partition import Route, StageWeights, cut, partition, refuse_evaluation
 from weft.pipeline.runtime import Pipeline, Stage
 from weft.pipeline.shadow_checks import refuse_shadows, refuse_stages
 from weft.pipeline.shared_parameters import SharedBuffers, SharedParameters, running_statistics, tied_stages
@@ -35,7 +35,9 @@ from weft.spatial.tiling import localise_tile, mark, tiling_for
 from weft.strategy import Values
 
 Example = Callable[[], Any]
+Apply = Callable[[Plan, nn.Module, Values], nn.Module]
 SHADOW_REPLICA = 1  # a shadow stage is stored as another replica of the stage
+FULL_RECOMPUTE = 4 / 3  # the time of forward, backward and one more forward, divided by that without the last
 ADAM_BYTES = 16  # state per parameter: weight, gradient and two moments in fp32
 
 
@@ -203,7 +205,7 @@ def _stage(whole: Profile, plan: Plan, device: torch.device) -> Staging:
     tracer = Tracer(bare, plan, over_y, tiling_for(whole, plan))
     with _in_mode(bare, training=True):
         found = tracer.example(whole.example, device)
-    stage_of = partition(found, list(find_blocks(bare)), unit_weights(whole, plan), pipe)
+    stage_of = partition(found, list(find_blocks(bare)), stage_weights(whole, plan), pipe)
     staging = Staging(plan, bare, stage_of, cut(found, stage_of, pipe.num_stages), tracer, whole.example)
     reason = refuse_stages(staging.route.edges, staging.tied) if pipe.shadow else None
     if reason is not None:
@@ -239,8 +241,23 @@ def refuse(whole: Profile, plan: Plan) -> str | None:
     return refuse_shadows(plan) if pipe.shadow else None
 
 
+def stage_weights(whole: Profile, plan: Plan, num_samples: int = 1) -> StageWeights:
+    """Return the weights of the units at each stage, if a micro-batch has `num_samples` times the profile's.
+
+    They differ only if some stages recompute and others do not.
+    """
+    num_stages, count = plan.pipe.num_stages, plan.memory.recompute_stages
+    if count is None:
+        return [unit_weights(whole, plan, num_samples)] * num_stages
+    again, others = (unit_weights(whole, plan.of_stage(stage), num_samples) for stage in (0, count))
+    if plan.pipe.balance == "time" and plan.memory.recompute == "full":
+        blocks = {block.name for block in whole.blocks}
+        again = {name: weight * (FULL_RECOMPUTE if name in blocks else 1) for name, weight in again.items()}
+    return [again] * count + [others] * (num_stages - count)
+
+
 def unit_weights(whole: Profile, plan: Plan, num_samples: int = 1) -> dict[str, float]:
-    """Return the weight of each unit for balancing stages, if a micro-batch has `num_samples` times the profile's.
+    """Return the weight of each unit for balancing stages, if all stages follow the plan.
 
     It is FLOPs or, with `balance` = "memory", the bytes of state and activations; if nothing was counted, the number of
     parameters.
@@ -260,8 +277,8 @@ def unit_weights(whole: Profile, plan: Plan, num_samples: int = 1) -> dict[str, 
     return weights
 
 
-def build(staging: Staging, mesh: Mesh, values: Values, apply: Callable[[nn.Module, Values], nn.Module]) -> Pipeline:
-    """Build this rank's part of the pipeline. `apply` splits a stage's model over the other axes."""
+def build(staging: Staging, mesh: Mesh, values: Values, apply: Apply) -> Pipeline:
+    """Build this rank's part of the pipeline. `apply` splits a stage's model over the other axes of its plan."""
     routes = _RouteFinder(staging, mesh.device, tile_at(mesh.coordinates))
     stages = [
         _build_stage(staging, number, replica, mesh, values, apply, routes)
@@ -280,11 +297,11 @@ def _build_stage(
     replica: int,
     mesh: Mesh,
     values: Values,
-    apply: Callable[[nn.Module, Values], nn.Module],
+    apply: Apply,
     routes: _RouteFinder,
 ) -> Stage:
     model, names = staging.model(number)
-    model = apply(model, lambda name: values(names[name]))
+    model = apply(staging.plan.of_stage(number), model, lambda name: values(names[name]))
     units = units_of(model)
     assert units is not None
     for flat in units.flats:

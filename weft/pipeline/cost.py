@@ -18,8 +18,8 @@ from weft.schedule.simulate import simulate
 from weft.sharding.layout import COMPUTE_DTYPE, STAGING, master_bytes, trained_layouts
 from weft.strategy import Cost, Transient, tally
 
-Localise = Callable[[Profile], Profile]
-StageCost = Callable[[Profile, BatchSplit], Cost]
+Localise = Callable[[Profile, Plan], Profile]
+StageCost = Callable[[Profile, BatchSplit, Plan], Cost]
 
 
 def pipeline_cost(
@@ -38,8 +38,9 @@ def pipeline_cost(
     stages: dict[int, StageBytes] = {}
     slots = 0
     for stage, replica in staging.held_by(index):
-        part = localise(staging.profile(whole, stage, coordinates))
-        own = stage_cost(part, replace(split, accumulation=_count(schedule, stage, replica)))
+        part = localise(staging.profile(whole, stage, coordinates), plan.of_stage(stage))
+        count = _count(schedule, stage, replica)
+        own = stage_cost(part, replace(split, accumulation=count), plan.of_stage(stage))
         stages[stage] = _stage_bytes(own, part, plan)
         step_bytes += own.transient.step_bytes
         slots = max(slots, own.state_bytes.get(STAGING, 0))
@@ -47,13 +48,13 @@ def pipeline_cost(
         pairs += _copies(staging, part, plan, stage, replica)
     beside = staging.shadow_of(index)
     if beside is not None:  # its state, its forwards and all that they save
-        part = localise(staging.profile(whole, beside, coordinates))
-        own = stage_cost(part, split)
+        part = localise(staging.profile(whole, beside, coordinates), plan.of_stage(beside))
+        own = stage_cost(part, split, plan.of_stage(beside))
         stages[beside] = _stage_bytes(own, part, plan)
         step_bytes += own.transient.step_bytes
         total += replace(own, saved_bytes=0, transient=Transient(), flops=part.flops * split.accumulation)
     if plan.pipe.shadow and index > 0:
-        part = localise(staging.profile(whole, index, coordinates))
+        part = localise(staging.profile(whole, index, coordinates), plan.of_stage(index))
         sizes = [layout.slice_numel * master_bytes(plan) for layout in trained_layouts(part, plan)]
         pairs += [(("shadow", "send"), size) for size in (VERSION_BYTES, *sizes)]
     if slots:  # all stages of a rank share one set of slots, as large as the largest stage needs

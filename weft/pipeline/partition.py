@@ -7,12 +7,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from weft.errors import PlanError
 from weft.pipeline.trace import Trace
 from weft.plan import Pipe
 from weft.schedule.actions import Edge
 from weft.spatial.recorded_calls import RecordedCall
+
+StageWeights = Sequence[Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -196,18 +199,18 @@ def unit_order(trace: Trace) -> list[str]:
     return list(dict.fromkeys(event.name for event in trace.events if event.is_call))
 
 
-def partition(trace: Trace, blocks: Sequence[str], weights: Mapping[str, float], pipe: Pipe) -> dict[str, int]:
+def partition(trace: Trace, blocks: Sequence[str], weights: StageWeights, pipe: Pipe) -> dict[str, int]:
     """Return the stage of every unit: as `pipe.split` says, or such that the heaviest stage is as light as possible.
 
-    Every stage holds at least one block. Embedding, norm and head join their neighbours, and their weights count. In a
-    model without blocks, every unit is one.
+    `weights` has the weight of each unit at each stage. Every stage holds at least one block. Embedding, norm and head
+    join their neighbours, and their weights count. In a model without blocks, every unit is one.
     """
     order = unit_order(trace)
     called = [name for name in order if name in set(blocks)] or order  # layers may be attributes, not in a list
     return assign(order, set(called), weights, pipe)
 
 
-def assign(order: list[str], blocks: set[str], weights: Mapping[str, float], pipe: Pipe) -> dict[str, int]:
+def assign(order: list[str], blocks: set[str], weights: StageWeights, pipe: Pipe) -> dict[str, int]:
     """Return the stage of every unit of a forward that calls them in this order; `blocks` are among them."""
     num_stages = pipe.num_stages
     if pipe.split:
@@ -217,7 +220,7 @@ def assign(order: list[str], blocks: set[str], weights: Mapping[str, float], pip
             f"{num_stages} stages need as many blocks, and the model's forward calls {len(blocks)}; "
             f"use at most {len(blocks)} stages (pipe.degree × chunks)"
         )
-    return _balanced(order, blocks, weights, num_stages)
+    return _balanced(order, blocks, weights)
 
 
 def _as_listed(order: list[str], split: Sequence[str], num_stages: int) -> dict[str, int]:
@@ -238,16 +241,18 @@ def _as_listed(order: list[str], split: Sequence[str], num_stages: int) -> dict[
     return {name: bisect_right(places, place) for place, name in enumerate(order)}
 
 
-def _balanced(order: list[str], blocks: set[str], weights: Mapping[str, float], num_stages: int) -> dict[str, int]:
+def _balanced(order: list[str], blocks: set[str], weights: StageWeights) -> dict[str, int]:
     """Exact dynamic programming: best[k][i] is the least heaviest stage of the first i units in k stages."""
-    count = len(order)
-    total, held = [0.0], [0]
-    for name in order:
-        total.append(total[-1] + weights.get(name, 0.0))
-        held.append(held[-1] + (name in blocks))
+    count, num_stages = len(order), len(weights)
+    held = list(accumulate((name in blocks for name in order), initial=0))
+    totals: dict[int, list[float]] = {}  # most stages share the same weights
+    for units in weights:
+        if id(units) not in totals:
+            totals[id(units)] = list(accumulate((units.get(name, 0.0) for name in order), initial=0.0))
     best = [[(float("inf"), 0)] * (count + 1) for _ in range(num_stages + 1)]
     best[0][0] = (0.0, 0)
     for stage in range(1, num_stages + 1):
+        total = totals[id(weights[stage - 1])]
         for stop in range(stage, count + 1):
             least = (float("inf"), 0)
             for start in range(stop - 1, stage - 2, -1):

@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks, find_units
 from weft.inspection.checkpoints import checkpoint_around
-from weft.inspection.functional_call import call_with
+from weft.inspection.functional_call import call_with, no_fakes_left
 from weft.inspection.nested_tensors import copy_structure, map_tensors, tensors_in
 from weft.pipeline.trace_watch import OperationWatch, operation_name, outcome
 from weft.spatial.recorded_calls import CallRecorder, RecordedCall
@@ -276,7 +276,7 @@ def trace(
     hooks = _UnitHooks(model, recorder, y)
     hooks.install(units)
     try:
-        with _in_tiles((args, kwargs), tiled, ledger), recorder.watching(state):
+        with no_fakes_left(model), _in_tiles((args, kwargs), tiled, ledger), recorder.watching(state):
             output = call_with(model, {**state, **_other_buffers(model, state, device)}, args, kwargs)
             recorder.write(END, False, recorder.find(output), None)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -333,9 +333,9 @@ def _fake_state(
 
 
 def _other_buffers(model: nn.Module, state: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Return the buffers outside of units with their values, on the inputs' device: code between units uses them."""
+    """Return copies of the buffers outside of units, on the inputs' device: code between units reads or writes them."""
     others = {name: buffer for name, buffer in model.named_buffers() if name not in state and not buffer.is_meta}
-    return {name: buffer.to(device) for name, buffer in others.items()}
+    return {name: buffer.to(device, copy=True) for name, buffer in others.items()}
 
 
 def _narrow(tensor: Tensor, y: int) -> Tensor:

@@ -10,9 +10,8 @@ memory is counted at the peak: at the loss, in the backward of the head, or in t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple
 
 from weft.compile.saved_bytes import profile_under
@@ -23,12 +22,11 @@ from weft.models.loss_head import is_loss_in_head
 from weft.parallel.apply import localise
 from weft.parallel.tensor.cost import transient_bytes
 from weft.plan import Pipe, Plan
+from weft.planner.in_flight import held_at_once
 from weft.planner.question import TOKEN_FIELDS, size_settings
 from weft.planner.stage_units import StageUnits
 from weft.profiling import Profile
 from weft.schedule.nccl_order import is_ahead
-from weft.schedule.schedules import make_schedule
-from weft.schedule.simulate import simulate
 from weft.sharding.layout import (
     CODE_BLOCK,
     COMPUTE_DTYPE,
@@ -49,14 +47,17 @@ NUM_MESSAGES = 2  # messages between stages in flight, one in and one out; sent 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a rank's part of the model for one sequence, under one degree of x and y and one recompute policy."""
+    """Sizes of a rank's part of the model for one sequence, under one degree of x and y and one recompute policy.
+
+    If only some stages recompute, these are the sizes of the others, and `again` those of the stages that do.
+    """
 
     root_numel: float  # parameters outside of blocks
     first_numel: float  # parameters outside of blocks on the first stage; `last_numel` on the last
     block_numel: float
     last_numel: float
     tied_numel: float  # parameters outside of blocks that the first and the last stage both use
-    block_saved: Mapping[str, float]  # by recompute policy
+    block_saved: float
     root_saved: float
     behind_saved: float  # the part of `root_saved` after the last block
     at_loss: float  # transient bytes at the loss
@@ -76,6 +77,25 @@ class Sizes:
     block_late: float = 0.0
     last_late: float = 0.0
     block_sent: float = 0.0  # bytes of a block's saved activations that may be offloaded to the host
+    again: Sizes | None = None
+
+    def of_stages(self, stages: Sequence[StageUnits]) -> tuple[Sizes, tuple[float, ...]]:
+        """Returns the sizes of a rank with these stages, and how many blocks' activations each stage saves.
+
+        If only some of a rank's stages recompute, a recomputed block counts as the part of a block that it saves.
+        """
+        counts, again = tuple(float(one.num_blocks) for one in stages), self.again
+        if again is None or not any(one.num_recomputed for one in stages):
+            return self, counts
+        if all(one.num_recomputed == one.num_blocks for one in stages):
+            return again, counts
+        share = again.block_saved / self.block_saved if self.block_saved else 1.0
+        both = replace(
+            self,
+            in_backward=max(self.in_backward, again.in_backward),
+            at_regions=max(self.at_regions, again.at_regions),
+        )
+        return both, tuple(one.num_blocks * (share if one.num_recomputed else 1.0) for one in stages)
 
     def at_the_loss(self, num_sequences: float, compute: int, wide: int) -> float:
         """Transient bytes at the loss for `num_sequences` sequences.
@@ -169,10 +189,10 @@ def _working(
 ) -> WorkingMemory:
     per_micro_batch = (plan.micro_batch or 1) / plan.num_parts("tokens")
     compute = COMPUTE_DTYPE[plan.precision].itemsize
-    counts = tuple(stage.num_blocks for stage in own)
-    blocks, is_first, is_last = sum(counts), own[0].has_first, own[-1].has_last
+    sizes, counts = sizes.of_stages(own)
+    blocks, is_first, is_last = sum(stage.num_blocks for stage in own), own[0].has_first, own[-1].has_last
     ends = sizes.root_numel if is_first and is_last else is_first * sizes.first_numel + is_last * sizes.last_numel
-    numel, kept = blocks * sizes.block_numel + ends, sizes.block_saved[plan.memory.recompute]
+    numel, kept = blocks * sizes.block_numel + ends, sizes.block_saved
     late = sizes.block_late if plan.pipe.schedule == "zero-bubble" and plan.pipe.degree > 1 else 0.0
     held = held_at_once(plan.pipe, rank, num_micro_batches, counts, late / kept if kept else 0.0)
     saved = (kept * held.alive_blocks + late * held.late_blocks) * per_micro_batch + kept_bytes * held.alive_blocks
@@ -293,6 +313,14 @@ def updated_bytes(plan: Plan, numel: float, streamed_numel: float = 0.0) -> floa
     return sum(state(here, numel, 1)) - sum(state(plan, numel, 1, streamed_numel)) - home
 
 
+def plan_sizes(profile: Profile, plan: Plan) -> Sizes:
+    """Returns the sizes of a rank's part of one block and of both ends, also if only some stages recompute."""
+    count = plan.memory.recompute_stages
+    if count is None:
+        return sizes(profile, plan)
+    return replace(sizes(profile, plan.of_stage(count)), again=sizes(profile, plan.of_stage(0)))
+
+
 def sizes(profile: Profile, plan: Plan) -> Sizes:
     """Returns the sizes of a rank's part of one block and of both ends, from a profile of one sequence.
 
@@ -332,7 +360,7 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
         float(block.numel),
         last + tied,
         tied,
-        {kind: float(size) for kind, size in (block.saved_bytes or {}).items()},
+        float((block.saved_bytes or {}).get(policy, 0)),
         root - kept_gradient,
         behind - kept_gradient,
         float(max(size for name, size in over.items() if name not in split_heads)),
@@ -350,90 +378,3 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
         late[-1] if late else 0.0,
         float(sum(offloadable_storages(block, plan).values())),
     )
-
-
-class HeldAtOnce(NamedTuple):
-    """What a pipeline rank holds at its peak: blocks with saved activations, and blocks with deferred weight gradients,
-    each times its micro-batches; stages' results; and micro-batches between forward and backward of the last stage.
-    """
-
-    alive_blocks: float
-    late_blocks: float
-    results: float
-    roots: float
-
-
-@lru_cache(maxsize=1 << 14)
-def held_at_once(
-    pipe: Pipe, rank: int, num_micro_batches: int, counts: tuple[int, ...], late: float = 0.0
-) -> HeldAtOnce:
-    """What a rank holds at its peak, if its stages have so many blocks.
-
-    `late` is what a block's deferred weight gradients need, divided by what the block saves.
-    """
-    alive = alive_at_once(pipe.schedule, pipe.degree, num_micro_batches, tuple(pipe.options.items()))[rank]
-    if pipe.schedule == "zero-bubble" and pipe.degree > 1:
-        # In the backward of micro-batch i, forwards up to i + ahead - 1 are done, and the weight gradients of the
-        # `behind` micro-batches before i are not.
-        cap, last = pipe.in_flight or pipe.degree, num_micro_batches - 1
-        ahead = min(pipe.degree - rank, cap)
-        behind = min(rank, cap - ahead)
-        turns = {0, min(behind, last), max(0, num_micro_batches - ahead), last}
-        pairs = [(min(num_micro_batches, turn + ahead) - turn, min(turn, behind)) for turn in sorted(turns)]
-        now, waiting = max(pairs, key=lambda pair: pair[0] + late * pair[1])
-        return HeldAtOnce(now * counts[0], waiting * counts[0], now, now)
-    if len(counts) == 1:
-        return HeldAtOnce(alive * counts[0], 0.0, alive, alive)
-    groups = max(1, num_micro_batches // pipe.degree)
-    roots = 1.0 + (len(counts) - 1) * (num_micro_batches % groups > 0)  # the largest group runs ahead of smaller ones
-    if len(set(counts)) == 1:
-        return HeldAtOnce(alive * counts[0], 0.0, alive, roots)
-    return HeldAtOnce(_most_blocks(pipe.degree, num_micro_batches, counts, int(alive)), 0.0, alive, roots)
-
-
-def _most_blocks(degree: int, num_micro_batches: int, counts: tuple[int, ...], alive: int) -> float:
-    """The largest sum of blocks of all live activations of an interleaved rank whose stages have so many blocks.
-
-    Micro-batches go through the stages in groups, first to last forward and last to first backward; `alive` forwards
-    come before the first backward, and then they alternate.
-    """
-    groups = max(1, num_micro_batches // degree)
-    size = -(-num_micro_batches // groups)
-    rounds = min(groups, 2 + -(-alive // (size * len(counts))))
-    forwards = [count for count in counts for _ in range(size)] * rounds
-    backwards = [count for count in reversed(counts) for _ in range(size)] * rounds
-    held = most = sum(forwards[:alive])
-    for forward, backward in zip(forwards[alive:], backwards, strict=False):
-        held += forward - backward
-        most = max(most, held)
-    return float(most)
-
-
-@lru_cache(maxsize=1 << 14)
-def alive_at_once(
-    schedule: str, degree: int, num_micro_batches: int, options: tuple[tuple[str, int], ...]
-) -> tuple[float, ...]:
-    """The largest number of micro-batches whose activations each rank holds at once, by rank.
-
-    A steady schedule holds no more with more micro-batches.
-    """
-    if degree == 1:
-        return (1.0,)
-    if cap := dict(options).get("in_flight"):
-        rest = tuple(pair for pair in options if pair[0] != "in_flight")
-        if schedule != "bidirectional":  # which has two replicas, and other orders under a cap
-            return tuple(min(alive, cap) for alive in alive_at_once(schedule, degree, num_micro_batches, rest))
-    if schedule in ("1f1b", "message"):
-        return tuple(float(min(num_micro_batches, degree - rank)) for rank in range(degree))
-    if schedule == "zero-bubble":
-        return (float(min(num_micro_batches, degree)),) * degree
-    if schedule == "gpipe":
-        return (float(num_micro_batches),) * degree
-    if schedule == "interleaved":  # the forwards before the first backward, and the one between
-        chunks, groups = dict(options).get("chunks", 2), max(1, num_micro_batches // degree)
-        largest = -(-num_micro_batches // groups)
-        ahead = [(chunks - 1) * largest + 2 * (degree - rank - 1) + 1 for rank in range(degree)]
-        return tuple(float(min(num_micro_batches * chunks, count)) for count in ahead)
-    most = min(num_micro_batches, 4 * degree)
-    timeline = simulate(make_schedule(schedule, degree, most, **dict(options)))
-    return tuple(map(float, timeline.peak_activations))

@@ -73,11 +73,26 @@ def _stages_by_memory(model: Model, candidate: Candidate) -> str:
     if not plan.pipe.split or model.steps.units is None:
         return ""
     counts = [units.num_blocks for units in model.steps.stage_units(plan)]
+    found = f" Its stages have {min(counts)} to {max(counts)} blocks, the first {counts[0]} and the last {counts[-1]}"
     equal = replace(plan, pipe=replace(plan.pipe, split=()))
+    if plan.memory.recompute_stages is not None:
+        return f"{found}.{_recompute_in_stages(model, candidate, equal)}"
     needed = model.held(equal, candidate.num_micro_batches).total_bytes
+    return f"{found}: stages of equal time need {needed / GB:.1f} of {limit / GB:.4g} GB."
+
+
+def _recompute_in_stages(model: Model, candidate: Candidate, equal: Plan) -> str:
+    """Says why only some stages recompute: what none of them, and all of them, would need. `equal` has equal stages."""
+    policy, count = equal.memory, candidate.num_micro_batches
+    nowhere = replace(equal, memory=replace(policy, recompute="none", recompute_stages=None))
+    tensor = replace(equal.tensor, regather=False)
+    everywhere = replace(equal, tensor=tensor, memory=replace(policy, recompute_stages=None))
+    needed, limit = model.held(nowhere, count).total_bytes, model.cluster.node.device.memory_bytes
+    longer = model.steps.step(everywhere, count).seconds / candidate.seconds - 1
     return (
-        f" Its stages have {min(counts)} to {max(counts)} blocks, the first {counts[0]} and the last {counts[-1]}: "
-        f"stages of equal time need {needed / GB:.1f} of {limit / GB:.4g} GB."
+        f" {policy.recompute_stages} of {equal.pipe.num_stages} stages recompute, the first ones, which hold the most "
+        f"micro-batches: without recompute it needs {needed / GB:.1f} of {limit / GB:.4g} GB, and with recompute in "
+        f"all stages it takes {longer:.1%} longer."
     )
 
 

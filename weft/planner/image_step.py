@@ -15,9 +15,10 @@ from typing import Any
 
 from weft.errors import PlanError
 from weft.plan import Pipe, Plan
-from weft.planner.closed_form_memory import NUM_MESSAGES, RankMemory, alive_at_once, state
+from weft.planner.closed_form_memory import NUM_MESSAGES, RankMemory, state
 from weft.planner.image_chain import ImageSection
 from weft.planner.image_sections import ImageSections
+from weft.planner.in_flight import alive_at_once
 from weft.planner.micro_batch import Seconds
 from weft.planner.question import inner_settings
 from weft.planner.step import FIXED_SECONDS, PlannedStage, StepModel, on_rank
@@ -99,10 +100,10 @@ class ImageSteps(StepModel):
 
     def stages(self, plan: Plan) -> list[PlannedStage]:
         assert plan.micro_batch is not None
-        seconds, sections, found = self.section_seconds(plan), self.sections.under(plan.tile), []
-        for begin, end in self.groups(plan):
+        sections, found = self.sections.under(plan.tile), []
+        for stage, (begin, end) in enumerate(self.groups(plan)):
             total = Seconds()
-            for one in seconds[begin:end]:
+            for one in self.section_seconds(plan.of_stage(stage))[begin:end]:
                 total = total.plus(one)
             own = sections[begin:end]
             parts = tuple((one.part, plan.micro_batch * one.images) for one in own)
@@ -118,12 +119,13 @@ class ImageSteps(StepModel):
         sections = self.sections.compiled if is_compiled else self.sections.under(plan.tile)
         stages = [sections[begin:end] for begin, end in self.groups(plan)]
         assert plan.micro_batch is not None
-        saved = [sum(_saved(one, plan) for one in own) for own in stages]
+        plans = [plan.of_stage(stage) for stage in range(len(stages))]
+        saved = [sum(_saved(one, own) for one in stage) for stage, own in zip(stages, plans, strict=True)]
         alive = _alive_bytes(plan, saved, num_micro_batches)
         found = []
         for rank in range(plan.pipe.degree):
-            own = [section for stage, _ in on_rank(plan.pipe, rank) for section in stages[stage]]
-            numel = sum(section.numel for section in own)
+            own = [(section, plans[stage]) for stage, _ in on_rank(plan.pipe, rank) for section in stages[stage]]
+            numel = sum(section.numel for section, _ in own)
             held = state(plan, numel, num_micro_batches)
             found.append(RankMemory(*held, alive[rank], _transient(own, plan, numel, num_micro_batches)))
         return max(found, key=lambda memory: memory.total_bytes)
@@ -149,18 +151,18 @@ def _alive_bytes(plan: Plan, saved: Sequence[float], num_micro_batches: int) -> 
     return list(simulate(schedule, activation_bytes=saved).peak_activation_bytes)
 
 
-def _transient(own: Sequence[ImageSection], plan: Plan, numel: float, num_micro_batches: int) -> float:
-    """Transient bytes of a rank with these sections."""
+def _transient(own: Sequence[tuple[ImageSection, Plan]], plan: Plan, numel: float, num_micro_batches: int) -> float:
+    """Transient bytes of a rank with these sections, each with the plan that its stage follows."""
     compute, master = COMPUTE_DTYPE[plan.precision].itemsize, MASTER_DTYPE[plan.precision].itemsize
-    micro_batch, policy = plan.micro_batch or 1, plan.memory.recompute
+    micro_batch = plan.micro_batch or 1
     backward = gone = 0.0
-    for one in reversed(own):  # later sections have freed their saved activations by then
-        again = one.saved_bytes["none"] - one.saved_bytes[policy]
+    for one, its in reversed(own):  # later sections have freed their saved activations by then
+        again = one.saved_bytes["none"] - one.saved_bytes[its.memory.recompute]
         over = (again + GRADIENTS_AT_ONCE * one.largest_bytes) * one.images * micro_batch
-        backward, gone = max(backward, over - gone), gone + _saved(one, plan)
-    largest = max(one.numel for one in own)
+        backward, gone = max(backward, over - gone), gone + _saved(one, its)
+    largest = max(one.numel for one, _ in own)
     if plan.pipe.degree > 1:
-        backward += NUM_MESSAGES * max(one.boundary_bytes * one.images for one in own) * micro_batch
+        backward += NUM_MESSAGES * max(one.boundary_bytes * one.images for one, _ in own) * micro_batch
     if plan.shard.degree > 1 and plan.shard.stage == 3:
         backward += 2 * largest * compute
     if plan.shard.degree > 1 and plan.shard.stage > 1:

@@ -3,56 +3,137 @@
 Early ranks of 1f1b and interleaved hold more micro-batches than late ones, and the last rank holds the head. So ranks
 for which an equal share of the blocks is too large get as many as fit, and the others share the rest by time. With 1f1b
 these are the fastest stages that fit. With interleaved, the blocks of a rank are divided evenly over its stages.
+
+Where no such stages fit, the first stages may recompute (`memory.recompute_stages`): their ranks hold more blocks, and
+take longer for each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from heapq import heapify, heapreplace
 
 from weft.plan import Plan
 from weft.planner.closed_form_memory import Sizes, rank_memory
-from weft.planner.stage_units import ModelUnits, StageUnits
+from weft.planner.stage_units import ModelUnits, StageUnits, UnitSeconds, with_recompute
 
 SCHEDULES = ("1f1b", "interleaved")  # whose early ranks hold more micro-batches than late ones
 
 
-def with_stages_that_fit(
-    plan: Plan,
-    sizes: Sizes,
-    units: ModelUnits,
-    seconds: tuple[float, float, float],
-    num_micro_batches: int,
-    limit_bytes: float,
-) -> Plan | None:
-    """Returns the plan with `pipe.split` such that each rank needs at most `limit_bytes`; None without such stages.
+@dataclass(frozen=True)
+class StageChoice:
+    """Chooses the stages of a plan such that each rank needs at most `limit_bytes`.
 
-    `seconds` are those of one micro-batch in the first end of the model, in one block, and in the last end.
+    `sizes` are those of the plan. If the plan recomputes, these have `again`, and only the first stages recompute.
     """
-    pipe, num_blocks = plan.pipe, units.num_blocks
-    degree, chunks = pipe.degree, pipe.num_stages // pipe.degree
-    if degree == 1 or pipe.schedule not in SCHEDULES or pipe.split or pipe.num_stages > num_blocks:
-        return None
 
-    def most(rank: int, has_last: bool) -> int:
-        def of(count: int) -> float:
-            own = _spread(count, chunks, rank == 0, has_last)
-            return rank_memory(sizes, plan, own, rank, num_micro_batches).total_bytes
+    plan: Plan
+    sizes: Sizes
+    units: ModelUnits
+    seconds: UnitSeconds
+    num_micro_batches: int
+    limit_bytes: float
 
-        return _most_blocks(of, chunks, limit_bytes)
+    def with_stages(self) -> Plan | None:
+        """Returns the plan with `pipe.split` such that it fits; None without such stages."""
+        shares = self._shares(0) if self._may_fit(0) else None
+        return None if shares is None else self._split(shares)
 
-    # No rank holds more than the first, and less than the last without the head.
-    if most(0, False) < chunks or most(degree - 1, False) * degree < num_blocks:
-        return None
-    limits = [most(rank, rank == degree - 1) for rank in range(degree)]
-    ends = [seconds[0] * (rank == 0) + seconds[2] * (rank == degree - 1) for rank in range(degree)]
-    shares = _shares(limits, ends, seconds[1], num_blocks, chunks)
-    if shares is None:
-        return None
-    own = [_spread(share, chunks, rank == 0, rank == degree - 1) for rank, share in enumerate(shares)]
-    counts = [own[stage % degree][stage // degree].num_blocks for stage in range(pipe.num_stages)]
-    return replace(plan, pipe=replace(pipe, split=units.split(counts)))
+    def with_recompute(self) -> Plan | None:
+        """Returns the plan with the stages and the number of recomputed ones for which the slowest rank is fastest.
+
+        Of equally fast ones, fewer stages recompute. Returns None if it does not fit, or if all stages must recompute.
+        """
+        num_stages = self.plan.pipe.num_stages
+        if not self._may_fit(num_stages):
+            return None
+        low, high = 1, num_stages  # more stages that recompute need less memory
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._fits(middle) else (middle + 1, high)
+        found: list[tuple[float, int, list[int]]] = []
+        for count in range(low, min(low + self.plan.pipe.degree, num_stages)):
+            shares = self._shares(count)
+            if shares is not None:
+                found.append((max(self._rank_seconds(count, shares)), count, shares))
+        if not found:
+            return None
+        _, count, shares = min(found)
+        plan = self._split(shares)
+        return replace(plan, memory=replace(plan.memory, recompute_stages=count))
+
+    @property
+    def _chunks(self) -> int:
+        return self.plan.pipe.num_stages // self.plan.pipe.degree
+
+    def _may_fit(self, count: int) -> bool:
+        """Can the plan's stages be chosen, and may they fit if the first `count` stages recompute?
+
+        No rank holds more than the first, and less than the last without the head.
+        """
+        pipe, num_blocks = self.plan.pipe, self.units.num_blocks
+        is_free = pipe.degree > 1 and not pipe.split and pipe.num_stages <= num_blocks
+        if not is_free or pipe.schedule not in SCHEDULES:
+            return False
+        last, again = pipe.degree - 1, [self._num_recomputed(rank, count) for rank in (0, pipe.degree - 1)]
+        if self._most(0, again[0], False) < self._chunks:
+            return False
+        return self._most(last, again[1], False) * pipe.degree >= num_blocks
+
+    def _num_recomputed(self, rank: int, count: int) -> int:
+        """How many stages of a rank recompute, if the first `count` stages of the model do."""
+        return -(-max(0, count - rank) // self.plan.pipe.degree)
+
+    @cached_property
+    def _limits(self) -> dict[tuple[int, int, bool], int]:
+        return {}
+
+    def _most(self, rank: int, num_recomputed: int, has_last: bool) -> int:
+        """The most blocks with which a rank fits, if so many of its stages recompute."""
+        key = rank, num_recomputed, has_last
+
+        def num_bytes(count: int) -> float:
+            own = with_recompute(_spread(count, self._chunks, rank == 0, has_last), num_recomputed)
+            return rank_memory(self.sizes, self.plan, own, rank, self.num_micro_batches).total_bytes
+
+        if key not in self._limits:
+            self._limits[key] = _most_blocks(num_bytes, self._chunks, self.limit_bytes)
+        return self._limits[key]
+
+    def _rank_limits(self, count: int) -> list[int]:
+        degree = self.plan.pipe.degree
+        return [self._most(rank, self._num_recomputed(rank, count), rank == degree - 1) for rank in range(degree)]
+
+    def _fits(self, count: int) -> bool:
+        limits = self._rank_limits(count)
+        return min(limits) >= self._chunks and sum(limits) >= self.units.num_blocks
+
+    def _block_seconds(self, rank: int, count: int) -> float:
+        share = self._num_recomputed(rank, count) / self._chunks
+        return self.seconds.block + share * (self.seconds.recomputed - self.seconds.block)
+
+    @cached_property
+    def _ends(self) -> list[float]:
+        last = self.plan.pipe.degree - 1
+        return [self.seconds.first * (rank == 0) + self.seconds.last * (rank == last) for rank in range(last + 1)]
+
+    def _rank_seconds(self, count: int, shares: Sequence[int]) -> list[float]:
+        each = zip(self._ends, shares, strict=True)
+        return [end + share * self._block_seconds(rank, count) for rank, (end, share) in enumerate(each)]
+
+    def _shares(self, count: int) -> list[int] | None:
+        """The blocks of each rank if the first `count` stages recompute; None if they do not fit."""
+        seconds = [self._block_seconds(rank, count) for rank in range(self.plan.pipe.degree)]
+        return _shares(self._rank_limits(count), self._ends, seconds, self.units.num_blocks, self._chunks)
+
+    def _split(self, shares: Sequence[int]) -> Plan:
+        """The plan with stages in which each rank has its share of the blocks."""
+        pipe, last = self.plan.pipe, len(shares) - 1
+        own = [_spread(share, self._chunks, rank == 0, rank == last) for rank, share in enumerate(shares)]
+        counts = [own[stage % pipe.degree][stage // pipe.degree].num_blocks for stage in range(pipe.num_stages)]
+        return replace(self.plan, pipe=replace(pipe, split=self.units.split(counts)))
 
 
 def _spread(num_blocks: int, chunks: int, has_first: bool, has_last: bool) -> tuple[StageUnits, ...]:
@@ -66,15 +147,19 @@ def _spread(num_blocks: int, chunks: int, has_first: bool, has_last: bool) -> tu
 
 
 def _most_blocks(num_bytes: Callable[[int], float], least: int, limit_bytes: float) -> int:
-    """Returns the most blocks with which a rank fits, if its memory grows by the same amount with each; 0 for none."""
+    """Returns the most blocks with which a rank fits, if its memory grows by about as much with each; 0 for none."""
     small = num_bytes(least)
     if small > limit_bytes:
         return 0
-    return least + int((limit_bytes - small) / (num_bytes(2 * least) - small) * least)
+    found = least + int((limit_bytes - small) / (num_bytes(2 * least) - small) * least)
+    if least > 1:  # of several stages, some may recompute and others not
+        while num_bytes(found) > limit_bytes:
+            found -= 1
+    return found
 
 
 def _shares(
-    limits: Sequence[int], ends: Sequence[float], block_seconds: float, num_blocks: int, least: int
+    limits: Sequence[int], ends: Sequence[float], block_seconds: Sequence[float], num_blocks: int, least: int
 ) -> list[int] | None:
     """Divides blocks over ranks such that the slowest is fastest, and none has more than its limit.
 
@@ -83,7 +168,7 @@ def _shares(
     if min(limits) < least or sum(limits) < num_blocks:
         return None
     shares = [least] * len(limits)
-    queue = [(end + (least + 1) * block_seconds, -rank) for rank, end in enumerate(ends) if limits[rank] > least]
+    queue = [(end + (least + 1) * block_seconds[rank], -rank) for rank, end in enumerate(ends) if limits[rank] > least]
     heapify(queue)
     for _ in range(num_blocks - sum(shares)):
         while True:
@@ -92,5 +177,5 @@ def _shares(
                 break
             heapreplace(queue, (float("inf"), rank))
         shares[-rank] += 1
-        heapreplace(queue, (seconds + block_seconds, rank))
+        heapreplace(queue, (seconds + block_seconds[-rank], rank))
     return shares

@@ -249,8 +249,9 @@ def _stage_seconds(run: Run, whole: Profile, staging: Staging, cluster: Cluster,
     levels = level_degrees(plan, cluster.node.num_devices, cluster)
     found = []
     for index in range(staging.num_stages):
-        part = localise(staging.profile(whole, index), plan=plan, coordinates=first)
-        costs = [local_cost(part, replace(run.split, accumulation=n), plan, first) for n in (1, 2)]
+        own = plan.of_stage(index)
+        part = localise(staging.profile(whole, index), own, first)
+        costs = [local_cost(part, replace(run.split, accumulation=n), own, first) for n in (1, 2)]
         once, twice = (sum(_communication_seconds(expand(c.traffic, levels), plan, cluster).values()) for c in costs)
         inside = twice - once  # communication for each micro-batch; the rest happens once a step
         one = part.flops / rate

@@ -119,7 +119,10 @@ class Question:
 
 # Fields that the search has no candidates for. A question that asks for a value of one is answered with that value.
 NOT_TRIED = (
-    *(f"memory.{name}" for name in ("accumulate", "master", "state", "delay", "activations", "weights")),
+    *(
+        f"memory.{name}"
+        for name in ("recompute_stages", "accumulate", "master", "state", "delay", "activations", "weights")
+    ),
     *(f"pipe.{name}" for name in ("batches", "in_flight", "balance", "shadow")),
     *(f"communication.{name}" for name in ("between", "gather", "scatter", "reduce")),
     *("matmul", "exact", "hierarchical", "statistics", "tensor.chunks"),

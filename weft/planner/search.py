@@ -3,11 +3,11 @@
 Settings that shape a rank's own work (those that the strategies of the axes name, micro-batch, recompute) are tried in
 the order of a lower bound: a step takes at least its compute divided over all devices, without waits or communication.
 For each of them, all layouts of the other axes (pipe with its schedules, shard with its stages, data) are checked for
-memory and timed in closed form. A plan that does not fit is tried with stages by memory, with fewer micro-batches in
-flight, with inputs of matmuls gathered again, and with the smallest share of its state in host memory with which it
-fits. The search ends when no remaining bound is lower than the times of the plans found, so it misses no plan that is
-among the fastest. The best plans are then timed by simulating their schedules. The search is deterministic: the same
-question has the same answer.
+memory and timed in closed form. A plan that does not fit is tried with stages by memory, with recompute in its first
+stages, with fewer micro-batches in flight, with inputs of matmuls gathered again, and with the smallest share of its
+state in host memory with which it fits. The search ends when no remaining bound is lower than the times of the plans
+found, so it misses no plan that is among the fastest. The best plans are then timed by simulating their schedules. The
+search is deterministic: the same question has the same answer.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from weft.errors import PlanError
 from weft.parallel.apply import STRATEGIES
 from weft.pipeline.build import refuse as refuse_pipeline
 from weft.plan import Memory as MemoryPolicy
-from weft.plan import Pipe, Plan, Shard
-from weft.planner.closed_form_memory import RankMemory, Sizes, WorkingMemory, memory, sizes, working
-from weft.planner.memory_stages import with_stages_that_fit
+from weft.plan import Pipe, Plan, Recompute, Shard
+from weft.planner.closed_form_memory import RankMemory, Sizes, WorkingMemory, memory, plan_sizes, working
+from weft.planner.memory_stages import StageChoice
 from weft.planner.question import Question, asked_fields, inner_settings, size_settings, with_fields
 from weft.planner.step import StepModel, StepTime
 from weft.profiling import Profile
@@ -40,7 +40,8 @@ NUM_TIMED = 48  # plans, the best in closed form, that are timed by simulation
 NUM_TOO_LARGE = 5
 REGATHER = "tensor.regather"
 IN_FLIGHT, CAPPED, MIN_CAPPED = "pipe.in_flight", ("1f1b", "interleaved"), 4  # schedules and degrees that are capped
-STAGES = ("pipe.balance", "pipe.split")
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+STAGES = ("pipe.balance", "pipe.split", "memory.recompute_stages")
 OFFLOAD, SHARES = "memory.offload", [share / 20 for share in range(21)]
 
 
@@ -115,26 +116,32 @@ class Model:
 
     def _sizes_of(self, plan: Plan) -> tuple[Any, Sizes]:
         """The sizes of a rank's part of the model, and the settings that they follow from."""
-        inside = (size_settings(plan), plan.num_expert_parts, plan.memory.recompute, plan.matmul)
+        parts, policy = plan.num_expert_parts, plan.memory
+        inside = (size_settings(plan), parts, policy.recompute, policy.recompute_stages is not None, plan.matmul)
         if inside not in self._sizes:
-            self._sizes[inside] = sizes(self.profile, plan)
+            self._sizes[inside] = plan_sizes(self.profile, plan)
         return inside, self._sizes[inside]
 
     def held(self, plan: Plan, num_micro_batches: int) -> RankMemory:
         """Memory of the rank that needs most."""
         inside, own = self._sizes_of(plan)
-        kept = self.steps.kept_bytes(plan)
-        key = (*inside, inner_settings(plan), kept, plan.memory.activations, plan.pipe, num_micro_batches)
+        outer = (plan.memory.activations, plan.memory.recompute_stages, kept := self.steps.kept_bytes(plan), plan.pipe)
+        key = (*inside, inner_settings(plan), outer, num_micro_batches)
         if key not in self._working:
             self._working[key] = working(own, plan, self.steps.stage_units(plan), num_micro_batches, kept)
         return memory(self._working[key], own, plan, num_micro_batches)
 
     def with_stages_that_fit(self, plan: Plan, num_micro_batches: int, limit_bytes: float) -> Plan | None:
         """Returns the plan with the fastest stages with which it fits, named in `pipe.split`; None without such."""
-        units, seconds = self.steps.units, self.steps.unit_seconds(plan)
-        if units is None:
+        choice = self.stage_choice(plan, num_micro_batches, limit_bytes)
+        return None if choice is None else choice.with_stages()
+
+    def stage_choice(self, plan: Plan, num_micro_batches: int, limit_bytes: float) -> StageChoice | None:
+        """Returns what chooses the plan's stages by memory; None if the model's blocks are not equal."""
+        if self.steps.units is None:
             return None
-        return with_stages_that_fit(plan, self._sizes_of(plan)[1], units, seconds, num_micro_batches, limit_bytes)
+        sizes, seconds = self._sizes_of(plan)[1], self.steps.unit_seconds(plan)
+        return StageChoice(plan, sizes, self.steps.units, seconds, num_micro_batches, limit_bytes)
 
     def seeker(self, question: Question, keep: int) -> Search:
         """Returns the search over plans for this model."""
@@ -233,8 +240,7 @@ class Search(ABC):
                 break
             if inner.tile.hand_over == "batch" and micro_batch % inner.tile.degree:
                 continue
-            recomputes: list[Any] = ["none"] if inner.tensor.regather else ["none", "selective", "full"]
-            for recompute in recomputes:
+            for recompute in RECOMPUTES[:1] if inner.tensor.regather else RECOMPUTES:
                 plan = replace(inner, micro_batch=micro_batch, memory=MemoryPolicy(recompute))
                 if all(one.holds(plan) for one in self._inner):
                     seconds = sum(self.steps.chain(plan))
@@ -350,6 +356,7 @@ class Search(ABC):
                     break
                 if one is smaller[0]:
                     self._try_other_stages(one, held, num_micro_batches)
+                    self._try_recompute(one, num_micro_batches)
 
     def _try_other_stages(self, plan: Plan, held: RankMemory, num_micro_batches: int) -> None:
         """Tries the plan, which needs `held`, with stages that fit, if there are such.
@@ -362,6 +369,19 @@ class Search(ABC):
         found = self.model.with_stages_that_fit(plan, num_micro_batches, self.limit_bytes)
         if found is not None and self.model.held(found, num_micro_batches).total_bytes <= self.limit_bytes:
             self._consider(found, num_micro_batches)
+
+    def _try_recompute(self, plan: Plan, num_micro_batches: int) -> None:
+        """Tries a plan that does not fit with recompute in as few stages as it fits with."""
+        if plan.pipe.degree == 1 or plan.memory.recompute != "none" or not self._names.isdisjoint(STAGES):
+            return
+        for kind in RECOMPUTES[1:]:
+            some = replace(plan, memory=replace(plan.memory, recompute=kind, recompute_stages=1))
+            choice = self.model.stage_choice(some, num_micro_batches, self.limit_bytes)
+            if choice is None or not all(one.holds(some) for one in self._inner):
+                continue
+            found = choice.with_recompute()
+            if found is not None and self.model.held(found, num_micro_batches).total_bytes <= self.limit_bytes:
+                self._consider(found, num_micro_batches)
 
     def _capped(self, plan: Plan) -> list[Plan]:
         """Returns the plan with caps on the micro-batches in flight, the highest first."""

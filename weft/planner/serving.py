@@ -23,11 +23,13 @@ from weft.planner.kernels import LAUNCH_SECONDS, Kernels
 from weft.planner.micro_batch import LINK_SHARE
 from weft.profiling.software import software_for_text
 from weft.serve.blocks import PagedBlocks
+from weft.serve.cache_formats import cache_format
 from weft.serve.model_part import GPU_SHARE
-from weft.serve.rank_part import RankPlace, part_numel, refuse_plan, stage_of
+from weft.serve.rank_part import RankPlace, part_bytes, refuse_plan, stage_of
 from weft.serve.request import Request
 from weft.serve.scheduler import ActiveRequest, ScheduledChunk, Scheduler
 from weft.serve.traffic import ServedSizes, step_calls
+from weft.serve.weight_formats import weight_format
 
 BLOCK_SIZE = 16
 TOKEN_BUDGET, MAX_RUNNING = 2048, 256  # what `weft serve` uses on a GPU
@@ -79,7 +81,7 @@ class ServingPrediction:
 
     plan: Plan
     weight_bytes: int
-    cache_bytes_per_token: int
+    cache_bytes_per_token: float
     memory_bytes: int
     cache_tokens: int  # of one replica
     requests_held: int  # of all replicas
@@ -102,7 +104,15 @@ class _StageStep:
 class ServingModel:
     """The times of steps of one model under one plan."""
 
-    def __init__(self, config: LanguageConfig, cluster: Cluster, plan: Plan, precision: str) -> None:
+    def __init__(
+        self,
+        config: LanguageConfig,
+        cluster: Cluster,
+        plan: Plan,
+        precision: str,
+        weights: str | None = None,
+        cache: str | None = None,
+    ) -> None:
         self.config, self.cluster, self.plan = config, cluster, plan
         self.sizes = ServedSizes.of(config)
         self.kernels = Kernels(cluster.node.device, software_for_text(cluster), precision)
@@ -112,16 +122,28 @@ class ServingModel:
             Counter(self.sizes.expert_layers[layer] for layer in self.sizes.stage_layers(plan, stage))
             for stage in range(plan.pipe.degree)
         ]
-        self._numel = [part_numel(config, places[stage]) for stage in range(plan.pipe.degree)]
+        self._cache_format = cache_format(cache)
+        format, item_bytes = None if weights is None else weight_format(weights), self.kernels.item_bytes
+        self._weight_bytes = [
+            part_bytes(config, places[stage], item_bytes, format) for stage in range(plan.pipe.degree)
+        ]
 
     @property
     def weight_bytes(self) -> int:
-        return max(self._numel) * self.kernels.item_bytes
+        return max(self._weight_bytes)
 
-    def cache_bytes(self, stage: int) -> int:
+    def cache_bytes(self, stage: int) -> float:
         """Bytes of a token's keys and values on one rank of a stage."""
-        one = 2 * self.sizes.key_heads(self.plan.tensor.x) * self.sizes.head_dim * self.kernels.item_bytes
-        return one * len(self.sizes.stage_layers(self.plan, stage))
+        return self._cache_format.bytes_per_token(*self._heads) * len(self.sizes.stage_layers(self.plan, stage))
+
+    def row_bytes(self, stage: int) -> int:
+        """Bytes of a running request beside its pages, on one rank of a stage."""
+        return self._cache_format.bytes_per_row(*self._heads) * len(self.sizes.stage_layers(self.plan, stage))
+
+    @property
+    def _heads(self) -> tuple[int, int, int]:
+        """Key heads of a rank, their size, and the bytes of a number."""
+        return self.sizes.key_heads(self.plan.tensor.x), self.sizes.head_dim, self.kernels.item_bytes
 
     @property
     def cache_tokens(self) -> int:
@@ -129,9 +151,10 @@ class ServingModel:
         sizes, fits = self.sizes, []
         widest = max(sizes.projected(self.plan.tensor.x), 2 * sizes.inner // self.plan.tensor.x, sizes.hidden)
         beside = 16 * TOKEN_BUDGET * widest + 24 * MAX_RUNNING * sizes.vocab
-        for stage, numel in enumerate(self._numel):
-            free = self.cluster.node.device.memory_bytes - numel * self.kernels.item_bytes
-            fits.append((GPU_SHARE * free - beside) / self.cache_bytes(stage))
+        for stage, weight_bytes in enumerate(self._weight_bytes):
+            free = self.cluster.node.device.memory_bytes - weight_bytes
+            rows = (MAX_RUNNING + 1) * self.row_bytes(stage)
+            fits.append((GPU_SHARE * free - beside - rows) / self.cache_bytes(stage))
         return math.floor(min(fits))
 
     def step(self, chunks: Sequence[ScheduledChunk], stage: int) -> _StageStep:
@@ -261,11 +284,21 @@ class ServingModel:
 
 
 def predict_serving(
-    config: LanguageConfig, cluster: Cluster, plan: Plan, workload: ServingWorkload, precision: str = "bf16"
+    config: LanguageConfig,
+    cluster: Cluster,
+    plan: Plan,
+    workload: ServingWorkload,
+    precision: str = "bf16",
+    weights: str | None = None,
+    cache: str | None = None,
 ) -> ServingPrediction:
-    """Predict a layout. Raises PlanError if the model or a request does not fit."""
+    """Predict a layout. Raises PlanError if the model or a request does not fit.
+
+    `weights` and `cache` are formats of fewer bits. Memory and reads of the cache follow them; the times of matmuls are
+    those of weights in `precision`.
+    """
     refuse_plan(config, plan)
-    model = ServingModel(config, cluster, plan, precision)
+    model = ServingModel(config, cluster, plan, precision, weights, cache)
     cache_tokens = model.cache_tokens
     longest = max(map(sum, workload.lengths))
     if cache_tokens < longest:
@@ -287,7 +320,8 @@ def predict_serving(
     )
     held = plan.data * min(MAX_RUNNING, int(cache_tokens / workload.mean_tokens))
     per_token = max(model.cache_bytes(stage) for stage in range(plan.pipe.degree))
-    memory = model.weight_bytes + cache_tokens * per_token
+    rows = (MAX_RUNNING + 1) * max(model.row_bytes(stage) for stage in range(plan.pipe.degree))
+    memory = math.ceil(model.weight_bytes + cache_tokens * per_token + rows)
     return ServingPrediction(plan, model.weight_bytes, per_token, memory, cache_tokens, held, alone, every)
 
 
@@ -303,13 +337,18 @@ def serving_plans(config: LanguageConfig, num_devices: int) -> Iterable[Plan]:
 
 
 def search_serving(
-    config: LanguageConfig, cluster: Cluster, workload: ServingWorkload, precision: str = "bf16"
+    config: LanguageConfig,
+    cluster: Cluster,
+    workload: ServingWorkload,
+    precision: str = "bf16",
+    weights: str | None = None,
+    cache: str | None = None,
 ) -> tuple[list[ServingPrediction], list[str]]:
     """Returns the layouts that fit, most tokens per second first, and why others do not."""
     found, refused = list[ServingPrediction](), list[str]()
     for plan in serving_plans(config, cluster.num_devices):
         try:
-            found.append(predict_serving(config, cluster, plan, workload, precision))
+            found.append(predict_serving(config, cluster, plan, workload, precision, weights, cache))
         except PlanError as error:
             refused.append(str(error))
     return sorted(found, key=lambda one: -one.loaded.tokens_per_second), refused

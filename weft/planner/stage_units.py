@@ -9,18 +9,33 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from weft.models.loss_head import is_loss_in_head
-from weft.pipeline.build import unit_weights
+from weft.pipeline.build import stage_weights
 from weft.pipeline.partition import assign
 from weft.plan import Plan
 from weft.profiling import Profile
 
 
 class StageUnits(NamedTuple):
-    """The number of blocks of a stage, or of a pipeline rank, and which ends of the model it has."""
+    """The number of blocks of a stage, or of a pipeline rank, and which ends of the model it has.
+
+    `num_recomputed` of its blocks are recomputed; it is counted only if other stages save everything.
+    """
 
     num_blocks: int
     has_first: bool
     has_last: bool
+    num_recomputed: int = 0
+
+
+class UnitSeconds(NamedTuple):
+    """Seconds of one micro-batch in the first end of the model, in one block, in the last end, and in a recomputed
+    block.
+    """
+
+    first: float
+    block: float
+    last: float
+    recomputed: float
 
 
 @dataclass(frozen=True)
@@ -39,9 +54,11 @@ class ModelUnits:
     def stages(self, plan: Plan) -> tuple[StageUnits, ...]:
         """The plan's stages, by the same rule as a run's."""
         pipe = plan.pipe
-        key: tuple[Any, ...] = (pipe.num_stages, pipe.split, pipe.balance)
+        key: tuple[Any, ...] = (pipe.num_stages, pipe.split, pipe.balance, plan.memory.recompute_stages)
         if pipe.balance == "memory":
-            key = (*key, plan.micro_batch, plan.memory.recompute, is_loss_in_head(plan))
+            key = (*key, plan.micro_batch, is_loss_in_head(plan))
+        if pipe.balance == "memory" or plan.memory.recompute_stages is not None:
+            key = (*key, plan.memory.recompute)
         if key not in self._stages:
             self._stages[key] = self._assigned(plan)
         return self._stages[key]
@@ -58,25 +75,36 @@ class ModelUnits:
 
     def _assigned(self, plan: Plan) -> tuple[StageUnits, ...]:
         profile = self.profiles[is_loss_in_head(plan)]
-        weights = unit_weights(profile, plan, plan.micro_batch or 1)
+        weights = stage_weights(profile, plan, plan.micro_batch or 1)
         names, blocks = [block.name for block in profile.blocks], self.block_names
         called = list(profile.units)
         first, last = called.index(names[0]), called.index(names[-1])
         order = [*called[:first], *blocks, *called[last + 1 :]]
-        found = assign(order, set(blocks), {**dict.fromkeys(blocks, weights[names[-1]]), **weights}, plan.pipe)
+        distinct = {id(own): {**dict.fromkeys(blocks, own[names[-1]]), **own} for own in weights}
+        found = assign(order, set(blocks), [distinct[id(own)] for own in weights], plan.pipe)
         counts = [0] * plan.pipe.num_stages
         for block in blocks:
             counts[found[block]] += 1
-        return tuple(
+        stages = [
             StageUnits(count, index == found[order[0]], index == found[order[-1]]) for index, count in enumerate(counts)
-        )
+        ]
+        return with_recompute(stages, plan.memory.recompute_stages)
+
+
+def with_recompute(stages: Sequence[StageUnits], count: int | None) -> tuple[StageUnits, ...]:
+    """Returns the stages with the blocks of the first `count` of them marked as recomputed."""
+    return tuple(
+        one._replace(num_recomputed=one.num_blocks if count is not None and index < count else 0)
+        for index, one in enumerate(stages)
+    )
 
 
 @lru_cache(maxsize=1 << 10)
-def equal_stages(num_blocks: int, num_stages: int) -> tuple[StageUnits, ...]:
+def equal_stages(num_blocks: int, num_stages: int, recompute_stages: int | None = None) -> tuple[StageUnits, ...]:
     """Stages of equal numbers of blocks, the remainder spread over them."""
     bounds = [-(-index * num_blocks // num_stages) for index in range(num_stages + 1)]
-    return tuple(
+    stages = [
         StageUnits(bounds[index + 1] - bounds[index], index == 0, index == num_stages - 1)
         for index in range(num_stages)
-    )
+    ]
+    return with_recompute(stages, recompute_stages)

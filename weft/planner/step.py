@@ -22,7 +22,7 @@ from weft.plan import Pipe, Plan
 from weft.planner.closed_form_memory import spared_bytes, updated_bytes
 from weft.planner.micro_batch import MicroBatchModel, Seconds, beside, place
 from weft.planner.schedule_time import ScheduleTime, run
-from weft.planner.stage_units import ModelUnits, StageUnits, equal_stages
+from weft.planner.stage_units import ModelUnits, StageUnits, UnitSeconds, equal_stages
 from weft.profiling.workload import BlockWork, Call
 from weft.schedule.schedules import make_schedule
 from weft.schedule.shadow import with_shadows
@@ -93,7 +93,8 @@ class StepModel(MicroBatchModel):
         """The numbers of blocks and the ends of the plan's stages."""
         if plan.pipe.degree > 1 and self.units is not None:
             return self.units.stages(plan)
-        return equal_stages(len(self.workload.blocks), plan.pipe.num_stages if plan.pipe.degree > 1 else 1)
+        num_stages = plan.pipe.num_stages if plan.pipe.degree > 1 else 1
+        return equal_stages(len(self.workload.blocks), num_stages, plan.memory.recompute_stages)
 
     @cached_property
     def _rank_units(self) -> dict[tuple[int, int], tuple[tuple[StageUnits, ...], tuple[StageUnits, ...]]]:
@@ -105,8 +106,7 @@ class StepModel(MicroBatchModel):
         key = id(stages), degree
         if key not in self._rank_units:
             ranks = (stages[rank::degree] for rank in range(degree))
-            sums = (StageUnits(sum(one.num_blocks for one in own), own[0].has_first, own[-1].has_last) for own in ranks)
-            found = tuple(dict.fromkeys(sums))
+            found = tuple(dict.fromkeys(_sum(own) for own in ranks))
             self._rank_units[key] = stages, found  # holds the stages: their id stays unique
         return self._rank_units[key][1]
 
@@ -124,10 +124,14 @@ class StepModel(MicroBatchModel):
         reduction = self._reduction(max(numels), plan, [busiest], count, ignored)
         return makespan + reduction + self._optimizer_seconds(max(numels), plan, num_micro_batches)
 
-    def unit_seconds(self, plan: Plan) -> tuple[float, float, float]:
-        """Seconds of one micro-batch in the first end of the model, in one block, and in the last end."""
-        first, blocks, last = self._chain(plan)
-        return sum(first), sum(blocks) / (len(self.workload.blocks) or 1), sum(last)
+    def unit_seconds(self, plan: Plan) -> UnitSeconds:
+        """Seconds of one micro-batch in each end of the model, in one block, and in a block of a stage that recomputes,
+        if only some do.
+        """
+        count, each = plan.memory.recompute_stages, len(self.workload.blocks) or 1
+        first, blocks, last = self._chain(plan if count is None else plan.of_stage(count))
+        again = blocks if count is None else self._chain(plan.of_stage(0))[1]
+        return UnitSeconds(sum(first), sum(blocks) / each, sum(last), sum(again) / each)
 
     def bound(self, plan: Plan, pipe: Pipe, num_micro_batches: int) -> float:
         """A lower bound of `estimate` for the plan with this pipe, for any shard and data."""
@@ -136,14 +140,19 @@ class StepModel(MicroBatchModel):
 
     def _busiest(self, plan: Plan) -> tuple[Seconds, Seconds, StageUnits]:
         """Seconds of one micro-batch on the busiest pipeline rank and in the whole model; what that rank holds."""
-        first, blocks, last = self._chain(plan)
+        count = plan.memory.recompute_stages
+        first, blocks, last = self._chain(plan if count is None else plan.of_stage(count))
+        again = blocks if count is None else self._chain(plan.of_stage(0))[1]  # of recomputed blocks
         each = len(self.workload.blocks) or 1
-        loads = [
-            (Seconds().plus(blocks, one.num_blocks / each).plus(first, one.has_first).plus(last, one.has_last), one)
-            for one in self.rank_units(plan)
-        ]
-        busiest, units = max(loads, key=lambda pair: sum(pair[0]))
-        return busiest, blocks.plus(first).plus(last), units
+
+        def load(one: StageUnits) -> Seconds:
+            own = Seconds().plus(blocks, (one.num_blocks - one.num_recomputed) / each)
+            own = own.plus(again, one.num_recomputed / each) if one.num_recomputed else own
+            return own.plus(first, one.has_first).plus(last, one.has_last)
+
+        busiest, units = max(((load(one), one) for one in self.rank_units(plan)), key=lambda pair: sum(pair[0]))
+        total = blocks.plus(first).plus(last) if count is None else load(_sum(self.stage_units(plan)))
+        return busiest, total, units
 
     def _numel(self, units: StageUnits, plan: Plan) -> float:
         """The number of parameters of a stage or rank, before `shard` splits them. x and y leave experts whole."""
@@ -184,9 +193,11 @@ class StepModel(MicroBatchModel):
         assert plan.micro_batch is not None
         work, micro_batch = self.workload, plan.micro_batch
         distinct = {id(part): part for part in (work.first, *work.blocks, work.last)}  # most blocks are the same object
-        inside = {key: self.inside(part, plan, micro_batch) for key, part in distinct.items()}
-        message, found, begin = self._message_bytes(plan), [], 0
-        for units in self.stage_units(plan):
+        message, found, begin, inside = self._message_bytes(plan), [], 0, dict[int, Seconds]()
+        for stage, units in enumerate(self.stage_units(plan)):
+            if stage in (0, plan.memory.recompute_stages):  # from here on, stages have another policy
+                own_plan = plan.of_stage(stage)
+                inside = {key: self.inside(part, own_plan, micro_batch) for key, part in distinct.items()}
             blocks = work.blocks[begin : begin + units.num_blocks]
             begin += units.num_blocks
             own = [*[work.first] * units.has_first, *blocks, *[work.last] * units.has_last]
@@ -236,13 +247,16 @@ class StepModel(MicroBatchModel):
         `exposed` is the time that each axis adds to all stages by collectives over flat buffers.
         """
         rank = max(range(plan.pipe.degree), key=lambda rank: self._load(plan.pipe, rank, both))
-        parts: Counter[tuple[BlockWork, float]] = Counter()
+        parts: Counter[tuple[BlockWork, float, str]] = Counter()
+        plans: dict[str, Plan] = {}  # those of the rank's stages, by `recompute`
         for stage, share in on_rank(plan.pipe, rank):
-            for one in stages[stage].parts:
-                parts[one] += share  # type: ignore[assignment]
+            own_plan = plan.of_stage(stage)
+            plans[own_plan.memory.recompute] = own_plan
+            for part, micro_batch in stages[stage].parts:
+                parts[part, micro_batch, own_plan.memory.recompute] += share  # type: ignore[assignment]
         found: defaultdict[str, float] = defaultdict(float)
-        for (part, micro_batch), count in parts.items():
-            for axis, seconds in self.exposed(part, plan, micro_batch).items():
+        for (part, micro_batch, recompute), count in parts.items():
+            for axis, seconds in self.exposed(part, plans[recompute], micro_batch).items():
                 found[axis] += count * num_micro_batches * seconds
         alone = [stage.seconds for stage in stages]
         all_of_it = [num_micro_batches * self._load(plan.pipe, rank, each) for each in (alone, both)]
@@ -335,6 +349,12 @@ def _divide(added: float, seconds: Mapping[str, float]) -> dict[str, float]:
         return dict.fromkeys(seconds, added)
     total = sum(seconds.values())
     return {axis: added * own / total for axis, own in seconds.items() if own}
+
+
+def _sum(stages: Sequence[StageUnits]) -> StageUnits:
+    """What several stages hold together."""
+    num_blocks, num_recomputed = sum(one.num_blocks for one in stages), sum(one.num_recomputed for one in stages)
+    return StageUnits(num_blocks, stages[0].has_first, stages[-1].has_last, num_recomputed)
 
 
 def on_rank(pipe: Pipe, rank: int) -> list[tuple[int, float]]:

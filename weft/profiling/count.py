@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from weft.inspection.attention_interface import watch_attention
 from weft.inspection.blocks import find_blocks, find_units
 from weft.inspection.checkpoints import CheckpointKind, checkpoint_around
-from weft.inspection.functional_call import call_with
+from weft.inspection.functional_call import call_with, no_fakes_left
 from weft.inspection.memory_traffic import TrafficCounter, bytes_of, is_view, tensors_of
 from weft.inspection.split_probe import is_convolution, is_linear, num_spatial_dims
 from weft.inspection.tensor_splits import is_norm
@@ -62,7 +62,7 @@ def count(
         tally.saved.ignore(state.values())
         tally.watch_reads(model, state)
         given = tree_map(partial(cast, dtype=dtype), example())  # allocated before the forward
-        with tally.watching(model):
+        with no_fakes_left(model), tally.watching(model):
             with example_labels(model, finish):
                 output = call_with(model, state, given)
             if finish is not None:

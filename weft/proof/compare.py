@@ -105,19 +105,23 @@ def worst_result(pairs: Sequence[tuple[Tensor, Tensor]], largest: float) -> Wors
     return worst_pair(named, largest)
 
 
+def worst_tensor(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Returns the largest error of tensors by name; infinity if some are only on one side."""
+    if set(found) != set(expected):
+        return float("inf")
+    pairs = (Pair(name, found[name], tensor, largest_of([tensor])) for name, tensor in expected.items())
+    return worst_pair(pairs, largest_of(expected.values())).error
+
+
 def noise_of(one: SequentialResult, other: SequentialResult, measures: Sequence[str]) -> dict[str, float]:
     """Returns how far the unsplit model is from itself, by quantity."""
-
-    def worst(these: Mapping[str, Tensor], those: Mapping[str, Tensor]) -> float:
-        pairs = (Pair(name, these[name], tensor, largest_of([tensor])) for name, tensor in those.items())
-        return worst_pair(pairs, largest_of(those.values())).error
 
     outputs = [pair for pairs in zip(other.outputs, one.outputs, strict=True) for pair in zip(*pairs, strict=True)]
     return {
         "loss": worst_number(other.losses, one.losses).error,
         "grad_norm": worst_number(other.norms, one.norms).error,
-        "gradient": worst(other.gradients, one.gradients),
-        "parameter": worst(other.parameters, one.parameters),
+        "gradient": worst_tensor(other.gradients, one.gradients),
+        "parameter": worst_tensor(other.parameters, one.parameters),
         "buffer": worst_buffer(other.buffers.items(), one).error,
         "evaluation": worst_number(other.measured, one.measured, measures).error,
         "result": worst_result(outputs, largest_of(tensor for tensors in one.outputs for tensor in tensors)).error,

@@ -24,12 +24,13 @@ from weft.cluster.hardware import load
 from weft.comm.backends import DeviceType
 from weft.compile.blocks import wants_compile
 from weft.errors import PlanError, WeftError, error_class
-from weft.inspection.nested_tensors import map_tensors, tensors_in
+from weft.inspection.nested_tensors import map_tensors
 from weft.launch.fork import fork_obstacle
 from weft.launch.function_names import import_by_name, importable_name
 from weft.launch.local_ranks import run_local, run_spawned
 from weft.parallel.apply import refuse
-from weft.plan import Memory, Plan, split_batch
+from weft.parallel.context.axis import sequence_of
+from weft.plan import Context, Memory, Plan, split_batch
 from weft.planner.predict import refuse_run
 from weft.profiling import profile
 from weft.proof.float64 import Float64
@@ -48,6 +49,7 @@ from weft.step.objective import CROSS_ENTROPY, Objective
 
 __all__ = ["TOLERANCE", "Check", "ProofReport", "Trial", "verify", "verify_run"]
 
+_FUNCTIONS = ("count", "total", "measure", "align")  # of an objective
 SECONDS, SLOW_SECONDS = 120.0, 400.0  # time limits for all ranks, without and with compiling
 
 
@@ -138,48 +140,45 @@ def spawned_rank(
 
 def _objective_names(objective: Objective) -> dict[str, Any]:
     """Returns an objective as the names of its functions."""
-    functions = {"count": objective.count, "total": objective.total, "measure": objective.measure}
+    functions = {key: getattr(objective, key) for key in _FUNCTIONS}
     names = {key: None if one is None else importable_name(one, f"objective.{key}") for key, one in functions.items()}
     return {**names, "measures": list(objective.measures), "splits_logits": objective.splits_logits}
 
 
 def _objective(names: Mapping[str, Any]) -> Objective:
-    functions = {key: names[key] and import_by_name(names[key]) for key in ("count", "total", "measure")}
+    functions = {key: names[key] and import_by_name(names[key]) for key in _FUNCTIONS}
     return Objective(**functions, measures=tuple(names["measures"]), splits_logits=names["splits_logits"])
 
 
 def _case(model_fn: ModelFn, batch_fn: BatchFn, objective: Objective | None, plan: Plan) -> Case:
     """Returns the model, batches and objective of a proof. Raises a WeftError if the plan does not fit them."""
     batch = plain_batch(batch_fn(0))
-    if isinstance(batch, dict):
-        _refuse_parts(plan)
-    split = split_batch(plan, num_samples(batch), _sequence(batch) if plan.context.degree > 1 else 1)
+    samples = split_batch(replace(plan, context=Context()), num_samples(batch), 1)
     model, wide = make_model(model_fn), to_double(batch)
     with unsplit(type(model).__name__):
         with Float64():
             if objective is None:
                 objective = model_loss(model, wide) if isinstance(batch, dict) else CROSS_ENTROPY
-            args, kwargs = arguments_of(model, objective, take_samples(wide, slice(0, split.micro_batch)))
+            wide = objective.aligned(wide, plan)
+            args, kwargs = arguments_of(model, objective, take_samples(wide, slice(0, samples.micro_batch)))
         given = _by_name(model, args, kwargs) if kwargs else args
         counted = profile(model, partial(_example, given), dtype=COMPUTE_DTYPE[plan.precision])
     counted = replace(counted, gathers_logits=not objective.splits_logits)
     refuse(counted, plan)
+    _refuse_tree(wide, plan)
+    degree = plan.context.degree
+    split = split_batch(plan, samples.batch, sequence_of(wide, degree)) if degree > 1 else samples
     return Case(model_fn, batch_fn, objective, split, counted)
 
 
-def _refuse_parts(plan: Plan) -> None:
-    """Refuse plans under which a rank is given parts of samples, for a batch that is a dict."""
-    for axis, degree in (("context", plan.context.degree), ("tile", plan.tile.degree)):
-        if degree > 1:
-            raise PlanError(
-                f"{axis} = {degree} cuts samples into parts, and a batch that is a dict does not say how its tensors "
-                f"are cut; return (inputs, labels) from batch_fn, a label for each position or pixel, or use {axis} = 1"
-            )
-
-
-def _sequence(batch: Batch) -> int:
-    """Returns the length of the sequences [samples, sequence, ...] of a batch."""
-    return next((tensor.shape[1] for tensor in tensors_in(batch) if tensor.dim() > 1), 1)
+def _refuse_tree(batch: Batch, plan: Plan) -> None:
+    """Refuse tiles for batches of which weft does not know which tensors are the images' targets."""
+    if plan.tile.degree > 1 and not (isinstance(batch, tuple) and len(batch) > 1):
+        raise PlanError(
+            f"tile = {plan.tile.rows} × {plan.tile.columns} splits images and their targets, and batch_fn returns a "
+            f"{type(batch).__name__} that does not say which are which; return (inputs, targets), or use rows = "
+            f"columns = 1"
+        )
 
 
 def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,6 +196,9 @@ def _report(answers: list[dict[str, Any]], trial: Trial, tolerance: float | None
     refused = next((answer["refused"] for answer in answers if "refused" in answer), None)
     if refused is not None:
         raise (error_class(refused[0]) or WeftError)(refused[1])
+    dependence = next((answer["dependence"] for answer in answers if answer["dependence"]), None)
+    if dependence is not None:
+        raise PlanError(dependence)
     return report_of(answers, trial.plan, trial.not_proved, tolerance, trial.device)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from weft.proof.float64 import Float64
 from weft.proof.report import TOLERANCE
 from weft.proof.result import compare_result
 from weft.proof.routed_rows import RoutedRows
+from weft.proof.sample_dependence import sample_dependence
 from weft.proof.sequential import (
     EPSILON,
     LEARNING_RATE,
@@ -147,8 +149,11 @@ def _run_rank(case: Case, trial: Trial) -> dict[str, Any]:
             errors["evaluation"] = worst_number(measured, expected.measured, objective.measures)
             notes += compare_result(model, mesh, objective, batches[0], rows, split.batch, expected.outputs, errors)
     noise: dict[str, float] = {}
+    dependence: str | None = None
     if plan.precision == "fp64" and not all(error <= TOLERANCE for error, _ in errors.values()):
         noise = noise_of(expected, run(True), objective.measures)
+        if not expected.draws:
+            dependence = _dependence(case, trial, device, expected, noise)
     with arithmetic:
         predicted = cost(case.counted, plan, split, mesh.coordinates)
     flat = add_traffic(predicted.traffic, step_traffic(plan))
@@ -162,6 +167,7 @@ def _run_rank(case: Case, trial: Trial) -> dict[str, Any]:
         "notes": notes,
         "draws": list(expected.draws),
         "calls": _unusual_calls(case.counted, expected),
+        "dependence": dependence,
         "num_compared": sum(tensor.numel() for part, tensor in found.pieces if _is_first(part)),
         "num_expected": sum(tensor.numel() for tensor in expected.parameters.values()),
         "predicted": expected_bytes,
@@ -197,7 +203,7 @@ def unsplit(name: str) -> Iterator[None]:
     except Exception as error:
         raise PlanError(
             f"{name} fails before it is split, on a batch of batch_fn: {_described(error)}; return what its forward "
-            f"takes: (inputs, labels) for one input, or a dict of arguments for several (not under context and tile)"
+            f"takes: (inputs, labels) for one input, or a dict of arguments for several"
         ) from error
 
 
@@ -247,6 +253,19 @@ def _sequential(case: Case, trial: Trial, device: torch.device) -> Callable[[boo
     return run_as_ranks_do
 
 
+def _dependence(
+    case: Case, trial: Trial, device: torch.device, expected: SequentialResult, noise: Mapping[str, float]
+) -> str | None:
+    """Returns in words that the unsplit model computes something else from micro-batches; None if it does not."""
+    size = case.split.micro_batch
+
+    def run_parts() -> SequentialResult:
+        model, batches = make_model(case.model_fn).to(device), partial(case.batch, device=device)
+        return run_sequential(model, batches, case.objective, trial.steps, trial.clip, size, [])
+
+    return sample_dependence(type(case.counted.model).__name__, size, expected, run_parts, noise)
+
+
 def _replicas(plan: Plan, split: BatchSplit) -> list[int]:
     """Returns the replica of each micro-batch if the pipeline has mirrored replicas; else an empty list."""
     pipe = plan.pipe
@@ -266,7 +285,10 @@ def _unusual_calls(counted: Profile, expected: SequentialResult) -> list[str]:
         if (forward, backward) != (usual, 0):
             what = f"block '{name}'" if name else "the model"
             again = f" and {backward} times in backward (checkpointing by the model itself)" if backward else ""
-            words.append(f"one loss calls {what} {forward} times{again}, and the profile counted {usual}")
+            words.append(
+                f"one loss calls {what} {forward} times{again}, and the profile counted {usual}, for which bytes are "
+                f"predicted; compute the loss from one call, of all inputs together"
+            )
     return words
 
 
@@ -343,7 +365,8 @@ def _rows(split: BatchSplit, mesh: Mesh) -> list[Tensor]:
 
 def _own_batches(case: Case, step: int, model: nn.Module, mesh: Mesh) -> list[Batch]:
     batch = to_double(case.batch(step, mesh.device))
-    return [own_tiles(take_samples(batch, rows), model, mesh) for rows in _rows(case.split, mesh)]
+    aligned = case.objective.aligned(batch, mesh.plan)
+    return [own_tiles(take_samples(aligned, rows), model, mesh) for rows in _rows(case.split, mesh)]
 
 
 def _pieces(model: nn.Module) -> list[tuple[ParameterPart, Tensor]]:
@@ -365,7 +388,10 @@ def _compare_buffers(
     others = [name for name, buffer in buffers if shapes.get(name) != buffer.shape]
     compared = [(name, buffer) for name, buffer in buffers if name not in {*own, *others}]
     if compared:
-        errors["buffer"] = worst_buffer(compared, expected)
+        worst = worst_buffer(compared, expected)
+        if worst.where in expected.changed and plan.num_batch_ranks > 1 and worst.error > TOLERANCE:
+            worst = Worst(worst.error, f"{worst.where}, which forwards change by the samples of each rank alone")
+        errors["buffer"] = worst
     words = [f"buffer '{name}': a rank holds only a part of it, or weft made it" for name in others]
     if own:
         words.append(f"{len(own)} buffers ('{own[0]}', …): the running statistics of batch norms are each rank's own")

@@ -19,6 +19,7 @@ from weft.proof.compare import Worst, largest_of, worst_result
 from weft.spatial.tiling import tiling_of
 from weft.step.batch import Batch
 from weft.step.objective import Objective
+from weft.step.train_step import own_part
 
 
 class _Called(BaseException):
@@ -68,7 +69,7 @@ def compare_result(
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        args, kwargs = arguments_of(model, objective, own_targets(own_tokens(batch, mesh["context"]), model, mesh))
+        args, kwargs = arguments_of(model, objective, own_part(batch, model, mesh, objective))
         found = [tensor for tensor in tensors_in(model(*args, **kwargs)) if tensor.dim()]
     model.train(was_training)
     expected = [_joined(tensors, batch_size) for tensors in zip(*outputs, strict=True)]

@@ -35,12 +35,13 @@ BatchFn = Callable[[int], Batch]
 class SequentialResult:
     """Losses and gradient norms of all steps, gradients of the first step, and parameters and buffers after the last.
 
-    `changed` names the buffers that forwards changed. `measured` are the means of the objective's measures on the first
-    batch, evaluated after the steps, and `outputs` the tensors with dims that it returned, part by part. `calls`
-    counts the calls of each block ("" is the model) for the first part of the first batch, in forward and in backward.
-    `notes` and `draws` are those of `Float64`.
+    `num_samples` is the most that a forward had. `changed` names the buffers that forwards changed. `measured` are the
+    means of the objective's measures on the first batch, evaluated after the steps, and `outputs` the tensors with dims
+    that it returned, part by part. `calls` counts the calls of each block ("" is the model) for the first part of the
+    first batch, in forward and in backward. `notes` and `draws` are those of `Float64`.
     """
 
+    num_samples: int
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -72,7 +73,7 @@ def run_sequential(
     another order within each part, and each parameter begins one unit in its last place away. `keeps_casts` leaves
     casts to narrower types inside of the model as they are, as compiled blocks do.
     """
-    optimizer, statistics, found = make_optimizer(model), _Statistics(model, replicas), SequentialResult()
+    optimizer, statistics, found = make_optimizer(model), _Statistics(model, replicas), SequentialResult(part)
     wide = Float64(is_wide=not keeps_casts)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     generator = torch.Generator().manual_seed(1)

@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from weft.serve.layer_cache import LayerCache
 from weft.serve.paged_attention import PagedBatch, to_device
 from weft.serve.paged_model import PagedModel
 from weft.serve.scheduler import ScheduledChunk
-from weft.serve.step_inputs import PageLayout, input_tokens, packed
+from weft.serve.step_inputs import TABLE, PageLayout, input_tokens, packed, padding_table
 
 Replay = Callable[[], None]
 Record = Callable[[Callable[[], Tensor]], tuple[Tensor, Replay]]
@@ -45,7 +46,7 @@ class DecodeGraphs:
     def __init__(
         self,
         paged: PagedModel,
-        cache: Tensor,
+        cache: Sequence[LayerCache],
         last: Tensor,
         layout: PageLayout,
         context_length: int,
@@ -54,7 +55,7 @@ class DecodeGraphs:
         self._paged, self._cache, self._last, self._layout = paged, cache, last, layout
         self._record = record or GraphRecorder()
         self.sizes = graph_sizes(len(last))
-        width = 1 + -(-context_length // layout.block_size)
+        width = TABLE + -(-context_length // layout.block_size)
         self._flat = torch.zeros(4, self.sizes[-1], dtype=torch.int32, device=layout.device)
         self._tables = torch.zeros(self.sizes[-1], width, dtype=torch.int32, device=layout.device)
         self._recorded: dict[int, tuple[Tensor, Replay]] = {}
@@ -74,7 +75,7 @@ class DecodeGraphs:
         for size in reversed(self.sizes):
             self._flat.zero_()[1].fill_(-1)
             self._flat[3].fill_(self._layout.num_blocks * self._layout.block_size)
-            self._tables.zero_()[:, :2].copy_(torch.tensor([1, self._layout.num_blocks]))
+            self._tables.zero_()[:, : TABLE + 1].copy_(torch.tensor(padding_table(self._layout)))
             self._replayed(size)
 
     def _replayed(self, num_rows: int) -> Tensor:
@@ -100,8 +101,9 @@ class DecodeGraphs:
             input_tokens(flat, self._last),
             flat[2],
             flat[3].long(),
-            tables[:, 1:],
+            tables[:, TABLE:],
             tables[:, 0],
+            tables[:, 1],
             self._layout.block_size,
             num_rows,
         )

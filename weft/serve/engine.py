@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from weft.errors import ConfigError, NumbersError
 from weft.serve.blocks import PagedBlocks
 from weft.serve.decode_graph import DecodeGraphs
+from weft.serve.draft_model import make_drafter
 from weft.serve.follow_steps import read_together
 from weft.serve.grammar import AnswerMatcher
 from weft.serve.host_pages import HostPages
@@ -32,6 +34,7 @@ from weft.serve.request import EngineState, Finish, GeneratedToken, Request, Req
 from weft.serve.request_rules import check_request
 from weft.serve.sampling import SampledTokens, Sampler
 from weft.serve.scheduler import ActiveRequest, ScheduledChunk, Scheduler
+from weft.serve.speculation import DraftLengths, Speculation
 from weft.serve.step_inputs import StepInputs, is_decode, step_inputs, text_inputs
 
 __all__ = ["Engine", "EngineOptions"]
@@ -81,12 +84,22 @@ class Engine:
         policy = PagedBlocks(part.layout.num_blocks, options.block_size, options.prefix_cache)
         if options.swap_blocks and ranks is not None:
             raise ConfigError("swap_blocks needs one rank: other ranks compute again what they lack; give 0")
-        pages = HostPages(part.cache, options.block_size, options.swap_blocks) if options.swap_blocks else None
+        pages = None
+        if options.swap_blocks:
+            every = [page for layer in part.cache for page in layer.pages]
+            pages = HostPages(every, options.swap_blocks, part.paged.cache_format.keeps_whole_blocks)
         sizes = (options.token_budget, options.max_running, self._num_stages)
         self._scheduler = Scheduler(policy, *sizes, pages)
         self._sampler = Sampler(self._scheduler.max_running, self.vocab_size, part.device)
         on_gpu = part.device.type == "cuda" and ranks is None
+        self._speculation: Speculation | None = None
+        if options.speculate is not None:
+            rows = (part.layout.num_blocks, self._scheduler.max_running, self.vocab_size)
+            self._speculation = Speculation(
+                make_drafter(options, *rows), policy, self._scheduler.token_budget, DraftLengths()
+            )
         self._overlap = on_gpu if options.overlap is None else options.overlap and ranks is None
+        self._overlap = self._overlap and self._speculation is None  # drafts follow tokens that are read
         self._graphs = None
         if options.graphs and on_gpu and not options.adapters:
             self._graphs = DecodeGraphs(part.paged, part.cache, self._sampler.last, part.layout, self.context_length)
@@ -172,23 +185,31 @@ class Engine:
             num_prefix_tokens=scheduler.num_prefix_tokens,
             num_generated=self._num_generated,
             num_swapped=scheduler.num_swapped,
+            num_drafted=0 if self._speculation is None else self._speculation.num_drafted,
+            num_accepted=0 if self._speculation is None else self._speculation.num_accepted,
         )
 
     @torch.inference_mode()
     def step(self) -> list[GeneratedToken]:
-        """Compute one step and return the tokens that are ready, at most one for each request.
+        """Compute one step and return the tokens that are ready: one for each request, or several with drafts.
 
         With several stages, steps are begun until there are as many as stages; the oldest is then finished.
         """
+        began = time.perf_counter()
         chunks = self._scheduler.schedule()
         if chunks:
+            if self._speculation is not None:
+                chunks = self._speculation.extend(chunks)
             self._begun.append(self._begin(chunks))
         launched = None
         if self._begun and (len(self._begun) == self._num_stages or not chunks):
             launched = self._launch(self._begun.popleft())
         ready, self._launched = (self._launched, launched) if self._overlap else (launched, None)
         early, self._early = self._early, []
-        return early + self._read(ready)
+        found = self._read(ready)
+        if self._speculation is not None and launched is not None:
+            self._speculation.record_step(launched.chunks, time.perf_counter() - began, len(found))
+        return early + found
 
     def idle(self) -> None:
         """Tell other ranks that there is nothing to do, so that each finds out if one is gone."""
@@ -249,7 +270,7 @@ class Engine:
             if chunk.active.has_new_row:
                 self._sampler.admit(chunk.active)
                 chunk.active.has_new_row = False
-        chunks = sorted(chunks, key=lambda chunk: (not chunk.samples, chunk.end - chunk.start > 1))
+        chunks = sorted(chunks, key=lambda chunk: (not chunk.samples, not is_decode(chunk)))
         if self._graphs is not None and all(is_decode(chunk) for chunk in chunks):
             return BegunStep(chunks, None)
         inputs = step_inputs(chunks, self._part.layout)
@@ -264,7 +285,7 @@ class Engine:
             assert self._graphs is not None
             found: tuple[Tensor, Tensor] | None = self._graphs.run(chunks)
         else:
-            runs = ((chunk.active.request.adapter, chunk.end - chunk.start) for chunk in chunks)
+            runs = ((chunk.active.request.adapter, chunk.num_tokens) for chunk in chunks)
             self._part.adapters.choose(runs, self._part.device)
             found = self._part.logits(begun.inputs, self._sampler.last if self._ranks is None else None)
         if found is None:
@@ -274,7 +295,7 @@ class Engine:
             # What a schema allows depends on the tokens before. The device computes logits while these are read.
             self._early += self._read(self._launched)
             self._launched = None
-        members = [chunk.active for chunk in chunks if chunk.samples]
+        members = [chunk.active for chunk in chunks for _ in range(chunk.num_rows)]
         left = [index for index, active in enumerate(members) if not active.is_done]  # others were cancelled meanwhile
         if len(left) < len(members):
             chunks = [chunk for chunk in chunks if not chunk.active.is_done]
@@ -297,22 +318,38 @@ class Engine:
             return []
         sampled = step.wait()
         tokens = [] if sampled is None else sampled.tokens.tolist()
-        results = []
-        for index, chunk in enumerate(step.chunks):
+        results: list[GeneratedToken] = []
+        row = 0
+        for chunk in step.chunks:
+            first, row = row, row + chunk.num_rows
             active = chunk.active
             if active.is_done:
                 continue
-            if chunk.samples:
-                results.append(self._take_token(active, tokens[index]))
-                if active.request.sampling.num_logprobs is not None and sampled is not None:
-                    results[-1] = _with_logprobs(results[-1], active, sampled, index)
+            taken = self._take_valid(chunk, tokens[first:row])
+            if active.request.sampling.num_logprobs is not None and sampled is not None:
+                taken = [_with_logprobs(one, active, sampled, first + index) for index, one in enumerate(taken)]
+            results += taken
             if active.held is not None:
-                self._scheduler.policy.record(active.held, active.tokens[: chunk.end])
-            if results and chunk.samples and results[-1].finish is not None:
+                num_accepted = max(0, len(taken) - 1)
+                self._scheduler.policy.record(active.held, active.tokens[: chunk.end + num_accepted])
+            if taken and taken[-1].finish is not None:
                 self._scheduler.end(active)
                 del self._all[active.request.name]
         self._num_generated += len(results)
         return results
+
+    def _take_valid(self, chunk: ScheduledChunk, tokens: Sequence[int]) -> list[GeneratedToken]:
+        """Take the tokens sampled after a chunk: each is valid if all drafts before it were right."""
+        active, taken = chunk.active, list[GeneratedToken]()
+        for index, token in enumerate(tokens):
+            taken.append(self._take_token(active, token))
+            if taken[-1].finish is not None or chunk.drafts[index : index + 1] != (token,):
+                break
+        if self._speculation is not None and taken:
+            active.num_computed += len(taken) - 1
+            self._speculation.record(chunk, len(taken) - 1)
+        active.num_unread -= bool(tokens)
+        return taken
 
     def _take_token(self, active: ActiveRequest, token: int) -> GeneratedToken:
         if token < 0:
@@ -321,7 +358,6 @@ class Engine:
                 f"diverged; use an older checkpoint"
             )
         active.tokens.append(token)
-        active.num_unread -= 1
         finish: Finish | None = None
         if active.matcher is not None and not active.matcher.accept(token):
             finish = "stuck"

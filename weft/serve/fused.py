@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.models.attention import RMSNorm, rotate
+from weft.serve.packed_linear import PackedLinear
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -28,9 +29,19 @@ def normed(hidden: Tensor, norm: nn.Module) -> Tensor:
     return out
 
 
+def _is_plain(layer: nn.Linear) -> bool:
+    """Has the layer a weight that kernels can read, and no adapters?"""
+    return not hasattr(layer, "updates") and not isinstance(layer, PackedLinear)
+
+
+def product(hidden: Tensor, layer: nn.Linear) -> Tensor:
+    """hidden @ weight.T, without the layer's bias."""
+    return layer.product(hidden) if isinstance(layer, PackedLinear) else F.linear(hidden, layer.weight)
+
+
 def linear(hidden: Tensor, layer: nn.Linear) -> Tensor:
     """layer(hidden) of [tokens, in], with the updates of the tokens' adapters if the layer has `updates`."""
-    out = F.linear(hidden, layer.weight, layer.bias)
+    out: Tensor = layer(hidden)
     updates = getattr(layer, "updates", None)
     added = None if updates is None else updates.of(hidden)
     return out if added is None else out + added
@@ -38,7 +49,7 @@ def linear(hidden: Tensor, layer: nn.Linear) -> Tensor:
 
 def norm_linear(hidden: Tensor, norm: nn.Module, layer: nn.Linear, is_gated: bool = False) -> Tensor:
     """layer(norm(hidden)) of [tokens, in]. If `is_gated`, silu(gate) * up of its result, which has both end to end."""
-    if hasattr(layer, "updates"):
+    if not _is_plain(layer):
         out = linear(normed(hidden, norm), layer)
         return gated(out) if is_gated else out
     if len(hidden) == 1 and isinstance(norm, RMSNorm) and _has_kernels(hidden):
@@ -51,7 +62,7 @@ def norm_linear(hidden: Tensor, norm: nn.Module, layer: nn.Linear, is_gated: boo
 
 def add_linear(residual: Tensor, hidden: Tensor, layer: nn.Linear) -> Tensor:
     """residual + layer(hidden)."""
-    if hasattr(layer, "updates"):
+    if not _is_plain(layer):
         return residual + linear(hidden, layer)
     if len(hidden) == 1 and _has_kernels(hidden):
         from weft.serve.fused_kernel import row_linear_by_kernel

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -25,9 +26,13 @@ from weft.saved_run import (
     saved_tokenizer,
     with_intact_checkpoint,
 )
+from weft.serve.cache_formats import block_size_of
 from weft.serve.engine import Engine, EngineOptions
+from weft.serve.layer_cache import CacheFormat, PlainFormat
+from weft.serve.packed_linear import make_room
 from weft.serve.rank_part import RankPlace, build_part, build_whole, read_part
 from weft.serve.request import Request, Sampling
+from weft.serve.weight_formats import WeightFormat
 
 
 def generate(
@@ -41,12 +46,22 @@ def generate(
     seed: int = 0,
     context: int = 1024,
     seconds: float = math.inf,
+    speculate: Literal["ngram"] | nn.Module | None = None,
+    cache: CacheFormat | None = None,
 ) -> str:
     """Generate up to `num_tokens` tokens after the prompt. Stops earlier at the end of the document or after `seconds`.
     Temperature 0 takes the most likely token. When the context is full, generation goes on after its second half.
+    `speculate` drafts tokens (`speculation.py`); the text is the same. `cache` is how keys and values are kept.
     """
     deadline = time.monotonic() + seconds
-    options = EngineOptions(max_running=1, context_length=context, vocab_size=tokenizer.vocab_size)
+    options = EngineOptions(
+        max_running=1,
+        context_length=context,
+        vocab_size=tokenizer.vocab_size,
+        speculate=speculate,
+        cache=cache,
+        block_size=block_size_of(cache or PlainFormat()),
+    )
     engine = Engine(model, options)
     tokens = tokenizer.encode(prompt).tolist() or [tokenizer.end]
     start, given, number = len(tokens), tokens[-engine.context_length :], 0
@@ -71,21 +86,22 @@ def load_for_generation(
     device: torch.device | str = "cpu",
     say: Callable[[str], None] = lambda message: None,
     place: RankPlace | None = None,
+    weights: WeightFormat | None = None,
 ) -> tuple[nn.Module, Tokenizer, int]:
     """Load the model, tokenizer and context length of a run folder, a checkpoint folder or a Hugging Face folder. On a
     GPU that supports it, the model computes in bf16. `say` is told of damaged checkpoints that are left out. With a
-    `place`, the model is the part of the rank there.
+    `place`, the model is the part of the rank there. `weights` is the format of linears, if not the model's dtype.
     """
     device = torch.device(device)
     if (path / "config.json").is_file():
         config = read_config(path)
-        model = _load(config, torch.float32, weight_reader(path, config), device, place)
+        model = _load(config, torch.float32, weight_reader(path, config), device, place, weights)
         spec = tokenizer or str(path / "tokenizer.json")
         if not tokenizer and not Path(spec).is_file():
             raise ConfigError(f"{path} has no tokenizer.json; pass --tokenizer bytes or a tokenizer.json")
         context = int(getattr(config, "n_positions", 0) or getattr(config, "max_position_embeddings", 1024))
         return model, load_tokenizer(spec), context
-    read = partial(_load_checkpoint, tokenizer=tokenizer, device=device, place=place)
+    read = partial(_load_checkpoint, tokenizer=tokenizer, device=device, place=place, weights=weights)
     return with_intact_checkpoint(path, read, say)
 
 
@@ -95,11 +111,15 @@ def model_config(path: Path) -> LanguageConfig:
 
 
 def _load_checkpoint(
-    checkpoint: Checkpoint, tokenizer: str | None, device: torch.device, place: RankPlace | None
+    checkpoint: Checkpoint,
+    tokenizer: str | None,
+    device: torch.device,
+    place: RankPlace | None,
+    weights: WeightFormat | None,
 ) -> tuple[nn.Module, Tokenizer, int]:
     saved, data = saved_model(checkpoint), saved_data(checkpoint)
     dtype = checkpoint.entries("parameter")[0].dtype
-    model = _load(saved, dtype, parameter_reader(checkpoint), device, place)
+    model = _load(saved, dtype, parameter_reader(checkpoint), device, place, weights)
     end_token = data.end_token if tokenizer is None else None  # another tokenizer has its own end token
     own = load_tokenizer(tokenizer or saved_tokenizer(checkpoint), end_token=end_token)
     return model, own, data.sequence
@@ -111,6 +131,7 @@ def _load(
     read: Callable[[str], Tensor],
     device: torch.device,
     place: RankPlace | None,
+    weights: WeightFormat | None,
 ) -> nn.Module:
     """A model, or a rank's part of it, with its weights. It is made without initial values, which would take long."""
     if config.architecture == "deepseek_v3":
@@ -119,5 +140,7 @@ def _load(
     assert not list(model.buffers()), "buffers would be left without values"
     has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
     model.to(torch.bfloat16 if has_bf16 else dtype)
+    if weights is not None:
+        make_room(model, weights)
     read_part(model, cuts, read, device)
     return model.eval()

@@ -12,12 +12,14 @@ from torch import Tensor
 
 
 class HostPages:
-    """Room for `num_blocks` blocks of a cache [layers, 2, slots, key heads, head_dim]. Blocks are copied whole."""
+    """Room for `num_blocks` blocks of a cache, whose `pages` are tensors [blocks, ...]. Blocks are copied whole."""
 
-    def __init__(self, cache: Tensor, block_size: int, num_blocks: int) -> None:
-        self._pages = cache.unflatten(2, (-1, block_size))  # [layers, 2, blocks, block_size, key heads, head_dim]
-        shape = (num_blocks, *self._pages[:, :, 0].shape)
-        self._host = torch.empty(shape, dtype=cache.dtype, pin_memory=cache.is_cuda)
+    def __init__(self, pages: Sequence[Tensor], num_blocks: int, keeps_whole_blocks: bool = False) -> None:
+        self.keeps_whole_blocks = keeps_whole_blocks
+        self._pages = pages
+        self._host = [
+            torch.empty(num_blocks, *page.shape[1:], dtype=page.dtype, pin_memory=page.is_cuda) for page in pages
+        ]
         self._free = list(range(num_blocks))
         self._held: dict[Hashable, list[int]] = {}
 
@@ -31,13 +33,15 @@ class HostPages:
             return False
         self._held[owner] = [self._free.pop() for _ in blocks]
         for block, place in zip(blocks, self._held[owner], strict=True):
-            self._host[place].copy_(self._pages[:, :, block].contiguous(), non_blocking=True)
+            for host, page in zip(self._host, self._pages, strict=True):
+                host[place].copy_(page[block].contiguous(), non_blocking=True)
         return True
 
     def load(self, owner: Hashable, blocks: Sequence[int], first: int) -> None:
         """Copy what was saved of an owner, from its block number `first` on, into these blocks of the cache."""
         for block, place in zip(blocks, self._held[owner][first:], strict=True):
-            self._pages[:, :, block] = self._host[place].to(self._pages.device, non_blocking=True)
+            for host, page in zip(self._host, self._pages, strict=True):
+                page[block] = host[place].to(page.device, non_blocking=True)
         self.drop(owner)
 
     def drop(self, owner: Hashable) -> None:

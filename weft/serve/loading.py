@@ -6,22 +6,26 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weft.checkpoint import Checkpoint
 from weft.data.chat_template import load_template
 from weft.data.config import ChatConfig
 from weft.data.tokenizer import Tokenizer
-from weft.errors import ConfigError
+from weft.errors import ConfigError, DataError
 from weft.saved_run import saved_data, saved_tokenizer, with_intact_checkpoint
+from weft.serve.corrected_codes import pack_corrected
 from weft.serve.generate import load_for_generation
 from weft.serve.grammar import Grammars
 from weft.serve.rank_part import RankPlace
 from weft.serve.served_model import ServedModel, end_tokens
+from weft.serve.weight_formats import WeightFormat, weight_format
 
 Say = Callable[[str], None]
+CALIBRATION_ROWS, CALIBRATION_WIDTH, CALIBRATION_BATCH = 128, 512, 8
 
 
 @dataclass(frozen=True)
@@ -59,15 +63,82 @@ class LoadedModel:
         return ServedModel(name, self.tokenizer, *sizes, self.end_tokens, self.grammars, chat, names)
 
 
+def load_draft(
+    speculate: str | None, tokenizer: str | None, own: Tokenizer, device: torch.device | str
+) -> Literal["ngram"] | nn.Module | None:
+    """What drafts tokens for an engine: lookup, or the model in a folder, whose tokenizer must be the model's `own`."""
+    if speculate is None or speculate == "ngram":
+        return "ngram" if speculate else None
+    if not Path(speculate).is_dir():
+        raise ConfigError(f"--speculate {speculate} is no folder; give ngram, or the folder of a smaller model")
+    model, of_draft, _ = load_for_generation(Path(speculate), tokenizer, device)
+    if of_draft.fingerprint != own.fingerprint:
+        raise ConfigError(
+            f"the model in {speculate} has another tokenizer than the model that it drafts for, so its tokens mean "
+            f"other texts; give a draft model with the same tokenizer"
+        )
+    return model
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Weights in fewer bits: the name of a format, and the path of a text by which rounding is corrected."""
+
+    weights: str
+    calibration: str | None = None
+
+    @property
+    def at_reading(self) -> WeightFormat | None:
+        """The format in which weights are read; None if the whole model is read first."""
+        found = weight_format(self.weights)
+        return found if self.calibration is None else None
+
+    def correct(self, model: nn.Module, tokenizer: Tokenizer, context_length: int) -> None:
+        """Pack a whole model by the calibration text, if there is one."""
+        if self.calibration is None:
+            return
+        device = next(model.parameters()).device
+        texts = calibration_texts(Path(self.calibration), tokenizer, context_length)
+        pack_corrected(model, weight_format(self.weights), [text.to(device) for text in texts])
+
+
+def calibration_texts(path: Path, tokenizer: Tokenizer, context_length: int) -> list[Tensor]:
+    """The beginning of a text file as rows of tokens, some rows at a time. Raises DataError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read the calibration text {path} ({error}); give a file of UTF-8 text") from None
+    width = min(context_length, CALIBRATION_WIDTH)
+    tokens = torch.from_numpy(tokenizer.encode(text[: 64 * CALIBRATION_ROWS * width]).astype("int64"))
+    rows = tokens[: len(tokens) // width * width].view(-1, width)[:CALIBRATION_ROWS]
+    if not len(rows):
+        raise DataError(f"the calibration text {path} has {len(tokens)} tokens; give one of at least {width}")
+    return list(rows.split(CALIBRATION_BATCH))
+
+
 def load_model(
-    source: Path, tokenizer: str | None, device: torch.device | str, say: Say, place: RankPlace | None = None
+    source: Path,
+    tokenizer: str | None,
+    device: torch.device | str,
+    say: Say,
+    place: RankPlace | None = None,
+    packing: Packing | None = None,
 ) -> LoadedModel:
     """Load the model at a path, of a run folder the newest that is not damaged. `say` is told of damaged ones. With a
     `place`, the model is the part of the rank there.
     """
+    if packing is not None and packing.calibration is not None and place is not None:
+        raise ConfigError("a calibration text needs the whole model on one rank; leave it out, or serve on one rank")
+
+    def read(path: Path) -> tuple[nn.Module, Tokenizer, int]:
+        weights = None if packing is None else packing.at_reading
+        model, own, context = load_for_generation(path, tokenizer, device, place=place, weights=weights)
+        if packing is not None:
+            packing.correct(model, own, context)
+        return model, own, context
 
     def load(checkpoint: Checkpoint) -> LoadedModel:
-        model, own, context = load_for_generation(checkpoint.path, tokenizer, device, place=place)
+        model, own, context = read(checkpoint.path)
         data = saved_data(checkpoint)
         template = data.template if isinstance(data, ChatConfig) and tokenizer is None else None
         return LoadedModel(
@@ -75,6 +146,6 @@ def load_model(
         )
 
     if (source / "config.json").is_file():
-        model, own, context = load_for_generation(source, tokenizer, device, place=place)
+        model, own, context = read(source)
         return LoadedModel(model, own, tokenizer or str(source), context, None, source.resolve().name)
     return with_intact_checkpoint(source, load, say)

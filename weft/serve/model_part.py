@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from weft.errors import ConfigError
 from weft.models import GPT2
 from weft.serve.adapters import attach_adapters
 from weft.serve.grammar import Grammars
+from weft.serve.layer_cache import CacheFormat, LayerCache
+from weft.serve.packed_linear import PackedLinear
 from weft.serve.paged_attention import PagedBatch
 from weft.serve.paged_model import PagedModel
 from weft.serve.ranks import ServingRanks
@@ -43,6 +46,14 @@ class EngineOptions:
     swap_blocks: int = 0  # of host memory, for requests sent back to the queue; without room, they compute again
     adapters: Mapping[str, Path] = field(default_factory=dict)  # folders of PEFT by the names that requests choose
     grammars: Grammars | None = None  # compiles the schemas of requests; None: requests with schemas are refused
+    speculate: Literal["ngram"] | nn.Module | None = None  # what drafts tokens (`speculation.py`)
+
+    cache: CacheFormat | None = None  # how keys and values are kept (`layer_cache.py`); None: as they are
+
+    @property
+    def num_rows(self) -> int:
+        """Requests that run at once: all their decodes fit the token budget."""
+        return min(self.max_running, self.token_budget)
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "max_running", "token_budget", "context_length", "vocab_size"):
@@ -71,25 +82,30 @@ class ModelPart:
         self.ranks = ranks
         self.load = load
         self.context_length = _context_length(model, options.context_length)
-        self.paged = PagedModel(model, self.context_length, ModelAxes() if ranks is None else ranks.axes)
+        _refuse_cache(options)
+        axes = ModelAxes() if ranks is None else ranks.axes
+        self.paged = PagedModel(model, self.context_length, axes, options.cache)
         linears = [linear for block in self.paged.blocks for linear in block.linears]
+        if options.adapters and any(isinstance(linear, PackedLinear) for linear in linears):
+            raise ConfigError("adapters cannot be added to weights in fewer bits; leave out --weights or --adapter")
         if options.adapters and ranks is not None:
             raise ConfigError("adapters are chosen by requests on one rank only; merge the adapter, or use one rank")
         self.adapters = attach_adapters(model, linears, options.adapters)
         num_blocks = options.num_blocks or self._blocks_that_fit(options)
         if ranks is not None:
             num_blocks = ranks.agree(num_blocks)
-        self.cache = self.paged.new_cache((num_blocks + 1) * options.block_size)  # the last block is for padding
-        self.layout = PageLayout(options.block_size, num_blocks, self.device)
+        num_rows = options.num_rows
+        self.cache = self.paged.new_cache(num_blocks + 1, options.block_size, num_rows)  # the last block is for padding
+        self.layout = PageLayout(options.block_size, num_blocks, num_rows, self.device)
 
     @torch.inference_mode()
     def logits(self, inputs: StepInputs, last: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
-        """Compute this rank's part of a step. On the last stage, returns the logits of the requests that sample, and
-        the positions of their last tokens; None if there are none.
+        """Compute this rank's part of a step. On the last stage, returns the logits after the tokens at which requests
+        sample, and the positions of these tokens; None if there are none.
         """
         batch = inputs.batch(self.layout, last)
         residual = self._through(batch, self.cache)
-        if residual is None or not inputs.num_sampled:
+        if residual is None or not inputs.sampled:
             return None
         ends = inputs.sampled_tokens(self.device)
         return self.paged.logits(residual[ends]), batch.positions[ends]
@@ -97,11 +113,12 @@ class ModelPart:
     @torch.inference_mode()
     def hidden_states(self, inputs: StepInputs) -> Tensor | None:
         """The hidden states [tokens, hidden] of a text, by an empty cache. On the last stage; None on others."""
-        cache = self.paged.new_cache(-(-inputs.num_tokens // self.layout.block_size) * self.layout.block_size)
+        size = self.layout.block_size
+        cache = self.paged.new_cache(-(-inputs.num_tokens // size) + 1, size, 1)
         residual = self._through(inputs.batch(self.layout), cache)
         return None if residual is None else self.paged.hidden_states(residual)
 
-    def _through(self, batch: PagedBatch, cache: Tensor) -> Tensor | None:
+    def _through(self, batch: PagedBatch, cache: Sequence[LayerCache]) -> Tensor | None:
         """The residual stream after the last block, on the last stage. Other stages send it on."""
         ranks = self.ranks
         if ranks is None:
@@ -120,13 +137,14 @@ class ModelPart:
     @torch.inference_mode()
     def take_weights(self, model: nn.Module) -> None:
         """Copy the weights of another model, or part, of the same config."""
-        for name, parameter in self.paged.model.named_parameters():
-            parameter.copy_(model.get_parameter(name))
+        new = dict((*model.named_parameters(), *model.named_buffers()))
+        for name, own in (*self.paged.model.named_parameters(), *self.paged.model.named_buffers()):
+            own.copy_(new[name])
 
     def refuse_weights(self, model: nn.Module) -> None:
         """Raise ConfigError if a model is another one than this."""
-        own, new = self.paged.model, dict(model.named_parameters())
-        if getattr(model, "config", None) != own.config or dict(own.named_parameters()).keys() != new.keys():
+        own = self.paged.model
+        if getattr(model, "config", None) != own.config or _names(own) != _names(model):
             raise ConfigError(
                 f"the new weights are of {getattr(model, 'config', type(model).__name__)}, the engine serves "
                 f"{own.config}; give weights of the same model, or start another engine"
@@ -145,13 +163,38 @@ class ModelPart:
         linears = [module for module in self.paged.body.modules() if isinstance(module, nn.Linear)]
         widest = max(linear.weight.shape[0] for linear in linears)
         free -= 16 * options.token_budget * widest + 24 * options.max_running * self.paged.vocab_size
-        fitting = int(free // (self.paged.bytes_per_token * options.block_size))
+        bytes_per_token = self.paged.bytes_per_token
+        if isinstance(options.speculate, nn.Module):  # the draft model's cache has as many blocks
+            bytes_per_token += PagedModel(options.speculate, 1).bytes_per_token
+        free -= (options.num_rows + 1) * self.paged.bytes_per_row
+        fitting = int(free // (bytes_per_token * options.block_size))
         if fitting < 1:
             raise ConfigError(
                 f"no memory is left for the key-value cache on {self.device}: the weights, {options.token_budget} "
                 f"tokens a step and {options.max_running} requests fill it; lower token_budget or max_running"
             )
         return min(most, fitting)
+
+
+def _refuse_cache(options: EngineOptions) -> None:
+    """Raise ConfigError for a format of the cache that does not go with other options."""
+    if options.cache is None:
+        return
+    if options.cache.block_size not in (None, options.block_size):
+        raise ConfigError(
+            f"a cache of {options.cache.name} needs blocks of {options.cache.block_size} tokens, not "
+            f"{options.block_size}; give block_size = {options.cache.block_size}"
+        )
+    if options.speculate is not None and not options.cache.is_chunked_alike:
+        raise ConfigError(
+            f"with a cache of {options.cache.name}, tokens that are computed together differ from tokens one by one, "
+            f"so drafts would change answers; leave out --speculate or --cache"
+        )
+
+
+def _names(model: nn.Module) -> list[str]:
+    """The names of all values of a model, which has buffers where weights are in fewer bits."""
+    return [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
 
 
 def _context_length(model: nn.Module, asked: int | None) -> int:

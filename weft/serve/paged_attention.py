@@ -30,6 +30,7 @@ class PagedBatch:
     slots: Tensor  # [tokens] where their keys and values go
     tables: Tensor  # [requests, blocks] int32
     lengths: Tensor  # [requests] int32: tokens in the cache after this step
+    rows: Tensor  # [requests] int32: the rows of the requests, of which each that runs has its own
     block_size: int
     num_decodes: int
     prompt_queries: Sequence[int] = ()  # tokens of each chunk of a prompt
@@ -89,7 +90,7 @@ def decode_attention(
     mask = positions < lengths[:, None]  # [requests, slots]
     if window is not None:
         mask = mask & (positions >= lengths[:, None] - window)
-    mixed = _masked(query[:, None], keys[slots], values[slots], mask[:, None, None])
+    mixed = masked_attention(query[:, None], keys[slots], values[slots], mask[:, None, None])
     return mixed[:, 0]
 
 
@@ -102,11 +103,11 @@ def prompt_attention(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBa
         mask = distance >= 0
         if window is not None:
             mask = mask & (distance < window)
-        parts.append(_masked(part[None], keys[slots][None], values[slots][None], mask)[0])
+        parts.append(masked_attention(part[None], keys[slots][None], values[slots][None], mask)[0])
     return torch.cat(parts)
 
 
-def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     """Attention of [batch, tokens, heads, head_dim]; key heads may be fewer. The mask is broadcast over heads."""
     group = query.shape[2] // key.shape[2]
     key, value = (heads.repeat_interleave(group, dim=2).transpose(1, 2) for heads in (key, value))

@@ -24,7 +24,9 @@ from weft.models.decoder import Attention, DecoderLayer, rotary_tables
 from weft.models.experts import SparseMLP, SwiGLU
 from weft.models.gpt2 import GPT2MLP, GPT2Layer
 from weft.serve.fused import rotate_and_store
-from weft.serve.paged_attention import PagedBatch, attend
+from weft.serve.layer_cache import CacheFormat, CacheSizes, LayerCache, PlainFormat
+from weft.serve.packed_linear import PackedLinear, join_packed
+from weft.serve.paged_attention import PagedBatch
 from weft.serve.split_layers import (
     ModelAxes,
     add_row,
@@ -68,13 +70,20 @@ class PagedModel:
     `model` may be a rank's part: blocks of other stages are missing (nn.Identity), and the rest is cut over `axes`.
     """
 
-    def __init__(self, model: nn.Module, context_length: int, axes: ModelAxes = ModelAxes()) -> None:  # noqa: B008
+    def __init__(
+        self,
+        model: nn.Module,
+        context_length: int,
+        axes: ModelAxes = ModelAxes(),  # noqa: B008
+        cache_format: CacheFormat | None = None,
+    ) -> None:
         if not isinstance(model, Decoder | GPT2):
             raise ConfigError(
                 f"the engine cannot serve a {type(model).__name__}; it serves Decoder and GPT2 of weft.models, which "
                 f"load_for_generation gives for run folders and Hugging Face folders"
             )
         self.model, self.axes = model, axes
+        self.cache_format = cache_format or PlainFormat()
         self.vocab_size = int(model.config.vocab_size)
         self.body = model.model if isinstance(model, Decoder) else model.transformer
         weight = next(model.parameters())
@@ -93,23 +102,30 @@ class PagedModel:
                 ]
                 self.final_norm = model.transformer.ln_f
 
-    def new_cache(self, num_slots: int) -> Tensor:
-        """Room for the keys and values of `num_slots` tokens: [blocks, 2, slots, key heads, head_dim]."""
-        shape = (len(self.blocks), 2, num_slots, self.blocks[0].num_key_heads, self.blocks[0].head_dim)
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+    def new_cache(self, num_blocks: int, block_size: int, num_rows: int) -> list[LayerCache]:
+        """Room for the keys and values of `num_blocks` pages, and of `num_rows` requests that run at once."""
+        one = self.blocks[0]
+        sizes = CacheSizes(num_blocks, block_size, num_rows, one.num_key_heads, one.head_dim, self.dtype, self.device)
+        return [self.cache_format.layer(index, sizes) for index in range(len(self.blocks))]
 
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token in the cache of this rank."""
-        one = self.blocks[0]
-        return 2 * len(self.blocks) * one.num_key_heads * one.head_dim * self.dtype.itemsize
+    def bytes_per_token(self) -> float:
+        """Bytes of one token in the pages of this rank."""
+        one, item_bytes = self.blocks[0], self.dtype.itemsize
+        return len(self.blocks) * self.cache_format.bytes_per_token(one.num_key_heads, one.head_dim, item_bytes)
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Bytes of a running request on this rank, beside its pages."""
+        one, item_bytes = self.blocks[0], self.dtype.itemsize
+        return len(self.blocks) * self.cache_format.bytes_per_row(one.num_key_heads, one.head_dim, item_bytes)
 
     @property
     def stream_width(self) -> int:
         """Features of the residual stream on this rank."""
         return int(self.blocks[0].input_norm.weight.shape[0])  # type: ignore[union-attr, index, arg-type]
 
-    def residual(self, batch: PagedBatch, cache: Tensor) -> Tensor:
+    def residual(self, batch: PagedBatch, cache: Sequence[LayerCache]) -> Tensor:
         """The residual stream [tokens, hidden] after all blocks. Keys and values of the batch go into the cache."""
         return self.through_blocks(self.embed(batch), batch, cache)
 
@@ -122,20 +138,21 @@ class PagedModel:
             rows = lookup(self.model.model.embed_tokens, batch.tokens, self.axes)
         return summed(rows, self.axes.x)
 
-    def through_blocks(self, residual: Tensor, batch: PagedBatch, cache: Tensor) -> Tensor:
+    def through_blocks(self, residual: Tensor, batch: PagedBatch, cache: Sequence[LayerCache]) -> Tensor:
         """The residual stream after this rank's blocks."""
-        for block, (keys, values) in zip(self.blocks, cache, strict=True):
+        for block, layer in zip(self.blocks, cache, strict=True):
+            slots, keys, values = layer.room(batch)
             query = rotate_and_store(
                 norm_column(residual, block.input_norm, block.projection, self.axes),
                 (block.num_heads, block.num_key_heads, block.head_dim),
                 block.head_norms,
                 self.rotary,
                 batch.positions,
-                batch.slots,
+                slots,
                 keys,
                 values,
             )
-            mixed = attend(query, keys, values, batch, block.window)
+            mixed = layer.attend(query, keys, values, batch, block.window)
             residual = block.add_mlp(add_row(residual, mixed.flatten(1), block.output, self.axes))
         return residual
 
@@ -204,6 +221,9 @@ def _gpt2_block(layer: GPT2Layer, axes: ModelAxes) -> PagedBlock:
 
 def join_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
     """One linear that gives the results of all, end to end. Their parameters become views of its own."""
+    packed = [one for one in linears if isinstance(one, PackedLinear)]
+    if packed:
+        return join_packed(packed)
     sizes = [one.weight.shape[0] for one in linears]
     biases: list[Tensor] = [one.bias for one in linears if one.bias is not None]
     joined = nn.Linear(linears[0].weight.shape[1], sum(sizes), bias=bool(biases), device="meta")

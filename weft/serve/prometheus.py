@@ -61,6 +61,8 @@ class ServerMetrics:
             ("preempted_total", "counter", state.num_preempted, "Requests sent back to the queue for lack of memory."),
             ("prefix_tokens_total", "counter", state.num_prefix_tokens, "Prompt tokens found in the prefix cache."),
             ("generated_tokens_total", "counter", state.num_generated, "Tokens generated."),
+            ("draft_tokens_total", "counter", state.num_drafted, "Tokens drafted by speculative decoding."),
+            ("accepted_draft_tokens_total", "counter", state.num_accepted, "Drafted tokens that the model accepted."),
             ("prompt_tokens_total", "counter", self.num_prompt_tokens, "Tokens of prompts."),
         ):
             yield from _head(f"weft_{name}", kind, about)

@@ -30,6 +30,8 @@ from weft.plan import Pipe, Plan
 from weft.plan import Tensor as TensorDegrees
 from weft.profiling import Profile
 from weft.profiling.structure import structure
+from weft.serve.packed_linear import linears_to_pack, read_packed
+from weft.serve.weight_formats import WeightFormat, weight_bytes
 
 
 @dataclass(frozen=True)
@@ -87,31 +89,56 @@ def build_part(config: LanguageConfig, place: RankPlace) -> tuple[Decoder | GPT2
     return model, {name: cuts[source_name(model, name)] for name, _ in model.named_parameters()}
 
 
+def part_bytes(config: LanguageConfig, place: RankPlace, item_bytes: int, format: WeightFormat | None = None) -> int:
+    """Bytes of the parameters that a rank holds, with linears in a format if one is given, without building them."""
+    if format is None:
+        return part_numel(config, place) * item_bytes
+    saved = {}
+    for name, shape in _local_shapes(config, place.plan, tuple(place.coordinates.items())).items():
+        if name in _packed_names(config):
+            saved[name] = math.prod(shape) * item_bytes - weight_bytes(format, shape[0], shape[1])
+    return part_numel(config, place) * item_bytes - _of_stage(config, place, saved)
+
+
 def part_numel(config: LanguageConfig, place: RankPlace) -> int:
     """How many parameters a rank holds: those of its part, without building it."""
+    shapes = _local_shapes(config, place.plan, tuple(place.coordinates.items()))
+    return _of_stage(config, place, {name: math.prod(shape) for name, shape in shapes.items()})
+
+
+def _of_stage(config: LanguageConfig, place: RankPlace, amounts: Mapping[str, int]) -> int:
+    """The sum of amounts over the parameters of a rank's stage."""
     num_stages, stage = place.plan.pipe.degree, stage_of(place)
     begin, end = share(config.num_layers, num_stages, stage)
     is_first, is_last = stage == 0, stage == num_stages - 1
     total = 0
-    for name, numel in _local_numels(config, place.plan, tuple(place.coordinates.items())).items():
+    for name, amount in amounts.items():
         layer = re.search(r"\.(?:layers|h)\.(\d+)\.", name)
         if layer is not None:
-            total += numel * (begin <= int(layer[1]) < end)
+            total += amount * (begin <= int(layer[1]) < end)
         elif re.search(r"\.(?:embed_tokens|wte|wpe)\.", name):
             is_second = config.tie_word_embeddings and is_last and not is_first and "wpe" not in name
-            total += numel * (is_first or is_second)
+            total += amount * (is_first or is_second)
         else:
-            total += numel * is_last
+            total += amount * is_last
     return total
 
 
 @lru_cache(maxsize=64)
-def _local_numels(config: LanguageConfig, plan: Plan, coordinates: tuple[tuple[str, int], ...]) -> dict[str, int]:
-    """The size of a rank's part of each parameter, whatever its stage."""
+def _local_shapes(
+    config: LanguageConfig, plan: Plan, coordinates: tuple[tuple[str, int], ...]
+) -> dict[str, tuple[int, ...]]:
+    """The shape of a rank's part of each parameter, whatever its stage."""
     model = _inspected(config).model
     assert model is not None
     cuts = _cuts(config, model, RankPlace(plan, dict(coordinates)))
-    return {name: math.prod(cut.local_shape) for name, cut in cuts.items()}
+    return {name: tuple(cut.local_shape) for name, cut in cuts.items()}
+
+
+@lru_cache(maxsize=4)
+def _packed_names(config: LanguageConfig) -> frozenset[str]:
+    """The names of weights that a format can keep in fewer bits."""
+    return frozenset(f"{name}.weight" for name, _ in linears_to_pack(_on_meta(config)))
 
 
 def _cuts(config: LanguageConfig, model: nn.Module, place: RankPlace) -> dict[str, Cut]:
@@ -138,11 +165,16 @@ def source_name(model: Decoder | GPT2, name: str) -> str:
 def read_part(
     model: Decoder | GPT2, cuts: Mapping[str, Cut], read: Callable[[str], Tensor], device: torch.device | str
 ) -> None:
-    """Give a part on the meta device its values: whole parameters are read one at a time, and cut."""
+    """Give a part on the meta device its values: whole parameters are read one at a time, and cut.
+
+    Linears that are packed (`packed_linear.py`) get theirs in fewer bits.
+    """
     model.to_empty(device=device)
+    dtype = next(model.parameters()).dtype
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(cuts[name].take(read(source_name(model, name))))
+        read_packed(model, lambda name: cuts[name].take(read(source_name(model, name))).to(device, dtype))
 
 
 @lru_cache(maxsize=4)

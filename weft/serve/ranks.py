@@ -134,9 +134,9 @@ def _packed(message: RankMessage) -> tuple[Tensor, Tensor]:
     payload, sizes = torch.zeros(1, dtype=torch.int32), [0] * (_HEADER_SIZE - 2)
     if message.inputs is not None:
         given = message.inputs
-        queries = torch.tensor(given.queries, dtype=torch.int32)
-        payload = torch.cat([given.flat.reshape(-1), given.tables.reshape(-1), queries])
-        sizes = [given.num_tokens, *given.tables.shape, given.num_decodes, given.num_sampled]
+        lists = torch.tensor([*given.queries, *given.sampled], dtype=torch.int32)
+        payload = torch.cat([given.flat.reshape(-1), given.tables.reshape(-1), lists])
+        sizes = [given.num_tokens, *given.tables.shape, given.num_decodes, len(given.sampled)]
     elif message.order is not None:
         payload = torch.tensor(list(json.dumps(message.order).encode()), dtype=torch.int32)
     header = torch.tensor([_KINDS.index(message.kind), payload.numel(), *sizes])
@@ -147,8 +147,11 @@ def _unpacked(header: Tensor, payload: Tensor) -> RankMessage:
     number, _, num_tokens, num_requests, width, num_decodes, num_sampled = header.tolist()
     kind = _KINDS[number]
     if kind in ("step", "text"):
-        flat, tables, queries = payload.split([4 * num_tokens, num_requests * width, num_requests])
-        inputs = StepInputs(flat.view(4, -1), tables.view(-1, width), queries.tolist(), num_decodes, num_sampled)
+        flat, tables, queries, sampled = payload.split(
+            [4 * num_tokens, num_requests * width, num_requests, num_sampled]
+        )
+        lists = (queries.tolist(), num_decodes, sampled.tolist())
+        inputs = StepInputs(flat.view(4, -1), tables.view(-1, width), *lists)
         return RankMessage(kind, inputs)
     order = json.loads(bytes(payload.tolist())) if kind == "order" else None
     return RankMessage(kind, order=order)

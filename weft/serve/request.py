@@ -83,3 +83,5 @@ class EngineState:
     num_prefix_tokens: int  # prompt tokens that the prefix cache answered since the start
     num_generated: int  # tokens since the start
     num_swapped: int = 0  # of the requests sent back, those whose keys and values went to host memory
+    num_drafted: int = 0  # tokens since the start that were drafted (`speculation.py`)
+    num_accepted: int = 0  # of these, those that the model agreed with

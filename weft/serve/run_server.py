@@ -7,11 +7,12 @@ import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import torch
 from torch import nn
 
 from weft.errors import ConfigError, WeftError
@@ -21,13 +22,14 @@ from weft.plan import Plan
 from weft.saved_run import open_checkpoint
 from weft.serve.adapters import merge_adapter
 from weft.serve.addresses import is_loopback, listen
+from weft.serve.cache_formats import block_size_of, cache_format
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.follow import follow, require_run
 from weft.serve.follow_steps import follow_steps
 from weft.serve.generate import model_config
 from weft.serve.http import Api, build_app
 from weft.serve.http_guard import ServerLimits
-from weft.serve.loading import LoadedModel, load_model
+from weft.serve.loading import LoadedModel, Packing, load_draft, load_model
 from weft.serve.model_part import ModelPart
 from weft.serve.rank_part import refuse_plan
 from weft.serve.ranks import ServingRanks
@@ -63,9 +65,27 @@ class ServeOptions:
     swap_blocks: int = 0
     adapters: Mapping[str, str] = field(default_factory=dict)  # folders by the names that requests choose
     merged_adapter: str | None = None  # the folder of one that is part of the weights
+    speculate: str | None = None  # "ngram", or the folder of a draft model
+    weights: str | None = None  # a format of fewer bits
+    calibration: str | None = None  # the path of a text by which rounding to it is corrected
+    cache: str | None = None  # a format of keys and values
 
-    def engine(self, loaded: LoadedModel, max_waiting: int) -> EngineOptions:
+    @property
+    def packing(self) -> Packing | None:
+        """How weights are kept. Raises ConfigError for options that do not go together."""
+        if self.weights is None:
+            if self.calibration is not None:
+                raise ConfigError("--calibration corrects rounded weights; give --weights int4 or int8 too")
+            return None
+        if self.merged_adapter is not None:
+            raise ConfigError("--merge-adapter changes weights that --weights rounds; export a merged model first")
+        return Packing(self.weights, self.calibration)
+
+    def engine(self, loaded: LoadedModel, max_waiting: int, device: torch.device | str) -> EngineOptions:
+        cache = cache_format(self.cache)
         return EngineOptions(
+            cache=cache,
+            block_size=block_size_of(cache),
             num_blocks=self.num_blocks,
             max_running=self.max_running,
             max_waiting=max_waiting,
@@ -75,6 +95,7 @@ class ServeOptions:
             swap_blocks=self.swap_blocks,
             adapters={name: Path(folder) for name, folder in self.adapters.items()},
             grammars=loaded.grammars,
+            speculate=load_draft(self.speculate, self.tokenizer, loaded.tokenizer, device),
         )
 
 
@@ -83,13 +104,14 @@ def run_server(source: Path, options: ServeOptions, ready: Ready, say: Say) -> N
     if options.follows:
         require_run(source)
     sock = listen(options.host, options.port)  # before the model is loaded: a port in use is known at once
-    loaded = load_model(source, options.tokenizer, options.device, say)
+    loaded = load_model(source, options.tokenizer, options.device, say, packing=options.packing)
     if options.merged_adapter is not None:
         merge_adapter(loaded.model, Path(options.merged_adapter))
-    engine = Engine(loaded.model, options.engine(loaded, options.max_waiting))
+    engine = Engine(loaded.model, options.engine(loaded, options.max_waiting, options.device))
 
     def load(checkpoint: Path) -> nn.Module:
-        model = load_model(checkpoint, options.tokenizer, "cpu", say).model  # a GPU may have no room for two
+        # On the host: a GPU may have no room for two.
+        model = load_model(checkpoint, options.tokenizer, "cpu", say, packing=options.packing).model
         if options.merged_adapter is not None:
             merge_adapter(model, Path(options.merged_adapter))
         return model
@@ -125,13 +147,15 @@ def run_rank(
     is_folder = (source / "config.json").is_file()
     path = Path(ranks.agree_on_text(str(source if is_folder else open_checkpoint(source).path)))
     say_once = say if rank_info.rank == 0 else lambda message: None
-    loaded = load_model(path, options.tokenizer, device, say_once, ranks.place)
+    loaded = load_model(path, options.tokenizer, device, say_once, ranks.place, options.packing)
 
     def load(checkpoint: Path) -> nn.Module:
-        return load_model(checkpoint, options.tokenizer, "cpu", say_once, ranks.place).model
+        return load_model(checkpoint, options.tokenizer, "cpu", say_once, ranks.place, options.packing).model
 
     max_held = options.max_running + options.max_waiting
-    of_engine = options.engine(loaded, max_held if plan.data > 1 else options.max_waiting)
+    if not ranks.is_lead:
+        options = replace(options, speculate=None)  # the scheduling rank drafts
+    of_engine = options.engine(loaded, max_held if plan.data > 1 else options.max_waiting, device)
     if not ranks.is_lead:
         follow_steps(ModelPart(loaded.model, of_engine, ranks, load))
     else:
@@ -162,11 +186,11 @@ def _serve_engine(
     worker = EngineWorker(engine, num_replicas * (options.max_running + options.max_waiting))
     api = Api(served, worker, options.limits, loaded.weights)
 
-    async def replace(weights: nn.Module | Path, name: str) -> None:
+    async def take(weights: nn.Module | Path, name: str) -> None:
         await worker.replace_weights(weights)
         api.fingerprint = name
 
-    watch = follow(source, loaded.weights, load, replace, say) if options.follows else None
+    watch = follow(source, loaded.weights, load, take, say) if options.follows else None
     host = f"[{options.host}]" if ":" in options.host else options.host
     url = f"http://{host}:{sock.getsockname()[1]}"
     about = {"url": url, "model": name, "weights": loaded.weights, "device": options.device}

@@ -51,16 +51,31 @@ class ActiveRequest:
 
 
 class ScheduledChunk(NamedTuple):
-    """The tokens `start` to `end` of a request, which a step computes; after the last one, the next is sampled."""
+    """The tokens `start` to `end` of a request, which a step computes, and `drafts` that may follow them.
+
+    If it `samples`, the next token is sampled after the last one, and after each draft (`speculation.py`).
+    """
 
     active: ActiveRequest
     start: int
     end: int
     samples: bool
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start + len(self.drafts)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of logits that are sampled."""
+        return 1 + len(self.drafts) if self.samples else 0
 
 
 class PageSwap(Protocol):
     """Host memory for blocks of requests that wait."""
+
+    keeps_whole_blocks: bool  # tokens of a block that is not full are computed again
 
     def save(self, owner: Hashable, blocks: Sequence[int]) -> bool:
         """Copy blocks to host memory; False if there is no room."""
@@ -192,11 +207,13 @@ class Scheduler:
         return ScheduledChunk(active, start, end, samples)
 
     def _save(self, active: ActiveRequest) -> None:
-        num_blocks = -(-active.num_computed // self.policy.block_size)
-        if self.swap is None or active.held is None or not num_blocks:
+        if self.swap is None or active.held is None:
             return
-        if self.swap.save(active, active.held.blocks[:num_blocks]):
-            active.num_swapped = active.num_computed
+        size, number = self.policy.block_size, active.num_computed
+        if self.swap.keeps_whole_blocks:
+            number = number // size * size
+        if number and self.swap.save(active, active.held.blocks[: -(-number // size)]):
+            active.num_swapped = number
             self.num_swapped += 1
 
     def _load(self, active: ActiveRequest, held: HeldBlocks) -> None:

@@ -21,7 +21,7 @@ from weft.inspection.parameter_cut import share
 from weft.models.expert_rows import sort_by_expert, through_experts
 from weft.models.experts import SparseMLP, SwiGLU
 from weft.parallel.tensor.norm import split_norm
-from weft.serve.fused import add_linear, gated, linear, norm_linear, normed
+from weft.serve.fused import add_linear, gated, linear, norm_linear, normed, product
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def column(hidden: Tensor, layer: nn.Linear, axes: ModelAxes) -> Tensor:
     """layer(hidden), its outputs of this rank."""
     if axes.y is None:
         return linear(hidden, layer)
-    out = summed(F.linear(hidden, layer.weight), axes.y)
+    out = summed(product(hidden, layer), axes.y)
     return out if layer.bias is None else out + layer.bias
 
 
@@ -65,7 +65,7 @@ def add_row(residual: Tensor, hidden: Tensor, layer: nn.Linear, axes: ModelAxes)
     """residual + layer(hidden), where hidden is what a column gave."""
     if axes.x is None:
         return add_linear(residual, hidden, layer)
-    out = residual + summed(F.linear(hidden, layer.weight), axes.x)
+    out = residual + summed(product(hidden, layer), axes.x)
     return out if layer.bias is None else out + layer.bias
 
 
@@ -116,8 +116,8 @@ def experts_of(hidden: Tensor, mlp: SparseMLP, axes: ModelAxes) -> Tensor:
     out = summed(through_experts(hidden, weights, sort_by_expert(experts, mlp.gate.num_experts), compute), axes.expert)
     if mlp.shared_expert is not None and mlp.shared_expert_gate is not None:
         shared: SwiGLU = mlp.shared_expert
-        inner = F.silu(F.linear(hidden, shared.gate_proj.weight)) * F.linear(hidden, shared.up_proj.weight)
-        shared_out = summed(F.linear(inner, shared.down_proj.weight), axes.x)
+        inner = F.silu(product(hidden, shared.gate_proj)) * product(hidden, shared.up_proj)
+        shared_out = summed(product(inner, shared.down_proj), axes.x)
         out = out + mlp.shared_expert_gate(hidden).sigmoid() * shared_out
     return out
 

@@ -19,32 +19,42 @@ class PageLayout:
 
     block_size: int
     num_blocks: int
+    num_rows: int  # requests that run at once; row number `num_rows` is that of padding
     device: torch.device
 
 
+TABLE = 2  # where the block table begins, in the arrays below
+
+
+def padding_table(layout: PageLayout) -> tuple[int, int, int]:
+    """The length, row and only block of padding."""
+    return 1, layout.num_rows, layout.num_blocks
+
+
 def is_decode(chunk: ScheduledChunk) -> bool:
-    return chunk.samples and chunk.end - chunk.start == 1
+    return chunk.samples and chunk.num_tokens == 1
 
 
 def packed(chunks: Sequence[ScheduledChunk], layout: PageLayout, num_rows: int = 0) -> tuple[Tensor, Tensor]:
     """Two arrays of int32 in host memory.
 
     The first is [4, tokens]: the token; the sampler's row whose last token it is, where the host does not know it yet,
-    else -1; its position; its slot. The second is [requests, 1 + blocks]: tokens in the cache after this step, block
-    table. Both are padded to `num_rows` with tokens whose keys and values go to the block for padding.
+    else -1; its position; its slot. The second is [requests, 2 + blocks]: tokens in the cache after this step, row,
+    block table. Both are padded to `num_rows` with tokens whose keys and values go to the block for padding.
     """
     size = layout.block_size
     tokens, sources, positions, slots = list[int](), list[int](), list[int](), list[int]()
-    width = max((chunk.end - 1) // size + 1 for chunk in chunks)
-    tables = np.zeros((max(len(chunks), num_rows), 1 + width), dtype=np.int32)
-    for index, (active, start, end, _) in enumerate(chunks):
+    width = max((chunk.start + chunk.num_tokens - 1) // size + 1 for chunk in chunks)
+    tables = np.zeros((max(len(chunks), num_rows), TABLE + width), dtype=np.int32)
+    for index, chunk in enumerate(chunks):
+        active, start, end = chunk.active, chunk.start, chunk.start + chunk.num_tokens
         assert active.held is not None
         blocks = active.held.blocks
         num_blocks = (end - 1) // size + 1
-        tables[index, 0] = end
-        tables[index, 1 : num_blocks + 1] = blocks[:num_blocks]
+        tables[index, :TABLE] = end, active.row
+        tables[index, TABLE : TABLE + num_blocks] = blocks[:num_blocks]
         if start < len(active.tokens):
-            tokens += active.tokens[start:end]
+            tokens += [*active.tokens[start : chunk.end], *chunk.drafts]
             sources += [-1] * (end - start)
         else:
             tokens.append(0)
@@ -53,7 +63,7 @@ def packed(chunks: Sequence[ScheduledChunk], layout: PageLayout, num_rows: int =
         slots += [blocks[position // size] * size + position % size for position in range(start, end)]
     num_padded = max(0, num_rows - len(chunks))
     if num_padded:
-        tables[len(chunks) :, :2] = 1, layout.num_blocks
+        tables[len(chunks) :, : TABLE + 1] = padding_table(layout)
     padding = ([0] * num_padded, [-1] * num_padded, [0] * num_padded, [layout.num_blocks * size] * num_padded)
     parts = [one + more for one, more in zip((tokens, sources, positions, slots), padding, strict=True)]
     return torch.from_numpy(np.array(parts, dtype=np.int32)), torch.from_numpy(tables)
@@ -68,15 +78,14 @@ def input_tokens(flat: Tensor, last: Tensor) -> Tensor:
 class StepInputs:
     """What a step computes, in host memory: the arrays of `packed`, and how many tokens each request has in the step.
 
-    The first `num_decodes` requests have one token each; after the last token of the first `num_sampled` requests the
-    next token is sampled.
+    The first `num_decodes` requests have one token each. After the tokens at the places `sampled`, the next is sampled.
     """
 
     flat: Tensor  # [4, tokens] int32
-    tables: Tensor  # [requests, 1 + blocks] int32
+    tables: Tensor  # [requests, 2 + blocks] int32
     queries: list[int]
     num_decodes: int
-    num_sampled: int
+    sampled: list[int]
 
     @property
     def num_tokens(self) -> int:
@@ -89,8 +98,9 @@ class StepInputs:
             flat[0] if last is None else input_tokens(flat, last),
             flat[2],
             flat[3].long(),
-            tables[:, 1:],
+            tables[:, TABLE:],
             tables[:, 0],
+            tables[:, 1],
             layout.block_size,
             self.num_decodes,
             self.queries[self.num_decodes :],
@@ -98,16 +108,17 @@ class StepInputs:
         )
 
     def sampled_tokens(self, device: torch.device) -> Tensor:
-        """Where the last token of each request that samples lies."""
-        ends = np.cumsum(self.queries[: self.num_sampled]) - 1
-        return to_device(torch.from_numpy(ends.astype(np.int64)), device)
+        """The places of the tokens after which the next is sampled."""
+        return to_device(torch.tensor(self.sampled, dtype=torch.int64), device)
 
 
 def step_inputs(chunks: Sequence[ScheduledChunk], layout: PageLayout) -> StepInputs:
     """The inputs of chunks: decodes first, then prompts whose last token is computed, then the others."""
     flat, tables = packed(chunks, layout)
-    queries = [chunk.end - chunk.start for chunk in chunks]
-    return StepInputs(flat, tables, queries, sum(map(is_decode, chunks)), sum(chunk.samples for chunk in chunks))
+    queries = [chunk.num_tokens for chunk in chunks]
+    ends = np.cumsum(queries).tolist()
+    sampled = [place for chunk, end in zip(chunks, ends, strict=True) for place in range(end - chunk.num_rows, end)]
+    return StepInputs(flat, tables, queries, sum(map(is_decode, chunks)), sampled)
 
 
 def text_inputs(tokens: Sequence[int], block_size: int) -> StepInputs:
@@ -115,6 +126,6 @@ def text_inputs(tokens: Sequence[int], block_size: int) -> StepInputs:
     number = len(tokens)
     places = torch.arange(number, dtype=torch.int32)
     given = torch.tensor(list(tokens), dtype=torch.int32)
-    table = torch.arange(-1, -(-number // block_size), dtype=torch.int32)[None]
-    table[0, 0] = number
-    return StepInputs(torch.stack([given, torch.full_like(given, -1), places, places]), table, [number], 0, 0)
+    table = torch.arange(-TABLE, -(-number // block_size), dtype=torch.int32)[None]
+    table[0, :TABLE] = torch.tensor([number, 0])
+    return StepInputs(torch.stack([given, torch.full_like(given, -1), places, places]), table, [number], 0, [])

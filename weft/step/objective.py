@@ -26,7 +26,9 @@ class Objective:
     `total(model, batch)` is the loss summed over the batch's targets, and `count(batch)` their number. An evaluation
     returns the means of `measure(model, batch)` [len(measures)], with the loss first; if `measure` is None, the mean
     loss. `splits_logits`: `total` gives logits that are split over x to `weft.cross_entropy` and to nothing else; any
-    other use of them gathers them (`parallel/tensor/split_logits.py`), which predictions then count.
+    other use of them gathers them (`parallel/tensor/split_logits.py`), which predictions then count. `align(batch)`
+    returns a batch as (inputs, targets) with a target for each result, for plans under which a rank is given parts of
+    samples (context, tile); None for batches that are such pairs already.
     """
 
     count: Callable[[Batch], Tensor]
@@ -34,6 +36,12 @@ class Objective:
     measures: tuple[str, ...] = ("loss",)
     measure: Callable[[nn.Module, Batch], Tensor] | None = None
     splits_logits: bool = False
+    align: Callable[[Batch], Batch] | None = None
+
+    def aligned(self, batch: Batch, plan: Plan) -> Batch:
+        """Returns a batch in the form of which the plan gives each rank a part."""
+        is_cut = plan.context.degree * plan.tile.degree > 1
+        return self.align(batch) if is_cut and self.align is not None else batch
 
 
 def _token_total(model: nn.Module, batch: Batch, z_loss: float = 0.0) -> Tensor:

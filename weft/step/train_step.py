@@ -81,7 +81,7 @@ def train_step(
     """
     statistics = running_statistics(model) if checks is not None else ()
     before = [tensor.clone() for tensor in statistics]
-    micro_batches = [own_targets(own_tokens(batch, mesh["context"]), model, mesh) for batch in micro_batches]
+    micro_batches = [own_part(batch, model, mesh, objective) for batch in micro_batches]
     num_targets = torch.stack([objective.count(batch) for batch in micro_batches]).sum().double()
     all_reduce(num_targets, mesh["tokens"]).wait()
     stepper(optimizer).begin(num_targets)
@@ -108,6 +108,11 @@ def train_step(
         assert verdict is not None
         tensor.copy_(torch.where(verdict == 0, tensor, old))
     return StepResult(loss, norm, num_targets / repeats(model, mesh.plan), verdict)
+
+
+def own_part(batch: Batch, model: nn.Module, mesh: Mesh, objective: Objective) -> Batch:
+    """Returns this rank's tokens of a micro-batch, or the targets of its samples, if the plan splits these."""
+    return own_targets(own_tokens(objective.aligned(batch, mesh.plan), mesh["context"]), model, mesh)
 
 
 def _run(
@@ -188,7 +193,7 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], mesh: Mesh, objective: 
     """
     measure = objective.measure or objective.total
     shape = (len(objective.measures),) if objective.measure else ()
-    batches = [own_targets(own_tokens(batch, mesh["context"]), model, mesh) for batch in batches]
+    batches = [own_part(batch, model, mesh, objective) for batch in batches]
     was_training = model.training
     model.eval()
     with torch.no_grad():

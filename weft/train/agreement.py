@@ -35,7 +35,7 @@ SEEN_SECONDS = 60.0  # time for a new file to become visible on every host
 _POLL_SECONDS = 0.1
 _MAX_NAMED = 8  # most differences in an error, and most ranks named for one value
 _MAX_VALUE = 100  # characters of a value in an error
-_TABLES = ("model", "data", "train", "plan", "checkpoint", "restart", "numbers", "log", "lora")
+_TABLES = ("model", "data", "train", "plan", "checkpoint", "restart", "numbers", "log", "roles", "lora")
 # Paths may differ from host to host: the data at these paths is compared instead.
 _PLACES = ("data.source", "data.cache")
 
@@ -44,7 +44,7 @@ def agree_on_run(run: Run, data: TrainingData, mesh: Mesh) -> str:
     """Compares all settings that ranks must share. Returns the run's id, which rank 0 makes if the run has none."""
     world = _unrecorded(mesh["world"])
     run_id = first_says(make_run_id(run.folder) if mesh.is_first else "", world)
-    agree({"run id": _seen_id(run.folder, run_id), **run_beliefs(run), **_data_beliefs(run, data)}, world)
+    agree({"run id": _seen_id(run.folder, run_id), **run_beliefs(run), **data_beliefs(run, data)}, world)
     return run_id
 
 
@@ -57,7 +57,7 @@ def run_beliefs(run: Run) -> dict[str, str]:
     return {key: value for key, value in found.items() if key not in _PLACES}
 
 
-def _data_beliefs(run: Run, data: TrainingData) -> dict[str, str]:
+def data_beliefs(run: Run, data: TrainingData) -> dict[str, str]:
     """Returns the data's fingerprint and sizes, and a hash of the initial weights, by name."""
     found = {
         "data.fingerprint": data.fingerprint,

@@ -69,6 +69,10 @@ class TrainingData:
 
     def batches(self, run: Run, step: int, axis: Axis, device: torch.device) -> list[Batch]:
         """Returns the micro-batches of one step for the rank at `axis.index` of the axis `batch`."""
+        return [to_device(batch, device) for batch in self.host_batches(run, step, axis)]
+
+    def host_batches(self, run: Run, step: int, axis: Axis) -> list[Batch]:
+        """Returns the same micro-batches in host memory, with floating-point inputs in the compute dtype."""
         split = run.split
         indices = batch_indices(step, split.batch, len(self.train), run.train.seed)
         rows = local_indices(indices, split.micro_batch, axis.degree, axis.index)
@@ -76,7 +80,7 @@ class TrainingData:
         goldfish = run.train.goldfish
         if goldfish is not None:
             samples = ((inputs, goldfish.apply(labels)) for inputs, labels, *_ in samples)
-        return [_to(batch, run, device) for batch in samples]
+        return [_in_compute_dtype(batch, run) for batch in samples]
 
     def evaluation_batches(self, run: Run, axis: Axis, device: torch.device) -> list[Batch]:
         """Returns this rank's batches of the first held-out samples.
@@ -93,7 +97,8 @@ class TrainingData:
         for chosen in local_indices(np.arange(padded), micro_batch, axis.degree, axis.index):
             inputs, labels, *more = self.held_out.get(np.minimum(chosen, num - 1))
             repeats = torch.from_numpy(chosen >= num).view(-1, *[1] * (labels.dim() - 1))
-            batches.append(_to((inputs, labels.masked_fill(repeats, IGNORE), *more), run, device))
+            batch = _in_compute_dtype((inputs, labels.masked_fill(repeats, IGNORE), *more), run)
+            batches.append(to_device(batch, device))
         return batches
 
 
@@ -155,10 +160,14 @@ def _prepare_images(run: Run, progress: Progress | None) -> TrainingData:
     return TrainingData(found.train, found.held_out, found.fingerprint, str(folder), found.bad)
 
 
-def _to(batch: Batch, run: Run, device: torch.device) -> Batch:
-    """Moves a batch to the device, with floating-point inputs in the compute dtype."""
+def _in_compute_dtype(batch: Batch, run: Run) -> Batch:
+    """Returns a batch with floating-point inputs in the compute dtype."""
     inputs, *targets = batch
-    batch = (inputs.to(COMPUTE_DTYPE[run.plan.precision]) if inputs.is_floating_point() else inputs, *targets)
+    return (inputs.to(COMPUTE_DTYPE[run.plan.precision]) if inputs.is_floating_point() else inputs, *targets)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Moves a batch to the device, through pinned memory if it is a GPU."""
     if device.type == "cuda":
         return tuple(as_on_gpus(tensor.pin_memory().to(device, non_blocking=True)) for tensor in batch)
     return batch

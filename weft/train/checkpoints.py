@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from weft.checkpoint import Saver
@@ -9,7 +10,9 @@ from weft.health.rank_status import GOING_BACK, RESERVING, SAVING
 from weft.launch.environment import RankInfo
 from weft.optim.saved_state import pieces_to_save
 from weft.resilience.bad_numbers import Bad, Guard, Policy
+from weft.run_file import Run
 from weft.schema import to_table
+from weft.train.batches import TrainingData
 from weft.train.parts import TrainingPart, is_due
 from weft.train.resume import go_back, resume
 from weft.train.saving import save_or_tell
@@ -75,16 +78,23 @@ class Checkpoints(TrainingPart):
         return pieces_to_save(self._state.model, self._state.optimizer, self._state.mesh)
 
     def _values(self, step: int) -> dict[str, Any]:
-        """The values of a checkpoint other than its tensors."""
-        run, data = self._state.run, self._state.data
-        return {
-            "run_id": self._state.run_id,
-            "data": {"fingerprint": data.fingerprint, "samples": step * run.split.batch},
-            "numbers": self._policy.to_state(self._guard),
-            "seed": run.train.seed,
-            "model": to_table(run.model),
-            "source": self._state.source,
-            "tuning": to_table(run.tuning),
-            "plan": run.plan.to_toml(),
-            "run": run.to_toml(),
-        }
+        state = self._state
+        numbers = self._policy.to_state(self._guard)
+        return checkpoint_values(state.run, state.run_id, state.data, step, state.source, numbers)
+
+
+def checkpoint_values(
+    run: Run, run_id: str, data: TrainingData, step: int, source: str, numbers: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the values of a checkpoint other than its tensors. `numbers` is the state of the policy on bad steps."""
+    return {
+        "run_id": run_id,
+        "data": {"fingerprint": data.fingerprint, "samples": step * run.split.batch},
+        "numbers": dict(numbers),
+        "seed": run.train.seed,
+        "model": to_table(run.model),
+        "source": source,
+        "tuning": to_table(run.tuning),
+        "plan": run.plan.to_toml(),
+        "run": run.to_toml(),
+    }

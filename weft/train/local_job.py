@@ -52,7 +52,9 @@ def start_ranks(
             return newest_source(run, copies)
 
         try:
-            return start_local(fork_server, run.plan.num_ranks, given, environ, restarts, newest, run.folder, shadowed)
+            return start_local(
+                fork_server, run.num_ranks, given, environ, restarts, newest, run.folder, shadowed, run.roles.num_ranks
+            )
         finally:
             if held is not None and copies is not None:
                 shutil.rmtree(copies, ignore_errors=True)

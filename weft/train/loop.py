@@ -15,6 +15,7 @@ from functools import partial
 from weft.health.rank_status import Status
 from weft.launch.environment import RankInfo
 from weft.launch.folder_lock import locked
+from weft.launch.role_ranks import TRAIN, JobRank, job_rank
 from weft.resilience.bad_numbers import Guard, Policy
 from weft.resilience.corruption import checks_of
 from weft.resilience.takeover import take_over_losses
@@ -23,14 +24,18 @@ from weft.step.cuda_graph import Graph, own_stream
 from weft.step.task import task_of
 from weft.step.train_step import train_step
 from weft.train.agreement import agree_on_run
-from weft.train.batches import prepare_data
+from weft.train.batches import TrainingData, prepare_data
 from weft.train.checkpoints import Checkpoints
-from weft.train.parts import Evaluation, make_parts
+from weft.train.early_stopping import stopped_early
+from weft.train.parts import make_parts
 from weft.train.prefetch import make_batches
 from weft.train.recording import CommunicationProfile
+from weft.train.role_links import RoleLinks, batch_queue, job_store
+from weft.train.role_rank import serve_role
 from weft.train.setup import attention, build_state, refuse_start, show_status, watched, world
 from weft.train.step_results import Reporter, StepResults
 from weft.train.stop import Stop
+from weft.train.validation import make_evaluation
 
 
 @dataclass(frozen=True)
@@ -44,22 +49,33 @@ class Outcome:
 
 
 def train(run: Run, rank_info: RankInfo, reporter: Reporter, step_seconds: float | None = None) -> Outcome:
-    """Trains a run to its end, or until it is asked to stop. Every rank calls it.
+    """Trains a run to its end, or until it is asked to stop. Every rank calls it, also those of other roles.
 
     `step_seconds` is the predicted time of a step.
     """
     refuse_start(run, rank_info)
     data = prepare_data(run)  # bad data is reported before ranks wait for each other
+    rank = job_rank(rank_info, run.roles.counts)
+    if rank.role != TRAIN:
+        serve_role(run, rank, data)
+        return Outcome(0, finished=True)
+    return _train(run, rank, data, reporter, step_seconds)
+
+
+def _train(run: Run, rank: JobRank, data: TrainingData, reporter: Reporter, step_seconds: float | None) -> Outcome:
+    """Trains as one of the training ranks."""
+    rank_info, store = rank.training, job_store(run, rank)
     status = Status(os.environ, rank_info.rank)
     lock = locked(run.folder) if rank_info.rank == 0 else nullcontext()
     with (
         lock,
-        world(run, rank_info) as mesh,
+        world(run, rank_info, store) as mesh,
         attention(run, mesh) as kernel,
         own_stream(run, mesh.device) as is_recorded,
     ):
         run_id = agree_on_run(run, data, mesh)
         say = reporter.say if mesh.is_first else _say_nothing
+        links = RoleLinks.connect(run, data, mesh, store, say)
         state = build_state(run, run_id, data, mesh, status, say, kernel)
         state.graph = Graph(state.model, say) if is_recorded else None
         show_status(status, state.model, mesh, rank_info)
@@ -68,13 +84,12 @@ def train(run: Run, rank_info: RankInfo, reporter: Reporter, step_seconds: float
         with watched(state, rank_info, checkpoints.saver, step_seconds):
             checkpoints.resume()
             results = StepResults(state, policy, reporter)  # on a GPU, losses and norms are read one step late
-            evaluation = Evaluation(state, results.log)
+            evaluation = make_evaluation(state, results.log, links, store)
             parts = make_parts(state, evaluation, checkpoints, CommunicationProfile(state), results.log)
-            batches = make_batches(state, policy)
+            batches = make_batches(state, policy, batch_queue(links, state))
             timeout = timedelta(seconds=run.train.timeout_seconds)
-            stop = Stop(
-                mesh, take_over_losses(state.model, mesh, checkpoints.saver, rank_info, lambda: state.step, timeout)
-            )
+            sections = take_over_losses(state.model, mesh, checkpoints.saver, rank_info, lambda: state.step, timeout)
+            stop = Stop(mesh, sections, evaluation.wants_stop, stopped_early(run, state.step) is not None)
             objective, model, optimizer = task_of(run).objective, state.model, state.optimizer
             while state.step < run.train.steps and not stop.agreed:
                 status.step_begins(state.step)
@@ -99,9 +114,12 @@ def train(run: Run, rank_info: RankInfo, reporter: Reporter, step_seconds: float
                 elif parts.after_step(state.step, stop.agreed):
                     results.skip_time(state.step)
             parts.end()
+            batches.close()
             stop.close()  # last, because a signal must not end a rank that is still writing
             results.close()
-        return Outcome(state.step, state.step >= run.train.steps, results.loss, evaluation.means.get("loss"))
+            evaluation.mark(state.step)
+        is_finished = stop.is_early or state.step >= run.train.steps
+        return Outcome(state.step, is_finished, results.loss, evaluation.means.get("loss"))
 
 
 def _say_nothing(message: str) -> None:

@@ -22,6 +22,7 @@ from weft.pipeline.rank_model import pipeline_of, rank_model
 from weft.resilience.faults import Faults
 from weft.step.task import task_of
 from weft.step.train_step import evaluate
+from weft.train.early_stopping import EarlyStopping
 from weft.train.learning_rate import learning_rate
 from weft.train.metrics import MetricsLog
 from weft.train.state import TrainState
@@ -164,6 +165,16 @@ class Evaluation(TrainingPart):
         self._state, self._log = state, log
         self._objective = task_of(state.run).objective
         self.means: dict[str, float] = {}
+        self.early = None if log is None else EarlyStopping(state.run)  # on rank 0, which decides
+
+    def wants_stop(self) -> bool:
+        """Has rank 0 found that the run should stop early?"""
+        return self.early is not None and self.early.wants_stop()
+
+    def mark(self, step: int) -> None:
+        """Notes that the run has stopped early at this step, if it has."""
+        if self.early is not None and self.early.wants_stop() and step < self._state.run.train.steps:
+            self.early.mark(step)
 
     def pauses_after(self, step: int) -> bool:
         config = self._state.run.train
@@ -180,8 +191,16 @@ class Evaluation(TrainingPart):
             self.means = dict(zip(self._objective.measures, means, strict=True))
         if self._log is not None and self.means:
             self._log.write("evaluation", step, self.means)
+            self._judge(step, step)
             state.say(f"step {step}: held-out " + ", ".join(f"{key} {value:.4f}" for key, value in self.means.items()))
         return True
+
+    def _judge(self, step: int, known_at: int) -> None:
+        """Judges the newest means, which are those of `step`."""
+        if self.early is not None and not self.early.wants_stop():
+            self.early.judge(step, self.means["loss"], known_at)
+            if self.early.reason is not None:
+                self._state.say(f"stopping early: {self.early.reason}")
 
 
 class ExpertLoads(TrainingPart):

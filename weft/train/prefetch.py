@@ -13,8 +13,10 @@ from torch import Tensor
 
 from weft.models.loss import count_unknown
 from weft.resilience.bad_numbers import Policy
+from weft.roles.batch_queue import BatchQueue
 from weft.step.batch import Batch
 from weft.step.train_step import StepResult
+from weft.train.batches import to_device
 from weft.train.metrics import Moment
 from weft.train.state import TrainState
 
@@ -22,8 +24,15 @@ from weft.train.state import TrainState
 class Batches:
     """The batches of each step. The next step's are copied from pinned memory on a separate stream."""
 
-    def __init__(self, make: Callable[[int], list[Batch]], last: int, device: torch.device) -> None:
-        self._make, self._last = make, last
+    def __init__(
+        self,
+        make: Callable[[int], list[Batch]],
+        last: int,
+        device: torch.device,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`close` is called after the last step."""
+        self._make, self._last, self.close = make, last, close
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._next: tuple[int, list[Batch]] | None = None
 
@@ -80,11 +89,18 @@ class PendingResult:
         return count_unknown(torch.cat([labels.flatten() for labels in self._labels]), num_classes)
 
 
-def make_batches(state: TrainState, policy: Policy) -> Batches:
-    """Returns this rank's micro-batches of each step, without the batches that the policy leaves out."""
-    mesh = state.mesh
+def make_batches(state: TrainState, policy: Policy, queue: BatchQueue | None = None) -> Batches:
+    """Returns this rank's micro-batches of each step, without the batches that the policy leaves out.
+
+    With a `queue`, loaders make them; otherwise this rank does.
+    """
+    mesh, last = state.mesh, state.run.train.steps
 
     def make(step: int) -> list[Batch]:
-        return state.data.batches(state.run, policy.batch_of(step), mesh["batch"], mesh.device)
+        if queue is None:
+            return state.data.batches(state.run, policy.batch_of(step), mesh["batch"], mesh.device)
+        ahead = range(step, min(step + queue.depth + 1, last))
+        found = queue.take([policy.batch_of(each) for each in ahead])
+        return [to_device(batch, mesh.device) for batch in found]
 
-    return Batches(make, state.run.train.steps, mesh.device)
+    return Batches(make, last, mesh.device, queue.close if queue is not None else lambda: None)

@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import Store  # type: ignore[attr-defined]  # as documented
 
 from weft.checkpoint import Saver
 from weft.cluster.local_gpus import gpus
@@ -53,14 +54,17 @@ from weft.train.timeline import refuse_timeline
 
 
 @contextmanager
-def world(run: Run, rank_info: RankInfo) -> Iterator[Mesh]:
-    """A context with this rank's mesh, inside its process group."""
+def world(run: Run, rank_info: RankInfo, store: Store | None = None) -> Iterator[Mesh]:
+    """A context with this rank's mesh, inside its process group: `rank_info` is its place among the training ranks.
+
+    `store` is that of the job, if it has ranks of other roles.
+    """
     kind = device_type(run)
     if rank_info.num_ranks == 1:
         yield Mesh(run.plan, torch.device(kind, 0) if kind == "cuda" else torch.device("cpu"))
         return
     timeout = timedelta(seconds=run.train.timeout_seconds)
-    device = init_process_group(rank_info, kind, timeout, run.train.share_gpus)
+    device = init_process_group(rank_info, kind, timeout, run.train.share_gpus, store)
     try:
         # Before groups are made: ranks with different plans would make different groups and wait for each other.
         agree(run_beliefs(run), Axis("world", rank_info.num_ranks, rank_info.rank, None, Ledger()))
@@ -73,7 +77,7 @@ def world(run: Run, rank_info: RankInfo) -> Iterator[Mesh]:
 
 def refuse_start(run: Run, rank_info: RankInfo) -> None:
     """Raises if the run cannot start: wrong number of ranks, a timeline that cannot be drawn, too little memory."""
-    check_world(rank_info, run.plan.num_ranks, run.plan.degrees)
+    check_world(rank_info, run.num_ranks, {**run.plan.degrees, **run.roles.counts})
     if run.train.timeline is not None:
         refuse_timeline(run.plan, Path(run.train.timeline))
     if run.plan.memory.activations or run.plan.memory.weights:  # other host memory needs no prediction

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from types import FrameType
 
 import torch
@@ -24,9 +25,18 @@ class Stop:
     so no rank waits for them. All ranks read the same results in the same order, so all stop after the same step.
     """
 
-    def __init__(self, mesh: Mesh, sections: Sections | None = None) -> None:
-        """`sections` is given if ranks may be lost: the ranks then vote inside a section, and wait for the result."""
-        self.agreed = False
+    def __init__(
+        self,
+        mesh: Mesh,
+        sections: Sections | None = None,
+        wants_early: Callable[[], bool] = lambda: False,
+        is_early: bool = False,
+    ) -> None:
+        """`sections` is given if ranks may be lost: the ranks then vote inside a section, and wait for the result.
+        `wants_early` says on some rank whether the run should stop early, and `is_early` whether it had before.
+        """
+        self.agreed = self.is_early = is_early
+        self._wants_early = wants_early
         self._mesh, self._sections = mesh, sections
         self._wanted = False
         self._asked: tuple[Tensor, Pending] | None = None
@@ -36,13 +46,13 @@ class Stop:
         """Call after a step: reads the last vote's result, and starts a vote with this rank's flag."""
         self._read()
         if self._sections is not None:
-            self.agreed = self.agreed or bool(self._sections.run(self._vote)[0])
+            self._take(int(self._sections.run(self._vote)[0]))
             return
-        flag = torch.tensor([int(self._wanted)], dtype=torch.int32)
+        flag = self._flag()
         self._asked = (flag, all_reduce(flag, self._mesh["world"], "max"))
 
     def _vote(self) -> list[float]:
-        flag = torch.tensor([int(self._wanted)], dtype=torch.int32)
+        flag = self._flag()
         with raising_lost_rank("the vote on whether to stop"):
             all_reduce(flag, self._mesh["world"], "max").wait()
         return [float(flag.item())]
@@ -57,8 +67,15 @@ class Stop:
         if self._asked is not None:
             flag, pending = self._asked
             pending.wait()
-            self.agreed = self.agreed or bool(flag.item())
+            self._take(int(flag.item()))
             self._asked = None
+
+    def _flag(self) -> Tensor:
+        """This rank's vote: 0 to go on, 1 to stop and go on later, 2 to stop early."""
+        return torch.tensor([2 if self._wants_early() else int(self._wanted)], dtype=torch.int32)
+
+    def _take(self, flag: int) -> None:
+        self.agreed, self.is_early = self.agreed or flag > 0, self.is_early or flag == 2
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._wanted = True

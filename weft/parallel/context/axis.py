@@ -25,7 +25,7 @@ from weft.comm import Axis
 from weft.comm.ledger import Key
 from weft.errors import PlanError
 from weft.inspection.attention_interface import POSITIONS, interface_models, refuse_interface, use_attention
-from weft.inspection.nested_tensors import map_tensors
+from weft.inspection.nested_tensors import map_tensors, tensors_in
 from weft.inspection.rng import ScopedRng
 from weft.mesh import Mesh
 from weft.models.attention import CausalAttention
@@ -50,6 +50,7 @@ from weft.sharding.units import units_of
 from weft.strategy import Buffer, Cost, SearchSpace, Strategy, Values, divisors, tally
 
 LONG_SEQUENCE = 16384  # tokens from which on a search tries `context`
+_MASK = "attention_mask"
 SEQUENCE_DIM = 1  # of all tensors of a batch (tokens, labels, ...): [batch, sequence, ...]
 
 
@@ -196,12 +197,27 @@ def own_tokens(batch: Any, axis: Axis) -> Any:
     """Returns this rank's tokens of a batch of whole sequences, with their labels and other tensors."""
     if axis.degree == 1:
         return batch
+    rows = zigzag(sequence_of(batch, axis.degree), axis.degree, axis.index)
 
     def own(tensor: Tensor) -> Tensor:
-        rows = zigzag(tensor.shape[SEQUENCE_DIM], axis.degree, axis.index)
-        return tensor.index_select(SEQUENCE_DIM, rows.to(tensor.device))
+        return tensor.index_select(SEQUENCE_DIM, rows.to(tensor.device)) if tensor.dim() else tensor
 
     return map_tensors(own, batch)
+
+
+def sequence_of(batch: Any, degree: int) -> int:
+    """Returns the length of a batch's sequences. Raises a PlanError if a tensor has no such dim to be split."""
+    shapes = [list(tensor.shape) for tensor in tensors_in(batch) if tensor.dim()]
+    lengths = [shape[SEQUENCE_DIM] if len(shape) > SEQUENCE_DIM else None for shape in shapes]
+    length = next((one for one in lengths if one is not None), None)
+    other = next((shape for shape, one in zip(shapes, lengths, strict=True) if one is None or one != length), None)
+    if length is None or other is not None:
+        raise PlanError(
+            f"context = {degree} gives each rank a part of every sequence, so every tensor of a batch has to be "
+            f"[samples, sequence, ...] with the same sequence, and the batch has tensors "
+            f"{', '.join(map(str, shapes))}; give an input and a label for each position, or use context = 1"
+        )
+    return length
 
 
 def _attend(module: CausalAttention, kind: str, axis: Axis, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -244,18 +260,31 @@ def _use_own_rng(rng: ScopedRng, *_: Any) -> None:
     rng.enter("context")
 
 
+def _masks_nothing(mask: Any) -> bool:
+    """Is this a mask [batch, sequence] of ones, as tokenizers return it for sequences without padding?"""
+    return isinstance(mask, Tensor) and mask.dim() == 2 and not mask.is_floating_point() and bool(mask.all())
+
+
 def _add_positions(axis: Axis, name: str, model: nn.Module, args: Any, kwargs: Any) -> Any:
     """Pass the positions of this rank's tokens in the sequence to the model, as its argument `name`."""
-    tokens = args[0] if args else next(iter(kwargs.values()))
+    bound = inspect.signature(model.forward).bind_partial(*args, **kwargs)
+    given = bound.arguments  # in the order of the forward's parameters
+    tokens = next(iter(given.values()), None)
     if not isinstance(tokens, Tensor) or tokens.dim() != 2:
-        raise PlanError(f"{type(model).__name__} got no tokens [batch, sequence] to split over context = {axis.degree}")
-    given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-    told = next((one for one in (name, "attention_mask") if given.get(one) is not None), None)
+        raise PlanError(
+            f"{type(model).__name__} got no tokens [batch, sequence] as its first argument to split over context = "
+            f"{axis.degree}; pass them, or use context = 1"
+        )
+    mask = given.get(_MASK)
+    told = name if given.get(name) is not None else _MASK if mask is not None and not _masks_nothing(mask) else None
     if told is not None:
         raise PlanError(
             f"{type(model).__name__} is given {told}, and context = {axis.degree} splits sequences of one document "
             f"without padding; leave it out (the label of a token that does not count is {IGNORE}), or use context = 1"
         )
+    if mask is not None:
+        given[_MASK] = None
+        args, kwargs = bound.args, bound.kwargs
     sequence = tokens.shape[SEQUENCE_DIM] * axis.degree
     positions = zigzag(sequence, axis.degree, axis.index).to(tokens.device)
     return args, {**kwargs, name: positions[None] if name == POSITIONS else positions}

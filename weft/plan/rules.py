@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from weft.errors import PlanError
-
-if TYPE_CHECKING:
-    from weft.plan import Plan
-
-HOST_SHARES = ("offload", "activations", "weights")  # fields of `Memory`: shares that are kept in host memory
+from weft.plan.tables import HOST_SHARES, Memory, Pipe, Shard, Tensor
 
 
-def check_bits(plan: Plan) -> None:
+class PlanFields(Protocol):
+    """What the rules read of a plan."""
+
+    @property
+    def pipe(self) -> Pipe: ...
+    @property
+    def shard(self) -> Shard: ...
+    @property
+    def tensor(self) -> Tensor: ...
+    @property
+    def memory(self) -> Memory: ...
+    @property
+    def expert_over(self) -> tuple[str, ...]: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def exact(self) -> bool: ...
+    @property
+    def is_viewed(self) -> bool: ...
+
+
+def check_plan(plan: PlanFields) -> None:
+    """Check all rules."""
+    check_bits(plan)
+    check_sequence(plan)
+    if plan.memory.recompute_stages is not None:
+        check_recompute_stages(plan, plan.memory.recompute_stages)
+    check_folding(plan)
+    check_kept(plan)
+
+
+def check_bits(plan: PlanFields) -> None:
     """Check what is kept of weights and moments, in which bits and where."""
     fewer = ["plan.memory.master = false"] * (not plan.memory.master)
     fewer += [f"plan.memory.state = '{plan.memory.state}'"] * (plan.memory.state != "master")
@@ -34,7 +61,7 @@ def check_bits(plan: Plan) -> None:
         )
 
 
-def check_delay(plan: Plan) -> None:
+def check_delay(plan: PlanFields) -> None:
     """Check that updates can be applied one step late."""
     if plan.exact:
         raise PlanError(
@@ -60,7 +87,7 @@ def check_delay(plan: Plan) -> None:
         )
 
 
-def check_sequence(plan: Plan) -> None:
+def check_sequence(plan: PlanFields) -> None:
     """Check the options of `tensor.sequence`."""
     if plan.tensor.chunks < 1:
         raise PlanError(f"plan.tensor.chunks = {plan.tensor.chunks}; it must be at least 1")
@@ -74,14 +101,33 @@ def check_sequence(plan: Plan) -> None:
             "plan.tensor.regather = true gathers again what tensor.sequence = true splits, and sequence is false; "
             "set sequence = true, or regather = false"
         )
-    if plan.tensor.regather and plan.memory.recompute != "none":
+    is_everywhere = plan.memory.recompute_stages is None
+    if plan.tensor.regather and plan.memory.recompute != "none" and is_everywhere:
         raise PlanError(
             f"plan.tensor.regather = true, but memory.recompute = '{plan.memory.recompute}' already gathers the "
             f"inputs of a block's matmuls again; use regather = false"
         )
 
 
-def check_kept(plan: Plan) -> None:
+def check_recompute_stages(plan: PlanFields, count: int) -> None:
+    """Check the number of stages that recompute."""
+    given = f"plan.memory.recompute_stages = {count}"
+    if plan.memory.recompute == "none":
+        raise PlanError(
+            f"{given} says which stages recompute, and memory.recompute = 'none'; set it to 'selective' or 'full', "
+            f"or leave recompute_stages out"
+        )
+    if plan.pipe.degree == 1:
+        raise PlanError(f"{given} needs a pipeline, and pipe = 1; leave it out to recompute in all blocks")
+    most = plan.pipe.num_stages - 1
+    if not 1 <= count <= most:
+        raise PlanError(
+            f"{given}, and the pipeline has {most + 1} stages (pipe.degree × chunks); use 1 to {most}, or leave it "
+            f"out to recompute in all"
+        )
+
+
+def check_kept(plan: PlanFields) -> None:
     """Check that there are collectives of recomputed blocks whose results can be kept."""
     if plan.memory.keep_collectives and plan.memory.recompute == "none":
         raise PlanError(
@@ -95,7 +141,7 @@ def check_kept(plan: Plan) -> None:
         )
 
 
-def check_folding(plan: Plan) -> None:
+def check_folding(plan: PlanFields) -> None:
     """Check the axes over which experts are split, too."""
     given = list(plan.expert_over)
     if len(set(given)) < len(given):

@@ -1,0 +1,46 @@
+"""Says why a plan that splits the batch differs, if the unsplit model differs in the same way.
+
+A plan gives each forward some samples of a batch. A model that centres its features over the batch, a loss that
+contrasts samples with each other, or a forward that counts its calls computes something else from parts of a batch than
+from the whole. No plan that splits the batch can equal such a model, and the plan is not at fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from weft.proof.compare import worst_number, worst_tensor
+from weft.proof.report import NOISE_MULTIPLE, TOLERANCE
+from weft.proof.sequential import SequentialResult
+
+
+def sample_dependence(
+    name: str,
+    num_samples: int,
+    expected: SequentialResult,
+    run_parts: Callable[[], SequentialResult],
+    noise: Mapping[str, float],
+) -> str | None:
+    """Returns in words that a model's steps depend on how many samples a forward has; None if they do not.
+
+    `run_parts` runs the unsplit model with `num_samples` of each batch at a time, of which `expected` had more. `noise`
+    is the model's own.
+    """
+    if num_samples >= expected.num_samples:
+        return None
+    parts = run_parts()
+    differences = {
+        "loss": worst_number(parts.losses, expected.losses).error,
+        "gradient": worst_tensor(parts.gradients, expected.gradients),
+        "parameter": worst_tensor(parts.parameters, expected.parameters),
+    }
+    for quantity, difference in differences.items():
+        if difference > max(TOLERANCE, NOISE_MULTIPLE * noise.get(quantity, 0.0)):
+            return (
+                f"{name} itself, unsplit, computes another {quantity} from {num_samples} samples at a time than from "
+                f"{expected.num_samples} (relative difference {difference:.0e}), so its result for a sample depends on "
+                f"the others of a forward, or on earlier forwards, and no plan that splits the batch can equal it; let "
+                f"it treat each sample alone, or give each forward the whole batch (data, shard and expert 1, and no "
+                f"smaller micro_batch)"
+            )
+    return None

@@ -1,0 +1,86 @@
+"""Connects training ranks with ranks of other roles, also with one that was lost and started again.
+
+A rank of another role announces each of its starts in the job's store, and then waits for every training rank. A
+training rank connects at the beginning, and again when it finds a newer start. Nobody waits for a rank that was lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+from torch.distributed import Store  # type: ignore[attr-defined]  # as documented
+
+from weft.comm.channel import PairChannel
+from weft.comm.ledger import Ledger
+from weft.errors import LaunchError, LostRankError
+
+
+def digest(beliefs: Mapping[str, str]) -> str:
+    """Returns a hash of what a rank believes about the run and its data. All ranks of a run must have the same."""
+    return hashlib.sha256(json.dumps(beliefs, sort_keys=True).encode()).hexdigest()
+
+
+class RoleLink:
+    """A training rank's link to one rank of another role. `channel` is None while that rank is lost."""
+
+    def __init__(self, store: Store, role: str, number: int, trainer: int, ledger: Ledger, timeout: timedelta) -> None:
+        self.role, self.number, self.name = role, number, f"{role} {number}"
+        self.channel: PairChannel | None = None
+        self.start = 0  # the start of the other rank that `channel` is connected to; 0: none yet
+        self._store, self._trainer, self._ledger, self._timeout = store, trainer, ledger, timeout
+
+    def connect(self, own_digest: str, start: int = 1) -> PairChannel:
+        """Connects to a start of the other rank. Raises LostRankError if it is gone, and LaunchError if it has read
+        another run or other data.
+        """
+        key = _start_key(self.role, self.number, start)
+        self.start = start
+        try:
+            self._store.wait([key], self._timeout)
+            theirs = self._store.get(key).decode()
+        except RuntimeError as error:  # also torch's DistError
+            raise LostRankError(f"{self.name} did not come within {self._timeout.total_seconds():.0f} s") from error
+        if theirs != own_digest:
+            raise LaunchError(
+                f"{self.name} has read another run file or other data than training rank {self._trainer}; start all "
+                f"ranks with the same run file, code and data"
+            )
+        self.channel = PairChannel(
+            self._store, f"{key}/{self._trainer}", 0, self.role, self.name, self._ledger, self._timeout
+        )
+        return self.channel
+
+    def newer_start(self) -> int | None:
+        """The number of a start of the other rank after the one that was connected to; None if there is none."""
+        found = None
+        while self._store.check([_start_key(self.role, self.number, (found or self.start) + 1)]):
+            found = (found or self.start) + 1
+        return found
+
+    def lose(self) -> None:
+        """Drop the channel, whose other end is gone."""
+        self.channel = None
+
+
+def meet_trainers(
+    store: Store, role: str, number: int, num_training: int, own_digest: str, ledger: Ledger, timeout: timedelta
+) -> list[PairChannel]:
+    """Announces this start of a rank and connects to every training rank. Returns the channels in order of rank."""
+    start = store.add(f"role/{role}/{number}/starts", 1)
+    key = _start_key(role, number, start)
+    store.set(key, own_digest)
+
+    def connect(trainer: int) -> PairChannel:
+        own = store.clone()  # type: ignore[attr-defined]  # waits of one connection do not hold up the others
+        return PairChannel(own, f"{key}/{trainer}", 1, role, f"training rank {trainer}", ledger, timeout)
+
+    with ThreadPoolExecutor(num_training) as threads:  # ranks come in any order
+        return list(threads.map(connect, range(num_training)))
+
+
+def _start_key(role: str, number: int, start: int) -> str:
+    return f"role/{role}/{number}/start/{start}"

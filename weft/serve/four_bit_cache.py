@@ -1,0 +1,174 @@
+"""Keys and values in 4 bits, as a format of the cache (`layer_cache.py`).
+
+A page has 64 tokens. Keys are coded by channel, over the tokens of a page, because some channels are much larger than
+others; values are coded by token, over their channels. The keys of the page that a request writes lie beside the pages
+as they are (its *tail*), and are coded when the page is full.
+
+A query attends to the keys of its own page as they are, and to those of all pages before it decoded; values are always
+decoded. So results do not depend on which tokens are computed together, and equal attention over the decoded cache.
+
+A tail has room for two pages: drafts that run into the next page and are rejected leave this one's keys in place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from weft.errors import ConfigError
+from weft.serve.group_codes import GroupCodes, decode, encode
+from weft.serve.layer_cache import CacheSizes, LayerCache, staging
+from weft.serve.paged_attention import PagedBatch, masked_attention
+
+GROUP = 64
+
+
+class FourBitFormat:
+    """4 bits for each key and value; scales and least values of 16 bits."""
+
+    name = "int4"
+    block_size: int | None = GROUP
+    keeps_whole_blocks = True  # a tail belongs to a running request
+    is_chunked_alike = True
+
+    def layer(self, index: int, sizes: CacheSizes) -> LayerCache:
+        return FourBitLayer(sizes)
+
+    def bytes_per_token(self, num_key_heads: int, head_dim: int, item_bytes: int) -> float:
+        codes = head_dim  # half a byte for each key and value
+        of_keys, of_values = 4 * head_dim / GROUP, 4 * head_dim / value_group(head_dim)
+        return num_key_heads * (codes + of_keys + of_values)
+
+    def bytes_per_row(self, num_key_heads: int, head_dim: int, item_bytes: int) -> int:
+        return 2 * GROUP * num_key_heads * head_dim * item_bytes
+
+
+def value_group(head_dim: int) -> int:
+    """Channels of a value that share a scale."""
+    return head_dim if head_dim <= GROUP else math.gcd(head_dim, GROUP)
+
+
+class FourBitLayer:
+    """The cache of one block of the model."""
+
+    def __init__(self, sizes: CacheSizes) -> None:
+        blocks, heads, dim = sizes.num_blocks, sizes.num_key_heads, sizes.head_dim
+        if dim % 2 or sizes.block_size != GROUP:
+            raise ConfigError(
+                f"a cache of 4 bits needs heads of an even size and blocks of {GROUP} tokens, not heads of {dim} and "
+                f"blocks of {sizes.block_size}; give block_size = {GROUP}, or serve without --cache int4"
+            )
+        self._sizes = sizes
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=sizes.device)
+
+        self._keys = GroupCodes(
+            zeros(blocks, heads, dim, GROUP // 2, dtype=torch.uint8),  # two tokens of a channel in a byte
+            zeros(blocks, heads, dim, 1),
+            zeros(blocks, heads, dim, 1),
+        )
+        self._values = GroupCodes(
+            zeros(blocks, GROUP, heads, dim // 2, dtype=torch.uint8),
+            zeros(blocks, GROUP, heads, dim // value_group(dim)),
+            zeros(blocks, GROUP, heads, dim // value_group(dim)),
+        )
+        self.pages: Sequence[Tensor] = (*self._keys, *self._values)
+        self._tails = zeros(sizes.num_rows + 1, 2, GROUP, heads, dim, dtype=sizes.dtype)  # the last row is for padding
+
+    def room(self, batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor]:
+        return staging(batch, self._sizes)
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
+        self._keep_values(values, batch.slots)
+        parts, number = [], batch.num_decodes
+        if number:
+            self._keep_decoded_keys(keys[:number], batch)
+            parts.append(self._attend_decodes(query[:number], batch, window))
+        begin = number
+        for index, count in enumerate(batch.prompt_queries, number):
+            end = begin + count
+            length = batch.prompt_lengths[index - number]
+            row, blocks = batch.rows[index], batch.tables[index, : -(-length // GROUP)]
+            own = self._keep_prompt_keys(keys[begin:end], length, row, blocks)
+            parts.append(self._attend_prompt(query[begin:end], own, length, blocks, window))
+            begin = end
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _keep_values(self, values: Tensor, slots: Tensor) -> None:
+        coded = encode(values, value_group(values.shape[-1]), 4)
+        for kept, new in zip(self._values, coded, strict=True):
+            kept.flatten(0, 1)[slots] = new
+
+    def _keep_decoded_keys(self, keys: Tensor, batch: PagedBatch) -> None:
+        """Add one token to each tail. Pages that are full now are coded; codes of others go to the page for padding."""
+        number = batch.num_decodes
+        places, rows = batch.positions[:number].long(), batch.rows[:number].long()
+        halves = places // GROUP % 2
+        self._tails[rows, halves, places % GROUP] = keys
+        blocks = batch.slots[:number] // GROUP
+        blocks = torch.where(places % GROUP == GROUP - 1, blocks, self._sizes.num_blocks - 1)
+        self._code_pages(self._tails[rows, halves], blocks)
+
+    def _keep_prompt_keys(self, keys: Tensor, length: int, row: Tensor, blocks: Tensor) -> Tensor:
+        """Add a chunk of a request to its tail, and code pages that are full. Returns the keys as they are, from the
+        beginning of the chunk's first page on.
+        """
+        start = length - len(keys)
+        first = start // GROUP
+        own = torch.cat([self._tails[row, first % 2, : start % GROUP], keys])
+        num_full = len(own) // GROUP
+        if num_full:
+            pages = own[: num_full * GROUP].unflatten(0, (num_full, GROUP))
+            self._code_pages(pages, blocks[first : first + num_full].long())
+        for page in {first, (length - 1) // GROUP}:
+            part = own[(page - first) * GROUP : (page - first + 1) * GROUP]
+            self._tails[row, page % 2, : len(part)] = part
+        return own
+
+    def _code_pages(self, pages: Tensor, blocks: Tensor) -> None:
+        """Code keys [pages, GROUP, key heads, head_dim] into blocks."""
+        coded = encode(pages.permute(0, 2, 3, 1), GROUP, 4)
+        for kept, new in zip(self._keys, coded, strict=True):
+            kept[blocks] = new
+
+    def decoded(self, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The decoded keys and values of blocks [...]: [..., GROUP, key heads, head_dim]."""
+        wide = torch.promote_types(dtype, torch.float32)
+        keys = decode(GroupCodes(*(one[blocks] for one in self._keys)), 4, wide).movedim(-1, -3)
+        values = decode(GroupCodes(*(one[blocks] for one in self._values)), 4, wide)
+        return keys.to(dtype), values.to(dtype)
+
+    def _attend_decodes(self, query: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
+        number = batch.num_decodes
+        tables, lengths = batch.tables[:number].long(), batch.lengths[:number]
+        keys, values = self.decoded(tables, query.dtype)  # [requests, blocks, GROUP, key heads, head_dim]
+        own = (lengths.long() - 1) // GROUP
+        every = torch.arange(number, device=query.device)
+        keys[every, own] = self._tails[batch.rows[:number].long(), own % 2]
+        places = torch.arange(tables.shape[1] * GROUP, device=query.device)
+        mask = places < lengths[:, None]
+        if window is not None:
+            mask = mask & (places >= lengths[:, None] - window)
+        return masked_attention(query[:, None], keys.flatten(1, 2), values.flatten(1, 2), mask[:, None, None])[:, 0]
+
+    def _attend_prompt(self, query: Tensor, own: Tensor, length: int, blocks: Tensor, window: int | None) -> Tensor:
+        """Attention of a chunk, page by page of its queries. `own` are the keys from its first page on."""
+        decoded, values = (one.flatten(0, 1) for one in self.decoded(blocks.long(), query.dtype))
+        start = length - len(query)
+        first, parts = start // GROUP, list[Tensor]()
+        for page in range(first, (length - 1) // GROUP + 1):
+            begin, end = max(start, page * GROUP), min(length, (page + 1) * GROUP)
+            of_page = own[(page - first) * GROUP : end - first * GROUP]
+            keys = torch.cat([decoded[: page * GROUP], of_page])
+            places = torch.arange(end, device=query.device)
+            distance = places[begin:, None] - places
+            mask = distance >= 0
+            if window is not None:
+                mask = mask & (distance < window)
+            queries = query[begin - start : end - start]
+            parts.append(masked_attention(queries[None], keys[None], values[None, :end], mask)[0])
+        return torch.cat(parts)

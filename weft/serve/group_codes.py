@@ -1,0 +1,71 @@
+"""Numbers in 4 or 8 bits: groups of neighbours along the last dim share a scale and a least value, each of 16 bits.
+
+    code = round((x - least) / scale), half to even        x' = code * scale + least
+
+The least value is rounded down and the scale up, so that every number of a group lies between the first and the last
+code, and |x - x'| is at most half a scale. A group of equal 16-bit numbers is kept exactly. Two codes of 4 bits lie in
+a byte, the one with the even index in its low half.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class GroupCodes(NamedTuple):
+    """Codes uint8 [..., numbers * bits / 8]; scale and least float16 [..., groups]."""
+
+    codes: Tensor
+    scale: Tensor
+    least: Tensor
+
+
+def encode(values: Tensor, group: int, bits: int) -> GroupCodes:
+    """The codes of numbers [..., n], where n is a multiple of `group`."""
+    grouped = values.unflatten(-1, (-1, group))
+    scale, least = group_range(grouped, bits)
+    return GroupCodes(pack(codes_of(grouped, scale, least, bits).flatten(-2), bits), scale, least)
+
+
+def decode(coded: GroupCodes, bits: int, dtype: torch.dtype) -> Tensor:
+    """The numbers [..., n] that codes stand for."""
+    codes = unpack(coded.codes, bits)
+    grouped = codes.unflatten(-1, (coded.scale.shape[-1], -1)).to(dtype)
+    numbers: Tensor = grouped * coded.scale[..., None].to(dtype) + coded.least[..., None].to(dtype)
+    return numbers.flatten(-2)
+
+
+def group_range(grouped: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """The scale and least value (float16) of groups [..., group]; a scale of 0 if all numbers are equal."""
+    wide = grouped.to(torch.promote_types(grouped.dtype, torch.float32))
+    lowest, highest = wide.aminmax(dim=-1)
+    least = _not_above(lowest)
+    return -_not_above(-(highest - least.to(wide.dtype)) / (2**bits - 1)), least
+
+
+def codes_of(grouped: Tensor, scale: Tensor, least: Tensor, bits: int) -> Tensor:
+    """The codes (uint8) of groups [..., group], one in each element."""
+    wide = grouped.to(torch.promote_types(grouped.dtype, torch.float32))
+    divisor = torch.where(scale > 0, scale, 1).to(wide.dtype)[..., None]
+    return ((wide - least.to(wide.dtype)[..., None]) / divisor).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes end to end in bytes."""
+    return codes if bits == 8 else codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """One code in each element."""
+    return packed if bits == 8 else torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+
+
+def _not_above(values: Tensor) -> Tensor:
+    """The largest numbers of float16 that are not above these."""
+    half = values.to(torch.float16)
+    bits = half.view(torch.int16)
+    below = torch.where(half > 0, bits - 1, torch.where(half < 0, bits + 1, -32767)).view(torch.float16)
+    return torch.where(half.to(values.dtype) > values, below, half)

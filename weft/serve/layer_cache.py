@@ -1,0 +1,105 @@
+"""How the keys and values of a block of the model are kept in pages, and attended to: the interface, and the plain way.
+
+A `CacheFormat` makes one `LayerCache` for each block of the model. A step of a block is
+
+    slots, keys, values = layer.room(batch)          where the step's keys and values are written
+    query = rotate_and_store(..., slots, keys, values)
+    mixed = layer.attend(query, keys, values, batch, window)
+
+Which blocks belong to which request is not a format's business (`blocks.py`). Each format is one file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from weft.serve.paged_attention import PagedBatch, attend
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """The sizes of a cache: pages of `block_size` tokens, and `num_rows` requests that run at once."""
+
+    num_blocks: int
+    block_size: int
+    num_rows: int
+    num_key_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class LayerCache(Protocol):
+    """The keys and values of one block of the model."""
+
+    pages: Sequence[Tensor]  # each [blocks, ...]; to copy a block is to copy its entry of each
+
+    def room(self, batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Slots [tokens], and keys and values [slots, key heads, head_dim] of which these slots are to be written."""
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
+        """Keep what was written to `keys` and `values`, and attend: [tokens, heads, head_dim]."""
+
+
+class CacheFormat(Protocol):
+    """A way to keep keys and values."""
+
+    name: str
+    block_size: int | None  # that it needs; None: any
+    keeps_whole_blocks: bool  # of requests sent back to the queue, only full blocks can be kept in host memory
+    is_chunked_alike: bool  # results do not depend on which tokens are computed together
+
+    def layer(self, index: int, sizes: CacheSizes) -> LayerCache:
+        """The cache of the block number `index` of this rank's model."""
+
+    def bytes_per_token(self, num_key_heads: int, head_dim: int, item_bytes: int) -> float:
+        """Bytes of a token in the pages of one block of the model."""
+
+    def bytes_per_row(self, num_key_heads: int, head_dim: int, item_bytes: int) -> int:
+        """Bytes beside the pages for each running request, of one block of the model."""
+
+
+class PlainLayer:
+    """Keys and values as they are: [slots, key heads, head_dim] each."""
+
+    def __init__(self, sizes: CacheSizes) -> None:
+        shape = (2, sizes.num_blocks, sizes.block_size, sizes.num_key_heads, sizes.head_dim)
+        self.pages: Sequence[Tensor] = torch.zeros(shape, dtype=sizes.dtype, device=sizes.device).unbind()
+        self._keys, self._values = (page.flatten(0, 1) for page in self.pages)
+
+    def room(self, batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor]:
+        return batch.slots, self._keys, self._values
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
+        return attend(query, keys, values, batch, window)
+
+
+class PlainFormat:
+    """Keys and values in the model's own dtype."""
+
+    name = "plain"
+    block_size: int | None = None
+    keeps_whole_blocks = False
+    is_chunked_alike = True
+
+    def layer(self, index: int, sizes: CacheSizes) -> LayerCache:
+        return PlainLayer(sizes)
+
+    def bytes_per_token(self, num_key_heads: int, head_dim: int, item_bytes: int) -> float:
+        return 2 * num_key_heads * head_dim * item_bytes
+
+    def bytes_per_row(self, num_key_heads: int, head_dim: int, item_bytes: int) -> int:
+        return 0
+
+
+def staging(batch: PagedBatch, sizes: CacheSizes) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the keys and values of one step alone, for formats that change them before they are kept."""
+    number = len(batch.slots)
+    shape = (2, number, sizes.num_key_heads, sizes.head_dim)
+    keys, values = torch.empty(shape, dtype=sizes.dtype, device=sizes.device)
+    return torch.arange(number, device=sizes.device), keys, values

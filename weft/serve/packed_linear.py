@@ -1,0 +1,121 @@
+"""Linears whose weights are kept in fewer bits (`weight_formats.py`).
+
+Those of attention and MLPs are packed. Embeddings, norms, the head, routers and stacked experts stay as they are. Parts
+of a packed weight are buffers of integers, so that casting a model to another dtype does not change them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import NumbersError
+from weft.models.decoder import Attention
+from weft.models.experts import SwiGLU
+from weft.models.gpt2 import GPT2MLP, GPT2Attention
+from weft.serve.weight_formats import WeightFormat
+
+PACKED_OWNERS = (Attention, SwiGLU, GPT2Attention, GPT2MLP)
+
+
+class PackedLinear(nn.Linear):
+    """hidden @ weight.T + bias, with the weight in fewer bits. `weight` has its shape, and no values."""
+
+    def __init__(self, format: WeightFormat, parts: Sequence[Tensor], num_in: int, bias: Tensor | None) -> None:
+        nn.Module.__init__(self)
+        self.format = format
+        self.in_features, self.out_features = num_in, len(parts[0])
+        for index, part in enumerate(parts):
+            self.register_buffer(f"part_{index}", part)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return tuple(self._buffers.values())  # type: ignore[arg-type]
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return torch.empty(self.out_features, self.in_features, device="meta")
+
+    def product(self, hidden: Tensor) -> Tensor:
+        """hidden @ weight.T."""
+        return self.format.product(hidden, self.parts)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out = self.product(hidden)
+        return out if self.bias is None else out + self.bias
+
+    @torch.no_grad()
+    def take(self, parts: Sequence[Tensor]) -> None:
+        """Take other values of the same shape."""
+        for own, part in zip(self.parts, parts, strict=True):
+            own.copy_(part)
+
+
+def linears_to_pack(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """The linears that can be packed, by name."""
+    for owner_name, owner in model.named_modules():
+        if isinstance(owner, PACKED_OWNERS):
+            for name, linear in owner.named_children():
+                if isinstance(linear, nn.Linear):
+                    yield f"{owner_name}.{name}", linear
+
+
+def replace_linear(model: nn.Module, name: str, packed: PackedLinear) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, packed)
+
+
+def make_room(model: nn.Module, format: WeightFormat) -> None:
+    """Replace linears on the meta device by packed ones without values."""
+    for name, linear in list(linears_to_pack(model)):
+        num_out, num_in = linear.weight.shape
+        parts = format.empty(num_out, num_in, "meta")
+        replace_linear(model, name, PackedLinear(format, parts, num_in, linear.bias))
+
+
+def read_packed(model: nn.Module, read: Callable[[str], Tensor]) -> None:
+    """Give packed linears their values. `read` gives a whole weight by name."""
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            weight = read(f"{name}.weight")
+            refuse_bad_weight(f"{name}.weight", weight)
+            module.take(module.format.encode(weight))
+
+
+@torch.no_grad()
+def pack_model(model: nn.Module, format: WeightFormat) -> None:
+    """Pack the linears of a model that has its values, each weight by itself."""
+    for name, linear in list(linears_to_pack(model)):
+        refuse_bad_weight(f"{name}.weight", linear.weight)
+        packed = PackedLinear(format, format.encode(linear.weight), linear.weight.shape[1], linear.bias)
+        replace_linear(model, name, packed)
+
+
+def refuse_bad_weight(name: str, weight: Tensor) -> None:
+    """Raise NumbersError if a weight is NaN, infinite or too large for a scale of 16 bits."""
+    bad = ~(weight.abs() < 65000)
+    if bool(bad.any()):
+        row, column = bad.nonzero()[0].tolist()
+        raise NumbersError(
+            f"{name}[{row}, {column}] is {float(weight[row, column])}, which cannot be kept in fewer bits; serve "
+            f"without --weights, or an older checkpoint"
+        )
+
+
+def join_packed(linears: Sequence[PackedLinear]) -> PackedLinear:
+    """One linear that gives the results of all, end to end. Their parts become views of its own."""
+    sizes = [len(one.parts[0]) for one in linears]
+    parts = [torch.cat(same) for same in zip(*(one.parts for one in linears), strict=True)]
+    biases: list[Tensor] = [one.bias for one in linears if one.bias is not None]
+    bias = torch.cat(biases) if biases else None
+    joined = PackedLinear(linears[0].format, parts, linears[0].in_features, bias)
+    for index, part in enumerate(parts):
+        for one, view in zip(linears, part.split(sizes), strict=True):
+            one._buffers[f"part_{index}"] = view
+    if joined.bias is not None:
+        for one, view in zip(linears, joined.bias.split(sizes), strict=True):
+            one.bias = nn.Parameter(view, requires_grad=False)
+    return joined

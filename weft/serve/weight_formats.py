@@ -1,0 +1,111 @@
+"""How the weights of linears are kept in fewer bits: the formats that `weft serve --weights` names.
+
+    fp8        float8 (e4m3), one scale of 32 bits for each row of outputs
+    int8       8 bits in groups of 128 inputs, with a scale and a least value of 16 bits each (`group_codes.py`)
+    int4       4 bits in groups of 64
+    int4-128   4 bits in groups of 128
+
+Where the number of inputs is no multiple of the group, the group is their greatest common divisor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.errors import ConfigError
+from weft.serve.group_codes import GroupCodes, decode, encode
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0  # the largest number of e4m3
+
+
+class WeightFormat(Protocol):
+    """A weight [out, in] as some tensors of integers, `parts`, each with a row for each output."""
+
+    def empty(self, num_out: int, num_in: int, device: torch.device | str) -> tuple[Tensor, ...]:
+        """Room for a weight. Raises ConfigError if the format cannot keep weights of this shape."""
+
+    def encode(self, weight: Tensor) -> tuple[Tensor, ...]: ...
+
+    def decode(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor: ...
+
+    def product(self, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        """hidden @ weight.T."""
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Integers in groups of inputs."""
+
+    bits: int
+    group: int
+
+    def size_of_group(self, num_in: int) -> int:
+        return math.gcd(num_in, self.group)
+
+    def empty(self, num_out: int, num_in: int, device: torch.device | str) -> tuple[Tensor, ...]:
+        if num_in * self.bits % 8:
+            raise ConfigError(f"int4 keeps two weights in a byte, and a layer has {num_in} inputs; use int8 or fp8")
+        codes = torch.empty(num_out, num_in * self.bits // 8, dtype=torch.uint8, device=device)
+        shape = (num_out, num_in // self.size_of_group(num_in))
+        return codes, *(torch.empty(shape, dtype=torch.int16, device=device) for _ in range(2))
+
+    def encode(self, weight: Tensor) -> tuple[Tensor, ...]:
+        codes, scale, least = encode(weight, self.size_of_group(weight.shape[1]), self.bits)
+        return codes, scale.view(torch.int16), least.view(torch.int16)
+
+    def decode(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        codes, scale, least = parts
+        return decode(GroupCodes(codes, scale.view(torch.float16), least.view(torch.float16)), self.bits, dtype)
+
+    def product(self, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        return F.linear(hidden, self.decode(parts, hidden.dtype))
+
+
+@dataclass(frozen=True)
+class RowFp8:
+    """float8, with a scale for each output."""
+
+    def empty(self, num_out: int, num_in: int, device: torch.device | str) -> tuple[Tensor, ...]:
+        codes = torch.empty(num_out, num_in, dtype=torch.uint8, device=device)
+        return codes, torch.empty(num_out, 1, dtype=torch.int32, device=device)
+
+    def encode(self, weight: Tensor) -> tuple[Tensor, ...]:
+        wide = weight.float()
+        scale = (wide.abs().amax(1, keepdim=True) / FP8_MAX).clamp(min=1e-30)
+        return (wide / scale).to(FP8).view(torch.uint8), scale.view(torch.int32)
+
+    def decode(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        codes, scale = parts
+        return codes.view(FP8).to(dtype) * scale.view(torch.float32).to(dtype)
+
+    def product(self, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        codes, scale = parts
+        return F.linear(hidden, codes.view(FP8).to(hidden.dtype)) * scale.view(torch.float32).to(hidden.dtype).T
+
+
+FORMATS: dict[str, WeightFormat] = {
+    "fp8": RowFp8(),
+    "int8": Grouped(8, 128),
+    "int4": Grouped(4, 64),
+    "int4-128": Grouped(4, 128),
+}
+
+
+def weight_format(name: str) -> WeightFormat:
+    """The format of a name. Raises ConfigError."""
+    if name not in FORMATS:
+        raise ConfigError(f"--weights {name} is unknown; give one of {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def weight_bytes(format: WeightFormat, num_out: int, num_in: int) -> int:
+    """Bytes of a weight in a format."""
+    return sum(part.numel() * part.itemsize for part in format.empty(num_out, num_in, "meta"))

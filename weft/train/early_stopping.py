@@ -1,0 +1,68 @@
+"""Early stopping: a run ends when its held-out loss has not improved for `train.patience` evaluations.
+
+Training rank 0 decides, and the ranks' vote on stopping carries the decision. Evaluations inside the run are acted on
+one step later. A validator's are known later: how late is stated, and when the run stops may then differ from one
+start to the next.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from weft.run_file import Run
+
+MARK = "stopped-early.json"  # in the run's folder: the step at which the run stopped, and why
+
+
+class EarlyStopping:
+    """Judges the held-out losses of a run, in the order in which they are known."""
+
+    def __init__(self, run: Run) -> None:
+        self._patience, self._folder = run.train.patience, run.folder
+        self._best: tuple[float, int] | None = None  # loss and step
+        self._num_worse = 0
+        self.reason: str | None = None
+        if self._patience is not None:
+            for event in _evaluations(run.folder / "metrics.jsonl"):  # of the same run before a restart
+                self.judge(event["step"], event["loss"], event.get("known_at_step", event["step"]))
+
+    def judge(self, step: int, loss: float, known_at: int) -> None:
+        """Takes the held-out loss of a step, which is known at a later step or the same."""
+        if self._best is None or loss < self._best[0]:
+            self._best, self._num_worse = (loss, step), 0
+            return
+        self._num_worse += 1
+        if self._patience is not None and self._num_worse >= self._patience and self.reason is None:
+            best, at = self._best
+            lag = f", known {known_at - step} steps later" if known_at > step else ""
+            self.reason = (
+                f"the held-out loss has not fallen below {best:.4f} (step {at}) in {self._num_worse} evaluations "
+                f"(train.patience); the last is that of step {step}{lag}"
+            )
+
+    def wants_stop(self) -> bool:
+        """Should the run stop?"""
+        return self.reason is not None
+
+    def mark(self, step: int) -> None:
+        """Notes in the run's folder that the run has stopped early, so that it is not continued."""
+        words = {"step": step, "patience": self._patience, "why": self.reason}
+        (self._folder / MARK).write_text(json.dumps(words) + "\n", encoding="utf-8")
+
+
+def stopped_early(run: Run, step: int) -> str | None:
+    """Returns why a run has stopped early at this step with this patience; None if it has not."""
+    try:
+        found = json.loads((run.folder / MARK).read_text(encoding="utf-8"))
+        is_same = found["step"] == step and found["patience"] == run.train.patience
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return str(found["why"]) if is_same and run.train.patience is not None else None
+
+
+def _evaluations(path: Path) -> list[dict[str, Any]]:
+    """The evaluations that a run has logged."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [event for event in map(json.loads, lines) if event["kind"] == "evaluation"]
