@@ -57,7 +57,7 @@ CASES = [
 
 
 def prove(config: Any, stride: int, plan: Plan, steps: int) -> None:
-    report = verify(partial(make_adversarial, config, stride), batch, plan, steps=steps)
+    report = verify(partial(make_adversarial, config, stride), batch, plan, steps=steps, timeout_seconds=1200)
     report.require()
     assert any(check.what.endswith("all_to_all") for check in report.checks)
 
