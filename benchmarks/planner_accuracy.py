@@ -6,7 +6,7 @@ The tables lie in benchmarks/published, each with its source in its first line; 
 their formats, or a folder of such files: benchmarks/published/heldout holds sets that nothing was ever fitted on. An
 error is predicted over measured seconds of a step, less one. Regret: of rows that differ only in the plan, how much
 longer the one predicted to be the best took than the best measured. Nothing is fitted here: constants stand in
-weft/planner, one calibration for each device in weft/clusters, facts about frameworks in published_software.py.
+weft/planner, one calibration for each device in weft/clusters, facts about frameworks in weft/planner/frameworks.py.
 """
 
 from __future__ import annotations

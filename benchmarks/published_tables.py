@@ -1,7 +1,7 @@
 """Published training tables as cases: a model, a cluster, how the software ran, the plan, and the seconds of a step.
 
 A table is recognised by its header. What it does not say (micro-batch, interleaving, a grid) becomes several plans, of
-which the model's own best is taken. Facts about the frameworks stand in published_software.py, shapes of models in
+which the model's own best is taken. Facts about the frameworks stand in weft/planner/frameworks.py, shapes of models in
 published_models.py. TFLOP/s are turned into seconds by the convention that the table itself states.
 """
 
@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from published_models import Model, named
-from published_software import AXONN, CORE, FOUNDRY, MEGATRON, TITAN
 
 from weft.cluster.hardware import load
 from weft.errors import WeftError
 from weft.plan import Context, Memory, Pipe, Plan, Recompute, Shard, Tensor
+from weft.planner.frameworks import AXONN, CORE, FOUNDRY, MEGATRON, TITAN
 from weft.profiling.software import COMPILED_LOSS_BYTES, EAGER_LOSS_BYTES, Software
 
 Row = Mapping[str, str]

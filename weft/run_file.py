@@ -285,6 +285,11 @@ def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], defau
     for key in ("z_loss", "goldfish", "layer_drop"):
         if getattr(run.train, key) and not isinstance(data, DataConfig):
             raise ConfigError(f"train.{key} is for text, and data.kind = '{data.kind}'; leave it out")
+    if not isinstance(data, DataConfig) and data.mirror and run.plan.tile.columns > 1:
+        raise ConfigError(
+            f"data.mirror = true needs whole rows of images, and plan.tile.columns = {run.plan.tile.columns} splits "
+            f"them; use tile.rows, or leave data.mirror out"
+        )
     _refuse_tuning(run)
     _refuse_preferences(run)
     run.numbers.refuse(run.train, run.plan, run.checkpoint)

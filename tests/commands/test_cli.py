@@ -210,6 +210,12 @@ def test_texts_of_a_model_do_not_change_the_terminal(
     assert capsys.readouterr().out == "a\tb\n\ufffd[2Jc\ufffd\ufffd1m\n"
 
 
+def test_a_message_with_brackets_is_shown_as_it_is() -> None:
+    shown = io.StringIO()
+    LiveReporter(Console(file=shown, width=200), 10).say("saved to runs/[a]: [/b] was there")
+    assert shown.getvalue() == "saved to runs/[a]: [/b] was there\n"
+
+
 def test_a_long_run_shows_about_twenty_lines_where_there_is_no_terminal() -> None:
     shown = io.StringIO()
     reporter = LiveReporter(Console(file=shown, width=200), 1000)

@@ -26,6 +26,18 @@ def test_a_script_of_slurm(tmp_path: Path) -> None:
     assert '[ "$status" -eq 75 ]' in text
 
 
+def test_ranks_of_other_roles_are_processes_without_gpus(tmp_path: Path) -> None:
+    run_file = write_run_file(tmp_path)
+    run = make_run(run_file, "roles", "plan.data=16", "roles.loader=4")
+    text = write_job("slurm", run, run_file, [], load("h100:2x8")).read_text()
+    assert "#SBATCH --ntasks-per-node=10\n#SBATCH --gpus-per-node=8\n" in text
+    job = yaml.safe_load(write_job("kubernetes", run, run_file, [], load("h100:2x8")).read_text())
+    assert job["spec"]["nprocPerNode"] == "10"
+    uneven = make_run(run_file, "roles", "plan.data=16", "roles.loader=3")
+    with pytest.raises(ConfigError, match="3 ranks that do not train, which do not spread evenly over 2 nodes"):
+        write_job("slurm", uneven, run_file, [], load("h100:2x8"))
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_pytorch_job(tmp_path: Path, nodes: int) -> None:
     run_file = write_run_file(tmp_path)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.data.order import batch_indices, local_indices, permute
+from weft.data.order import batch_indices, coin, epochs_of, local_indices, permute
 
 seeds = st.integers(0, 2**64 - 1)
 
@@ -136,3 +136,16 @@ def test_local_indices_of_a_known_case() -> None:
 def test_a_batch_that_does_not_divide_is_refused() -> None:
     with pytest.raises(AssertionError, match=r"\(10, 2, 3\)"):
         local_indices(np.arange(10), micro_batch=2, num_ranks=3, rank=0)
+
+
+def test_a_coin_is_fair_and_depends_on_seed_epoch_and_sample_only() -> None:
+    index, none = np.arange(20_000), np.zeros(20_000, dtype=np.int64)
+    bits = coin(index, 3, none)
+    assert 0.48 < bits.mean() < 0.52
+    assert np.array_equal(coin(index[7:9], 3, none[:2]), bits[7:9])
+    for other in (coin(index, 4, none), coin(index, 3, none + 1)):
+        assert 0.48 < (bits == other).mean() < 0.52
+
+
+def test_the_epochs_of_a_step_are_those_of_its_sequences() -> None:
+    assert epochs_of(2, 4, 9).tolist() == [0, 1, 1, 1]

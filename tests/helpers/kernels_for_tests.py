@@ -35,8 +35,10 @@ from weft.serve.fused_kernel import (
     rotate_and_store_by_kernel,
     row_linear_by_kernel,
 )
+from weft.serve.packed_product_kernel import grouped_product_by_kernel
 from weft.serve.paged_attention import decode_attention
 from weft.serve.sampling import draw
+from weft.serve.weight_formats import Grouped
 from weft.sharding import gradient_kernel as take_kernel
 from weft.sharding.gradient_kernel import copy_with_squares
 
@@ -205,6 +207,21 @@ def decodes() -> dict[str, dict[str, float]]:
     return found
 
 
+def packed() -> dict[str, dict[str, float]]:
+    """Of products with weights in 4 and 8 bits."""
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for bits, group, num_in, num_out in ((4, 32, 96, 21), (4, 64, 64, 16), (8, 16, 48, 5)):
+            hidden, form = torch.randn(3, num_in).to(dtype), Grouped(bits, group)
+            codes, scale, least = form.encode(torch.randn(num_out, num_in) + 0.3)
+            parts = (codes, scale.view(torch.float16), least.view(torch.float16))
+            expected = hidden.double() @ form.decode((codes, scale, least), torch.float64).T
+            found[f"{dtype} {bits} {group}"] = {
+                "out": difference(grouped_product_by_kernel(hidden, *parts, bits), expected.to(dtype))
+            }
+    return found
+
+
 def serving() -> dict[str, dict[str, float]]:
     """Of what lies between the matmuls of a block that is served, and of a matmul of one row."""
     found = {}
@@ -263,6 +280,7 @@ if __name__ == "__main__":
                 "labels": labels,
                 "offsets": offsets,
                 "decodes": decodes,
+                "packed": packed,
                 "serving": serving,
             }[sys.argv[1]]()
         )

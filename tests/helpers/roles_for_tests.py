@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from runs_for_tests import Silent
+from runs_for_tests import Silent, write_text
 
 from weft.checkpoint import Checkpoint, steps
 from weft.checkpoint.folder import step_name
@@ -27,7 +27,7 @@ from weft.train.local_job import start_ranks
 from weft.train.validator import Validator
 
 WAIT_SECONDS = 120
-# Small enough that a run of 12 steps takes a second; 100 sequences, so that 12 steps of 16 are two epochs.
+# Few sequences, so that 12 steps of 16 are more than two epochs.
 RUN_FILE = """
 [model]
 hidden_size = 16
@@ -55,6 +55,13 @@ precision = "fp32"
 limit = 1
 hang_seconds = 30
 """
+
+
+def write_roles_run(folder: Path) -> Path:
+    """A run file in a folder, with a text of fewer than 96 sequences."""
+    source, path = write_text(folder / "text.txt", 400), folder / "tiny.toml"
+    path.write_text(RUN_FILE.format(source=source, cache=folder / "cache"))
+    return path
 
 
 class Messages(Silent):

@@ -16,9 +16,10 @@ import pytest
 from weft.errors import ConfigError, CorruptionError, LaunchError, LostRankError
 from weft.health import watchdog
 from weft.health.rank_status import Status
+from weft.launch import agent
 from weft.launch.agent import Restarts, ResumePoint, memory_kills, start_local
 from weft.launch.folder_lock import locked, refuse_if_used
-from weft.launch.fork_server import ForkServer
+from weft.launch.fork_server import REJOIN_VARIABLE, ForkServer
 
 pytestmark = pytest.mark.processes
 
@@ -444,3 +445,68 @@ def test_the_ended_are_reaped_when_others_start_and_when_all_is_over() -> None:
         assert {parent_of(pid) for pid in first} == {None}
         wait_until(lambda: fork_server.next_exit(0.1), "the rank's end")
     assert parent_of(second[0]) is None
+
+
+# --- ranks that do not train
+
+
+def run_with_role(main: Callable[[], object], restarts: Restarts = LIMIT) -> int:
+    """The status of `main` on a training rank, 0, and a rank of another role, 1."""
+    with ForkServer(lambda arguments: main()) as fork_server:
+        return start_local(fork_server, 2, [], {}, restarts, num_roles=1)
+
+
+def test_a_killed_rank_of_another_role_starts_again_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def main() -> None:
+        if rank() == 0:
+            begin_step(3)
+            publish(tmp_path / "begun")
+            wait_for(tmp_path / "back")
+        elif REJOIN_VARIABLE in os.environ:
+            publish(tmp_path / "back", attempt())
+        else:
+            wait_for(tmp_path / "begun")
+            die()
+
+    assert run_with_role(main) == 0
+    assert (tmp_path / "back").read_text() == "0"  # the others were not started again
+    assert "rank 1 was killed by SIGKILL" in (said := capfd.readouterr().err)
+    assert "It does not train, so it starts again alone; no step is lost" in said
+
+
+def test_training_goes_on_without_a_rank_that_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def main() -> None:
+        if rank() == 0:
+            begin_step(3)
+            publish(tmp_path / "begun")
+            wait_for(tmp_path / "failed")
+            return
+        wait_for(tmp_path / "begun")
+        publish(tmp_path / "failed")
+        raise ConfigError("this disk is full")
+
+    assert run_with_role(main) == 0
+    assert "this disk is full. It does not train, so training goes on without it" in capfd.readouterr().err
+
+
+def test_a_rank_of_another_role_that_does_not_end_is_killed() -> None:
+    def main() -> None:
+        if rank() == 0:
+            begin_step(3)
+        else:
+            time.sleep(DEADLINE_SECONDS)
+
+    with patch.object(agent, "_END_SECONDS", 0.2):
+        assert run_with_role(main) == 0
+
+
+def test_before_training_has_begun_any_loss_starts_all_again(tmp_path: Path) -> None:
+    def main() -> None:
+        if attempt() == 0 and rank() == 1:
+            die()
+        if attempt() == 0:
+            time.sleep(DEADLINE_SECONDS)
+        publish(tmp_path / f"again-{rank()}")
+
+    assert run_with_role(main) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"again-0", "again-1"}

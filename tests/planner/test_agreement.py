@@ -11,7 +11,7 @@ import pytest
 from weft.cluster.hardware import load
 from weft.commands.run_planning import ask_for, catalog_run, planning_cluster, with_plan
 from weft.errors import PlanError
-from weft.models import GPT2Config
+from weft.models import DecoderConfig, GPT2Config
 from weft.parallel.context.axis import ContextAxis
 from weft.parallel.tensor.axis import TensorAxes
 from weft.plan import Context, Pipe, Plan, Tensor
@@ -137,3 +137,16 @@ def test_words_equal_numbers() -> None:
     assert shown["bubble_share"] == pytest.approx(shown["where"]["bubble"] / shown["seconds"])
     assert f"waiting in the pipeline ({shown['bubble_share']:.1%})" in found.why
     assert sum(shown["where"].values()) == pytest.approx(shown["seconds"])
+
+
+def test_a_model_too_small_for_several_nodes_is_not_slower_on_more_of_them() -> None:
+    config = DecoderConfig(
+        vocab_size=4096, hidden_size=768, num_hidden_layers=2, num_attention_heads=12, num_key_value_heads=6,
+        intermediate_size=1536, max_position_embeddings=128,
+    )  # fmt: skip
+    found = [ask("small", config, load(f"h100:{count}x2"), Question(32, 128)) for count in (1, 3, 4)]
+    seconds = [one.best.seconds for one in found]
+    assert seconds[0] >= seconds[1] >= seconds[2]
+    assert found[2].why.startswith("Use ")
+    alone = search(found[2].model.on(load("h100:4x2")), Question(32, 128))  # all nodes are slower
+    assert alone.best[0].seconds > seconds[2]

@@ -25,11 +25,12 @@ from weft.parallel.apply import refuse
 from weft.plan import split_batch
 from weft.planner import answer as answer_module
 from weft.planner.answer import Answer, ask, effective_seconds, with_more, with_scaling
+from weft.planner.candidate import SearchResult
 from weft.planner.explain import smaller, why_none
 from weft.planner.predict import predict
 from weft.planner.question import Objective, Question, parse_constraints
 from weft.planner.report.page import page
-from weft.planner.search import Model, SearchResult
+from weft.planner.search import Model
 from weft.profiling import profile
 from weft.run_file import load_run
 

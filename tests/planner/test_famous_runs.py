@@ -12,6 +12,7 @@ from weft.errors import ConfigError
 from weft.models.catalog import load_model
 from weft.plan import Memory, Plan, Shard
 from weft.planner.famous_runs import compare, famous_run, famous_runs
+from weft.planner.frameworks import FRAMEWORKS
 
 
 def test_every_famous_plan_uses_all_devices_of_its_machine_and_divides_its_batch() -> None:
@@ -21,6 +22,7 @@ def test_every_famous_plan_uses_all_devices_of_its_machine_and_divides_its_batch
         assert run.plan.num_ranks == load(run.cluster).num_devices, run.name
         assert run.num_micro_batches * run.plan.num_batch_ranks * (run.plan.micro_batch or 0) == run.sequences, run.name
         assert run.source, run.name
+        assert not run.framework or run.framework in FRAMEWORKS, run.name
         assert run.tflops * 1e12 < load(run.cluster).node.device.peak_flops["bf16"], run.name
 
 
@@ -42,6 +44,9 @@ def test_a_run_is_compared_with_wefts_best_by_the_same_model() -> None:
     assert best.seconds <= found.theirs.seconds  # the search has their plan among its own
     assert f"{1 - best.seconds / found.theirs.seconds:.1%} faster than their plan" in words["best"]
     assert f"predicted for weft {found.theirs.seconds:.2f} s" in words["time"]
+    assert found.framework_seconds is not None
+    assert f"predicted for megatron-deepspeed-bf16 {found.framework_seconds:.2f} s" in words["time"]
+    assert found.framework_seconds > found.theirs.seconds  # eager, with scores of attention in memory
     assert found.published_seconds == pytest.approx(4 / 3 * found.answer.model.flops * 4 / (150e12 * 2))
     told = json.loads(json.dumps(found.to_json()))
     assert told["like"]["predicted_seconds"] == found.theirs.seconds

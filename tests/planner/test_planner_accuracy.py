@@ -16,14 +16,13 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import planner_accuracy
 import published_memory
 import published_models
-import published_software
 from planner_accuracy import PUBLISHED, Result, chain, predict, regrets, summary
 from published_tables import Case, read
 
 from weft.cluster.hardware import AxisLink, Cluster, ring_seconds
 from weft.parallel.context.axis import ContextAxis
 from weft.plan import Memory, Plan, Shard, Tensor
-from weft.planner import micro_batch
+from weft.planner import frameworks, micro_batch
 from weft.profiling.workload import Workload
 
 VTRAIN = "vtrain_a100_measured_single_node"
@@ -116,9 +115,9 @@ def test_megatrons_host_is_measured_over_the_operations_that_are_counted() -> No
     shape = published_models.Model(hidden=1024, heads=16, layers=2, sequence=1024, vocabulary=51200, dropout=True)
     block = chain(shape)[0].blocks[0]
     counted = len(block.products) + bool(block.attention_flops) + block.inner.num_kernels + block.outer.num_kernels
-    assert counted == published_software.MEGATRON_OPERATIONS
+    assert counted == frameworks.MEGATRON_OPERATIONS
     measured = json.loads((PUBLISHED.parent / "results" / "megatron-host.json").read_text())["layer_seconds"]
-    assert pytest.approx(measured, rel=1e-3) == published_software.MEGATRON_LAYER_SECONDS
+    assert pytest.approx(measured, rel=1e-3) == frameworks.MEGATRON_LAYER_SECONDS
 
 
 def test_the_core_table_offers_plans_for_what_it_does_not_print() -> None:

@@ -19,11 +19,12 @@ from weft.parallel.apply import cost
 from weft.pipeline.build import stage as staged
 from weft.plan import Memory as MemoryPolicy
 from weft.plan import Pipe, Plan, Shard, Tensor, split_batch
+from weft.planner.candidate import Candidate
 from weft.planner.closed_form_memory import memory, sizes, working
 from weft.planner.in_flight import alive_at_once
 from weft.planner.model import planned_model
 from weft.planner.question import Question, parse_constraints
-from weft.planner.search import Candidate, Model, search
+from weft.planner.search import Model, search
 from weft.planner.step import HOST_LINK_SHARE
 from weft.profiling import profile
 from weft.profiling.software import software_for_text

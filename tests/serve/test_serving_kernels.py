@@ -8,7 +8,7 @@ from test_triton_kernels import BF16_STEP, differences
 pytestmark = pytest.mark.processes
 
 
-@pytest.mark.parametrize(("case", "number"), [("decodes", 8), ("serving", 13)])
+@pytest.mark.parametrize(("case", "number"), [("decodes", 8), ("serving", 13), ("packed", 6)])
 def test_kernels_are_the_plain_functions(case: str, number: int) -> None:
     found = differences(case)
     assert len(found) == number

@@ -7,6 +7,7 @@ enter the ledger under the name of the role.
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -50,7 +51,9 @@ class PairChannel:
             raise self._lost(error) from error
 
     def _lost(self, error: BaseException) -> LostRankError:
-        return LostRankError(f"lost the connection to {self.peer}: {str(error).splitlines()[0]}")
+        """The first sentence of the error, without the place in Gloo's source that it begins with."""
+        reason = re.split(r"\. |\n", re.sub(r"^\[[^\]]*\] *", "", str(error)))[0]
+        return LostRankError(f"lost the connection to {self.peer}: {reason}")
 
 
 class PendingMessage:

@@ -19,14 +19,18 @@ except ImportError:
     sys.exit("weft: the command line needs typer and rich; pip install 'weft[cli]'")
 
 
+from weft.commands import calibrate
 from weft.commands.bench import bench_app
 from weft.commands.bench_serve import EXAMPLE as BENCH_SERVE_EXAMPLE
 from weft.commands.bench_serve import bench_serve_command
 from weft.commands.early_stop import stopping_early
 from weft.commands.generate import EXAMPLE as GENERATE_EXAMPLE
 from weft.commands.generate import generate_command
+from weft.commands.plan_command import EXAMPLE as PLAN_EXAMPLE
+from weft.commands.plan_command import plan_command
 from weft.commands.serve import EXAMPLE as SERVE_EXAMPLE
 from weft.commands.serve import serve_command
+from weft.commands.shared_arguments import Json, Overrides, RunFile
 from weft.errors import BAD_INPUT, ConfigError, WeftError, exit_status
 from weft.launch.one_speaker import is_first_to_say
 from weft.version import VERSION
@@ -41,10 +45,6 @@ app = typer.Typer(
 )
 
 app.add_typer(bench_app, name="bench")
-
-RunFile = Annotated[Path, typer.Argument(help="the run file (TOML)", show_default=False)]
-Overrides = Annotated[list[str] | None, typer.Argument(help="changes to it: section.key=value", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
 
 
 @app.command("init", epilog="Example: weft init run.toml --data my-texts --cluster h100:1x8")
@@ -104,86 +104,7 @@ def train_command(
         train_here(fork_server, run_file, overrides or [], verify, fresh, as_json)
 
 
-WhereOption = Annotated[
-    list[str] | None, typer.Option(help="what must hold: 'pipe=4', 'tensor.x<=8', 'no recompute', 'exact only'")
-]
-WriteJobOption = Annotated[
-    str | None, typer.Option(help="slurm or kubernetes: write the file that starts the run, beside the run file")
-]
-WhatIfOption = Annotated[bool, typer.Option("--what-if", help="say what more bandwidth, memory or nodes would change")]
-TimelineOption = Annotated[
-    bool,
-    typer.Option("--timeline", help="draw the pipeline's schedule, here or to the FILE.svg (.png, .txt) given"),
-]
-
-
-@app.command(
-    "plan",
-    epilog="Example: weft plan --model llama3-70b --cluster h100:32x8 --tokens-per-step 4M --report plan.html; or: "
-    "weft plan run.toml plan.data=2 plan.shard=4 cluster=h100:1x8 --json",
-)
-def plan_command(
-    run_file: Annotated[Path | None, typer.Argument(help="the run file (TOML)", show_default=False)] = None,
-    overrides: Overrides = None,
-    model: Annotated[str | None, typer.Option(help="a model of the catalog, in place of a run file")] = None,
-    like: Annotated[str | None, typer.Option(help="a famous run, beside weft's best: llama3-405b-meta")] = None,
-    cluster: Annotated[str | None, typer.Option(help="name, name:nodes or name:nodesxdevices")] = None,
-    tokens_per_step: Annotated[str | None, typer.Option(help="with --model: 4M is 4 × 1024 × 1024")] = None,
-    sequence: Annotated[int | None, typer.Option(help="with --model: tokens of a sequence", min=1)] = None,
-    images_per_step: Annotated[str | None, typer.Option(help="with a --model of images, and --size")] = None,
-    size: Annotated[int | None, typer.Option(help="with --images-per-step: rows and columns of an image")] = None,
-    where: WhereOption = None,
-    best: Annotated[str, typer.Option(help="what is to be least: time, cost (device-hours) or devices")] = "time",
-    search: Annotated[bool, typer.Option("--search", help="search, though the run file has a [plan]")] = False,
-    write: Annotated[Path | None, typer.Option(help="write the run with the best plan, for weft train")] = None,
-    report: Annotated[Path | None, typer.Option(help="write a page (HTML) about what was found")] = None,
-    write_job: WriteJobOption = None,
-    what_if: WhatIfOption = False,
-    mtbf: Annotated[str | None, typer.Option(help="time between failures of a device, e.g. 5y: adds goodput")] = None,
-    mtbf_cluster: Annotated[str | None, typer.Option(help="the same of the whole cluster, e.g. 3h")] = None,
-    timeline: TimelineOption = False,
-    serve: Annotated[bool, typer.Option("--serve", help="plan to serve the model, not to train it")] = False,
-    requests: Annotated[int, typer.Option(help="with --serve: how many arrive at once", min=1, max=4096)] = 256,
-    prompt: Annotated[int, typer.Option(help="with --serve: tokens of a prompt", min=1, max=1 << 20)] = 512,
-    output: Annotated[int, typer.Option(help="with --serve: tokens of an answer", min=1, max=1 << 16)] = 256,
-    weights: Annotated[str | None, typer.Option(help="with --serve: fp8, int8, int4 or int4-128, for memory")] = None,
-    cache: Annotated[str | None, typer.Option(help="with --serve: keys and values as int4")] = None,
-    as_json: Json = False,
-) -> None:
-    """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
-    if serve:
-        _plan_serving(
-            model, run_file, cluster, (requests, prompt, output), {"weights": weights, "cache": cache}, as_json
-        )
-        return
-    if like is not None:
-        _plan_like(like, (model, run_file, cluster, tokens_per_step, sequence, where, write, report), as_json)
-        return
-    _refuse_two_models(model, run_file, (tokens_per_step, sequence, images_per_step, size))
-    from weft.run_file import check_run_file, load_run
-
-    changes, path = split_off_file(overrides or []) if timeline else (overrides or [], None)
-    if cluster is not None:
-        changes = [*changes, f"cluster={cluster}"]
-    if run_file is not None:
-        check_run_file(run_file, changes)
-    from weft.commands.console import make_console
-    from weft.commands.jobs import command_fork_server
-    from weft.commands.plan import JobFile, PlanOptions, named_run, predict_plan, search_plans
-    from weft.commands.run_planning import has_layout
-
-    job = None if write_job is None else JobFile(write_job, run_file, changes)
-    options = PlanOptions(where or [], best, write, report, mtbf, mtbf_cluster, what_if, job)
-    with command_fork_server(_run_as_rank, warms=False):
-        if model is not None:
-            run = named_run(model, cluster, tokens_per_step, sequence, images_per_step, size)
-        else:
-            assert run_file is not None
-            run = load_run(run_file, changes)
-        if model is not None or options.is_search or search or not has_layout(run):
-            search_plans(run, options, make_console(as_json), as_json)
-        else:
-            predict_plan(run, options, timeline, path, make_console(as_json), as_json)
+app.command("plan", epilog=PLAN_EXAMPLE)(plan_command)
 
 
 @app.command("verify", epilog="Example: weft verify run.toml plan.data=2 plan.shard.stage=2 --device cuda")
@@ -310,6 +231,7 @@ def profile_command(
 
 app.command("generate", epilog=GENERATE_EXAMPLE)(generate_command)
 app.command("serve", epilog=SERVE_EXAMPLE)(serve_command)
+app.command("calibrate", epilog=calibrate.EXAMPLE)(calibrate.calibrate_command)
 bench_app.command("serve", epilog=BENCH_SERVE_EXAMPLE)(bench_serve_command)
 
 
@@ -342,67 +264,6 @@ def doctor_command(
         show_findings(console, findings)
     if not all(row["is_right"] for row in findings.get("gpu_check", {}).get("rows", ())):
         raise SystemExit(1)
-
-
-def _plan_like(name: str, others: tuple[object, ...], as_json: bool) -> None:
-    """Compare a famous run with weft's best plan for its model, batch and machine."""
-    if any(others):
-        raise ConfigError(
-            f"--like {name} says what is planned, on which machine; leave out the run file and the other options but "
-            f"--json, or plan its model with --model"
-        )
-    from weft.commands.console import make_console
-    from weft.commands.jobs import command_fork_server
-    from weft.commands.plan_like import plan_like
-
-    with command_fork_server(_run_as_rank, warms=False):
-        plan_like(name, make_console(as_json), as_json)
-
-
-def _plan_serving(
-    model: str | None,
-    run_file: Path | None,
-    cluster: str | None,
-    sizes: tuple[int, int, int],
-    formats: dict[str, str | None],
-    as_json: bool,
-) -> None:
-    """Plan to serve a model of the catalog, or that of a run file."""
-    _refuse_two_models(model, run_file, ())
-    from weft.commands.console import make_console
-    from weft.commands.plan_serve import plan_serving
-    from weft.models.catalog import load_model
-    from weft.planner.serving import ServingWorkload
-    from weft.run_file import load_run
-
-    console, workload = make_console(as_json), ServingWorkload.of(*sizes)
-    if run_file is not None:
-        run = load_run(run_file)
-        plan_serving(run.name, run.model, cluster or run.cluster, workload, formats, console, as_json)
-    else:
-        assert model is not None
-        plan_serving(model, load_model(model), cluster or "local", workload, formats, console, as_json)
-
-
-def _refuse_two_models(model: str | None, run_file: Path | None, sizes: tuple[object, ...]) -> None:
-    """Raise ConfigError unless one of `--model`, with its sizes, and a run file says what is to be planned."""
-    if model is not None and run_file is not None:
-        raise ConfigError(f"--model {model} and the run file {run_file} both say what the model is; give one")
-    if model is None and run_file is None:
-        raise ConfigError("give a run file, or --model with --cluster and --tokens-per-step; see weft plan --help")
-    if model is None and any(given is not None for given in sizes):
-        raise ConfigError(
-            "--tokens-per-step, --sequence, --images-per-step and --size go with --model; a run file has [train] and "
-            "[data]"
-        )
-
-
-def split_off_file(arguments: list[str]) -> tuple[list[str], Path | None]:
-    """Splits arguments into overrides (`a.b=c`), and the file to draw to, if there is one among them."""
-    files = [text for text in arguments if "=" not in text]
-    if len(files) > 1:
-        raise ConfigError(f"--timeline draws to one file; given {' and '.join(files)}")
-    return [text for text in arguments if "=" in text], Path(files[0]) if files else None
 
 
 def main() -> None:

@@ -248,7 +248,7 @@ class LiveReporter:
     def say(self, message: str) -> None:
         """Print a line, above the bar if there is one."""
         console = self._bar.console if self._bar is not None else self._console
-        say(console, message)
+        say(console, escape(message))  # it may name paths and errors of libraries, with brackets
 
     def close(self) -> None:
         """End the live display."""

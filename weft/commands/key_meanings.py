@@ -111,6 +111,7 @@ CHAT = {
     "documents": "follows from the kind",
     "template": "a file with a chat template; by default the one in the tokenizer's folder",
 }
+_MIRROR = "mirror half of the images to train on, others in each epoch"
 SLIDES = {
     "kind": "synthetic slides",
     "images": "the number of images",
@@ -118,6 +119,7 @@ SLIDES = {
     "seed": "of the images",
     "held_out": _HELD_OUT,
     "cache": _CACHE,
+    "mirror": _MIRROR,
 }
 IMAGES = {
     "kind": "a folder of images",
@@ -127,6 +129,7 @@ IMAGES = {
     "level": "the level of a pyramidal TIFF",
     "on_bad": "what to do with an image that cannot be used",
     "held_out": _HELD_OUT,
+    "mirror": _MIRROR,
 }
 
 TRAIN = {

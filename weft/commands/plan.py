@@ -77,18 +77,13 @@ class PlanOptions(NamedTuple):
 
 def named_run(
     model: str,
-    cluster: str | None,
+    cluster: str,
     tokens_per_step: str | None,
     sequence: int | None,
     images_per_step: str | None,
     size: int | None,
 ) -> Run:
     """Returns a run of a model of the catalog, from the options of the command line."""
-    if cluster is None or (tokens_per_step is None) == (images_per_step is None or size is None):
-        raise ConfigError(
-            "--model needs --cluster and --tokens-per-step, e.g. --cluster h100:32x8 ... 4M; a model of images "
-            "--cluster, --images-per-step and --size"
-        )
     if tokens_per_step is not None:
         return catalog_run(model, cluster, parse_count(tokens_per_step, "--tokens-per-step"), sequence)
     assert images_per_step is not None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -63,7 +65,8 @@ WeightsOption = Annotated[
     ),
 ]
 KeysValuesOption = Annotated[
-    str | None, typer.Option(help="keys and values in fewer bytes: int4; changes answers", show_default=False)
+    str | None,
+    typer.Option(help="read fewer bytes of keys and values: int4, or loki=FILE; changes answers", show_default=False),
 ]
 
 
@@ -99,11 +102,9 @@ def serve_command(
     _refuse_address(host, api_key or [])
     plan = serving_plan(overrides or [])
     kind = chosen_device(device)
-    try:
+    with _needs_extra():
         from weft.serve.http_guard import ServerLimits
         from weft.serve.run_server import ServeOptions
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"weft serve needs {error.name}; run: pip install 'weft[serve]'") from None
     usual_running, usual_budget = (256, 2048) if kind == "cuda" else (64, 512)
     options = ServeOptions(
         host=host,
@@ -129,6 +130,14 @@ def serve_command(
         limits=ServerLimits(body_bytes=body_bytes, request_seconds=request_seconds, drain_seconds=drain_seconds),
     )
     _serve(source, options, plan, partial(_announce, as_json=as_json))
+
+
+@contextmanager
+def _needs_extra() -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"weft serve needs {error.name}; run: pip install 'weft[serve]'") from None
 
 
 def _serve(source: Path, options: ServeOptions, plan: Plan, ready: Ready) -> None:

@@ -182,5 +182,7 @@ def _key(block: Block, source: ProfileSource, module: torch.nn.Module) -> Any:
     forms = tree_map(
         lambda leaf: replace(leaf, storage=0) if isinstance(leaf, TensorMetadata) else leaf, source.given[block.name]
     )
-    counted = block.flops, str(block.saved_bytes), str({**block.saved_by_layer}.get("none", {}).values())
+    # Not the block's saved bytes: a tensor that several blocks are given counts for the first of them that saves it.
+    made = [(policy, tuple(sizes.values())) for policy, sizes in block.sendable.items()]
+    counted = block.flops, block.backward_flops, block.read_bytes, block.written_bytes, str(made)
     return str(module), module.training, state, str(source.dtype), str(forms), counted

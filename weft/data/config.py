@@ -80,7 +80,7 @@ class PreferenceConfig(ChatConfig):
 @dataclass(frozen=True)
 class SlidesConfig:
     """Synthetic slides, generated from `seed`: `images` images of `size` × `size` pixels, whose labels depend on the
-    whole image.
+    whole image. With `mirror`, half of the images to train on are mirrored, others in each epoch.
     """
 
     kind: Literal["slides"]
@@ -89,6 +89,7 @@ class SlidesConfig:
     seed: int = 0
     held_out: float = 0.2
     cache: str = "runs/cache"
+    mirror: bool = False
 
     def __post_init__(self) -> None:
         at_least("data.images", self.images, 2)
@@ -106,7 +107,8 @@ class SlidesConfig:
 class ImagesConfig:
     """A folder of images of one size with a labels.csv. `level` selects a level of a pyramidal TIFF.
 
-    An image that cannot be used is left out (`on_bad = "skip"`) or ends the run ("stop").
+    An image that cannot be used is left out (`on_bad = "skip"`) or ends the run ("stop"). With `mirror`, half of the
+    images to train on are mirrored, others in each epoch.
     """
 
     kind: Literal["images"]
@@ -116,6 +118,7 @@ class ImagesConfig:
     level: int = 0
     on_bad: OnBad = "stop"
     held_out: float = 0.2
+    mirror: bool = False
 
     def __post_init__(self) -> None:
         for name, smallest in (("height", 1), ("width", 1), ("level", 0)):

@@ -53,6 +53,18 @@ def mix(words: Words) -> Words:
     return words ^ (words >> np.uint64(31))
 
 
+def coin(index: Indices, seed: int, epoch: Indices) -> Indices:
+    """A random 0 or 1 for each sample, which follows from (seed, epoch, index) and not from who draws it."""
+    start = mix(np.full(index.shape, (seed ^ GOLDEN) & WORD_MASK, dtype=np.uint64))
+    words = mix(mix(start + epoch.astype(np.uint64)) + index.astype(np.uint64))
+    return (words >> np.uint64(63)).astype(np.int64)
+
+
+def epochs_of(step: int, batch: int, num_sequences: int) -> Indices:
+    """The epoch of each sequence of one global step, [batch]."""
+    return np.arange(step * batch, (step + 1) * batch, dtype=np.int64) // num_sequences
+
+
 def batch_indices(step: int, batch: int, num_sequences: int, seed: int) -> Indices:
     """The indices of the sequences of one global step, [batch]. A batch may end one epoch and begin the next."""
     assert step >= 0, step

@@ -34,7 +34,7 @@ from weft.launch.stop_signal import StopSignal, say
 
 _POLL_SECONDS = 0.1
 _CAUSE_SECONDS = 0.5  # how long to wait for the exit of the rank that caused another rank's error
-_END_SECONDS = 30.0  # how long ranks that were asked to stop may take, once one of them has failed
+_END_SECONDS = 30.0  # how long ranks may take that were asked to stop, once one has failed or training has ended
 _HUNG = 124  # the exit status of a job that hung, as timeout(1) uses it
 
 
@@ -104,7 +104,7 @@ def start_local(
             watchdog = Watchdog(Path(name), num_training, Deadline(restarts.hang_seconds, restarts.step_seconds))
             lost_ranks = LostRankTracker(Path(name), num_training, watchdog, shadowed)
             again = fork_server.start_again
-            roles = RoleRestarts(Path(name), num_training, again, restarts.limit, restarts.window_seconds)
+            roles = RoleRestarts(Path(name), num_training, again, restarts.limit, restarts.window_seconds, _END_SECONDS)
             codes, hang = _watch(fork_server, pids, stop, watchdog, lost_ranks, roles)
             if hang is None and not any(codes.values()):
                 return 0
@@ -159,6 +159,8 @@ def _watch(
                 hang, slow = watchdog.check()
                 if slow is not None:
                     say(f"weft: {slow}")
+            if roles.are_overdue(codes):
+                break  # training has ended without an error; what is left is killed below
         deadline = time.monotonic() + _END_SECONDS
         while stop.order is not None and num_gone() < len(pids) and time.monotonic() < deadline:
             _collect(fork_server, codes)  # all were asked to stop: the others may still be saving

@@ -7,6 +7,7 @@ job cannot go on without any rank, and all ranks start again.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,12 +22,26 @@ class RoleRestarts:
     """
 
     def __init__(
-        self, folder: Path, num_training: int, start: Callable[[int], int], limit: int, window_seconds: float
+        self,
+        folder: Path,
+        num_training: int,
+        start: Callable[[int], int],
+        limit: int,
+        window_seconds: float,
+        end_seconds: float,
     ) -> None:
+        """`end_seconds`: how long these ranks may take to end after the training ranks have."""
+        self._end_seconds, self._ended_at = end_seconds, math.inf
         self._folder, self._num_training, self._start = folder, num_training, start
         self._limit, self._window_seconds = limit, window_seconds
         self._restarted_at: list[float] = []
         self.num_lost = 0  # the number of ranks that ended and were not started again
+
+    def are_overdue(self, codes: dict[int, int]) -> bool:
+        """Have all training ranks ended, and other ranks not, for too long?"""
+        if self._ended_at == math.inf and all(rank in codes for rank in range(self._num_training)):
+            self._ended_at = time.monotonic()
+        return time.monotonic() > self._ended_at + self._end_seconds
 
     def accept_losses(self, codes: dict[int, int], pids: list[int], is_stopping: bool) -> list[str]:
         """Removes ranks that failed from `codes`, and starts those again that were killed. Returns what to say."""

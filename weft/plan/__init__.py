@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -144,15 +144,19 @@ class Plan:
         """The degree of an axis of `AXES`."""
         return self.place(axis)[1]
 
+    @cached_property
+    def _all_degrees(self) -> tuple[int, ...]:
+        return _degrees(self)
+
     @property
     def degrees(self) -> dict[str, int]:
         """The degree of each axis, in the mesh order (`AXES`)."""
-        return dict(zip(AXES, _degrees(self), strict=True))
+        return dict(zip(AXES, self._all_degrees, strict=True))
 
     @property
     def num_ranks(self) -> int:
         """The number of processes that the plan needs."""
-        return math.prod(_degrees(self))
+        return math.prod(self._all_degrees)
 
     def axes_that_split(self, *what: str) -> tuple[str, ...]:
         """The axes whose ranks hold different parts of any of `what` (see `AxisField.splits`), in the mesh order.
@@ -166,7 +170,7 @@ class Plan:
 
     def num_parts(self, *what: str) -> int:
         """The number of ranks with different parts of any of `what` (see `AxisField.splits`)."""
-        degrees = _degrees(self)
+        degrees = self._all_degrees
         return math.prod([degrees[_INDICES[axis]] for axis in self.axes_that_split(*what)])
 
     @property
@@ -207,7 +211,7 @@ class Plan:
 
     def place(self, axis: str) -> tuple[int, int]:
         """Returns (the distance in ranks between neighbours on an axis, its degree)."""
-        degrees, index = _degrees(self), _INDICES[axis]
+        degrees, index = self._all_degrees, _INDICES[axis]
         return math.prod(degrees[index + 1 :]), degrees[index]
 
     def describe_axes(self) -> str:

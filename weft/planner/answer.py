@@ -17,19 +17,21 @@ from weft.comm import Traffics
 from weft.compile.saved_bytes import assumptions
 from weft.errors import PlanError
 from weft.models import LanguageConfig, ModelConfig
+from weft.planner.candidate import Candidate, SearchResult
 from weft.planner.explain import Rejected, Sensitivity, fewer_nodes, rejections, sensitivities, smaller, why
 from weft.planner.goodput import failures
 from weft.planner.image_model import planned_images, software_for_images
 from weft.planner.model import planned_model
 from weft.planner.predict import link_of
 from weft.planner.question import Objective, Question
-from weft.planner.search import Candidate, Model, SearchResult, search
+from weft.planner.search import Model, search
 from weft.profiling.software import software_for_text
 from weft.schema import to_table
 
 MAX_SPANS = 20_000  # a longer timeline is left out of the answer
 NUM_KEPT = 48  # plans that the search keeps; the answer shows one of each layout
 HOUR = 3600
+KERNEL_SHARE = 0.9  # kernels of plans for fewer nodes take at least this share of the least device-seconds for all
 # Device-hours are given per billion tokens or per million images.
 MANY = {"tokens": (1e9, "billion"), "images": (1e6, "million")}
 Progress = Callable[[str], None]
@@ -281,16 +283,18 @@ def _best(
 def _fastest(model: Model, question: Question, say: Progress, mtbf_seconds: float | None) -> tuple[Model, SearchResult]:
     """Searches the whole cluster, and parts with fewer nodes for plans that are faster.
 
-    If the number of devices has a factor that divides neither the batch nor the blocks, a part of the cluster may be
-    faster than all of it.
+    A part may be faster if the number of devices has a factor that divides neither the batch nor the blocks, or if a
+    small model communicates longer than it computes. Parts on which kernels alone would take longer are left out.
     """
     best = model, _search(model, question, say, mtbf_seconds)
-    count = model.cluster.num_devices
-    if question.batch * model.num_blocks % (count // (count & -count)) == 0:
+    count, whole = model.cluster.num_devices, best[1]
+    if not whole.best and question.batch * model.num_blocks % (count // (count & -count)) == 0:
         return best
     for cluster in fewer_nodes(model.cluster):
-        say(f"searching plans for {cluster.num_devices} of {model.cluster.num_devices} devices")
         limit = best[1].best[0].seconds if best[1].best else math.inf
+        if KERNEL_SHARE * whole.least_device_seconds >= limit * cluster.num_devices:
+            break
+        say(f"searching plans for {cluster.num_devices} of {model.cluster.num_devices} devices")
         here = model.on(cluster)
         found = search(here, question, keep=NUM_KEPT, limit_seconds=limit)
         if found.best:

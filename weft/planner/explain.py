@@ -9,9 +9,10 @@ from typing import Any
 from weft.cluster.hardware import Cluster, Link
 from weft.plan import Memory as MemoryPolicy
 from weft.plan import Plan
+from weft.planner.candidate import Candidate, SearchResult
 from weft.planner.closed_form_memory import RankMemory
 from weft.planner.question import Question
-from weft.planner.search import Candidate, Model, SearchResult, search
+from weft.planner.search import Model, search
 
 GB = 1e9
 MAX_TIMES = 64
@@ -238,10 +239,10 @@ def _changed(change: str, candidates: Sequence[Candidate], before: float) -> Sen
 
 
 def fewer_nodes(cluster: Cluster) -> list[Cluster]:
-    """Returns the largest parts of the cluster with a number of nodes that batches divide well over."""
-    counts = {base << shift for base in (1, 3) for shift in range(cluster.num_nodes.bit_length())}
-    most = sorted((count for count in counts if count < cluster.num_nodes), reverse=True)[:2]
-    return [replace(cluster, num_nodes=count) for count in most]
+    """Returns parts of the cluster, the largest first: up to 8 nodes, and numbers that batches divide well over."""
+    counts = {*range(1, 9), *(base << shift for base in (1, 3) for shift in range(cluster.num_nodes.bit_length()))}
+    fewer = sorted((count for count in counts if count < cluster.num_nodes), reverse=True)
+    return [replace(cluster, num_nodes=count) for count in fewer]
 
 
 def smaller(cluster: Cluster) -> list[Cluster]:

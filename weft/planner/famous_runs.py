@@ -1,7 +1,8 @@
 """Training runs that are widely known, from `famous_runs.csv`: the plan of each, and the speed that was published.
 
-`compare` predicts such a plan with weft's own runtime on the same machine, and searches for weft's best plan for the
-same model and batch. Both times come from the same cost model.
+`compare` predicts such a plan on the same machine with weft's own runtime and, where its software is known, with the
+framework that ran it. It also searches for weft's best plan for the same model and batch. All times come from the same
+cost model.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from typing import Any
 
 from weft.cluster.hardware import load
 from weft.errors import ConfigError
+from weft.models import LanguageConfig
 from weft.models.catalog import load_model
 from weft.plan import Plan
 from weft.planner.answer import Answer, Progress, ask, planned
+from weft.planner.candidate import Candidate
 from weft.planner.explain import GB, WORDS, short, too_large
+from weft.planner.frameworks import FRAMEWORKS
+from weft.planner.model import planned_model
 from weft.planner.question import Question, parse_constraints, with_fields
-from weft.planner.search import Candidate
 from weft.schema import nearest_of_all, to_table
 
 TABLE = Path(__file__).parent / "famous_runs.csv"
@@ -29,8 +33,9 @@ TABLE = Path(__file__).parent / "famous_runs.csv"
 class FamousRun:
     """One published run.
 
-    `tflops` are those of a device as published; with `recompute_counts` they include recomputed forwards. `seconds` of
-    a step are None if they were not printed. `note` says what is assumed.
+    `framework` is a name of `frameworks.FRAMEWORKS`, or empty if the software of the run is not known. `tflops` are
+    those of a device as published; with `recompute_counts` they include recomputed forwards. `seconds` of a step are
+    None if they were not printed. `note` says what is assumed.
     """
 
     name: str
@@ -39,6 +44,7 @@ class FamousRun:
     sequences: int
     sequence: int
     plan: Plan
+    framework: str
     tflops: float
     recompute_counts: bool
     seconds: float | None
@@ -79,6 +85,7 @@ def _read(row: dict[str, str]) -> FamousRun:
         int(row["sequences"]),
         int(row["sequence"]),
         with_fields(Plan(precision="bf16"), fields),
+        row["framework"],
         float(row["tflops"]),
         row["recompute_counts"] == "yes",
         float(row["seconds"]) if row["seconds"] else None,
@@ -89,11 +96,15 @@ def _read(row: dict[str, str]) -> FamousRun:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A famous run's plan as weft predicts it, and weft's answer for the same model, batch and machine."""
+    """A famous run's plan as weft predicts it, and weft's answer for the same model, batch and machine.
+
+    `framework_seconds` is the prediction for the framework that ran it; None if its software is not known.
+    """
 
     run: FamousRun
     theirs: Candidate
     published_seconds: float
+    framework_seconds: float | None
     answer: Answer
 
     @property
@@ -112,18 +123,22 @@ class Comparison:
         run, theirs, best = self.run, self.theirs, self.answer.best
         memory = f"{theirs.memory.total_bytes / GB:.1f} of {self.limit_bytes / GB:.4g} GB"
         fits = f"fits: {memory}" if self.fits else too_large(theirs.memory, self.limit_bytes)
-        error = theirs.seconds / self.published_seconds - 1
+        times = [f"predicted for weft {self._predicted(theirs.seconds)}"]
+        if self.framework_seconds is not None:
+            times.append(f"predicted for {run.framework} {self._predicted(self.framework_seconds)}")
         printed = "printed" if run.seconds is not None else f"from {run.tflops:g} TFLOP/s a device"
         return (
             ("run", f"{run.name}: {run.model}, {run.question.describe()} a step on {run.cluster}; {run.source}"),
             ("plan", f"{short(theirs.plan)} × {theirs.num_micro_batches}"),
-            ("time", f"published {self.published_seconds:.2f} s a step ({printed}), predicted for weft "
-                     f"{theirs.seconds:.2f} s ({error:+.1%})"),
+            ("time", f"published {self.published_seconds:.2f} s a step ({printed}), {', '.join(times)}"),
             ("memory", f"with weft's runtime it {fits}"),
             ("best", f"weft would choose {short(best.plan)} × {best.num_micro_batches}: {best.seconds:.2f} s, "
                      f"{best.memory.total_bytes / GB:.1f} GB; {self._difference(best)}"),
             ("note", run.note),
         )  # fmt: skip
+
+    def _predicted(self, seconds: float) -> str:
+        return f"{seconds:.2f} s ({seconds / self.published_seconds - 1:+.1%})"
 
     def _difference(self, best: Candidate) -> str:
         """Says by how much the best plan is faster than theirs, and where the time goes."""
@@ -149,6 +164,7 @@ class Comparison:
                 "published_tflops": run.tflops,
                 "published_seconds": self.published_seconds,
                 "predicted_seconds": theirs.seconds,
+                "predicted_framework_seconds": self.framework_seconds,
                 "memory_bytes": theirs.memory.total_bytes,
                 "fits": self.fits,
                 "where": theirs.step.where if theirs.step is not None else {},
@@ -164,11 +180,31 @@ def _word(name: str) -> str:
 
 def compare(run: FamousRun, say: Progress = lambda what: None) -> Comparison:
     """Predicts a famous run's plan, and searches for the best plan for the same model and batch on its machine."""
-    config, cluster, question = load_model(run.model), load(run.cluster), run.question
-    answer = ask(run.model, config, cluster, question, say=say)
-    model, count = planned(config, cluster, question), run.num_micro_batches
+    answer = ask(run.model, load_model(run.model), load(run.cluster), run.question, say=say)
+    return Comparison(run, predicted(run), published_seconds(run), framework_seconds(run), answer)
+
+
+def predicted(run: FamousRun) -> Candidate:
+    """The run's plan with its predicted time and memory under weft's runtime."""
+    model, count = planned(load_model(run.model), load(run.cluster), run.question), run.num_micro_batches
     step = model.steps.step(run.plan, count)
-    theirs = Candidate(run.plan, count, step.seconds, model.held(run.plan, count), step)
-    flops = model.flops * run.sequences * (4 / 3 if run.recompute_counts else 1)
-    seconds = run.seconds or flops / (run.tflops * 1e12 * cluster.num_devices)
-    return Comparison(run, theirs, seconds, answer)
+    return Candidate(run.plan, count, step.seconds, model.held(run.plan, count), step)
+
+
+def published_seconds(run: FamousRun) -> float:
+    """The published seconds of a step: as printed, or from the FLOP/s of a device."""
+    if run.seconds is not None:
+        return run.seconds
+    cluster = load(run.cluster)
+    flops = planned(load_model(run.model), cluster, run.question).flops * run.sequences
+    return flops * (4 / 3 if run.recompute_counts else 1) / (run.tflops * 1e12 * cluster.num_devices)
+
+
+def framework_seconds(run: FamousRun) -> float | None:
+    """The predicted seconds of a step with the framework that ran it; None if its software is not known."""
+    if not run.framework:
+        return None
+    config, software = load_model(run.model), FRAMEWORKS[run.framework]
+    assert isinstance(config, LanguageConfig)
+    model = planned_model(config, run.sequence, load(run.cluster), software, run.plan.precision)
+    return model.steps.step(run.plan, run.num_micro_batches).seconds

@@ -16,6 +16,7 @@ from weft.inspection.blocks import find_blocks
 from weft.models import VisionConfig, build
 from weft.plan import Plan
 from weft.planner.closed_form_memory import RankMemory
+from weft.planner.common_costs import CommonCosts
 from weft.planner.image_search import ImageSearch
 from weft.planner.image_sections import ImageSections
 from weft.planner.image_step import ImageSteps
@@ -64,6 +65,10 @@ class ImageModel(Model):
     def held(self, plan: Plan, num_micro_batches: int) -> RankMemory:
         """Memory of the rank that needs most."""
         return self.steps.held(plan, num_micro_batches)
+
+    def common(self, plan: Plan, num_micro_batches: int) -> CommonCosts:
+        """The costs of plans that differ only in data, shard and offloaded state. Each plan is computed anew."""
+        return CommonCosts(plan, num_micro_batches, self.steps.estimate, self.held)
 
     def seeker(self, question: Question, keep: int) -> Search:
         """Returns the search over plans for this model."""

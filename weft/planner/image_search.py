@@ -13,8 +13,9 @@ from typing import Any
 
 from weft.errors import PlanError
 from weft.plan import Pipe, Plan, Tile
+from weft.planner.candidate import Candidate
 from weft.planner.image_step import ImageSteps
-from weft.planner.search import Candidate, Search
+from weft.planner.search import Search
 from weft.strategy import Strategy
 
 FUSED = (1, 2, 4)  # layers that share one halo exchange

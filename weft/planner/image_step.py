@@ -21,7 +21,7 @@ from weft.planner.image_sections import ImageSections
 from weft.planner.in_flight import alive_at_once
 from weft.planner.micro_batch import Seconds
 from weft.planner.question import inner_settings
-from weft.planner.step import FIXED_SECONDS, PlannedStage, StepModel, on_rank
+from weft.planner.step import FIXED_SECONDS, CommonTimes, PlannedStage, StepModel, on_rank
 from weft.profiling.workload import BlockWork
 from weft.schedule.schedules import make_schedule
 from weft.schedule.simulate import simulate
@@ -77,10 +77,13 @@ class ImageSteps(StepModel):
             found = found.plus(one)
         return found
 
+    def kernel_seconds(self, plan: Plan) -> float:
+        return sum(self.chain(plan))
+
     def bound(self, plan: Plan, pipe: Pipe, num_micro_batches: int) -> float:
         return num_micro_batches * sum(self.chain(plan)) / pipe.degree + FIXED_SECONDS
 
-    def estimate(self, plan: Plan, num_micro_batches: int) -> float:
+    def estimate(self, plan: Plan, num_micro_batches: int, common: CommonTimes | None = None) -> float:
         return self.step(plan, num_micro_batches).seconds
 
     def groups(self, plan: Plan) -> list[tuple[int, int]]:

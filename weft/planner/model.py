@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,10 +26,21 @@ from weft.planner.stage_units import ModelUnits
 from weft.planner.step import StepModel
 from weft.profiling import Profile, profile
 from weft.profiling.software import Software, software_for_text
-from weft.profiling.workload import workload
+from weft.profiling.workload import Workload, workload
 from weft.sharding.layout import COMPUTE_DTYPE
 
 NUM_PROFILED = 2
+
+
+class TracedModel(NamedTuple):
+    """What the planner needs of a model and its software, on any cluster."""
+
+    profile: Profile
+    workload: Workload
+    numel: tuple[int, int, int]  # parameters of the first end, one block, the last end
+    tied_numel: int
+    expert_numel: int
+    units: ModelUnits | None
 
 
 @lru_cache(maxsize=8)
@@ -48,26 +60,24 @@ def planned_model(
             f"num_experts_per_layer = {list(config.num_experts_per_layer)} gives layers different numbers of experts, "
             f"and weft plans models whose layers are equal; give a plan, or use num_experts"
         )
+    software = software or software_for_text(cluster)
+    found = _traced(config, sequence, precision, software.compiled, software.equal_stages)
+    steps = StepModel(found.workload, cluster, software, found.numel, found.tied_numel, found.units, found.expert_numel)
+    return Model(steps, found.profile)
+
+
+def _traced(
+    config: LanguageConfig, sequence: int, precision: Precision, is_compiled: bool, equal_stages: bool
+) -> TracedModel:
+    """Profiles a model. The result does not depend on the cluster, so questions about several clusters share it."""
     shallow = (
         replace(config, n_layer=NUM_PROFILED)
         if isinstance(config, GPT2Config)
         else replace(config, num_hidden_layers=NUM_PROFILED, num_experts_per_layer=(), first_k_dense_replace=0)
     )
-
-    def tokens() -> Tensor:
-        return torch.zeros(1, sequence, dtype=torch.long, device="cpu")
-
-    def profiled(in_head: bool) -> Profile:
-        with torch.device("meta"):
-            module = build(shallow).to(COMPUTE_DTYPE[precision])
-        if in_head:
-            install_loss_head(module)
-        return profile(module, lambda: (tokens(),), ExampleLoss(tokens))
-
-    software = software or software_for_text(cluster)
-    found, in_head = profiled(in_head=False), profiled(in_head=True)
-    units = None if software.equal_stages else ModelUnits((found, in_head), config.num_layers)
-    if software.compiled:
+    found, in_head = _profiled(shallow, sequence, precision, False), _profiled(shallow, sequence, precision, True)
+    units = None if equal_stages else ModelUnits((found, in_head), config.num_layers)
+    if is_compiled:
         found, in_head = compiled_profile(found), compiled_profile(in_head)
     found.cache[IN_HEAD] = in_head
     work = workload(found)
@@ -75,5 +85,18 @@ def planned_model(
     held = sizes(found, Plan())
     numel = (int(held.first_numel), found.blocks[-1].numel, int(held.last_numel))
     experts = sum(one.numel * one.num_experts for one in found.blocks[-1].experts)
-    steps = StepModel(work, cluster, software, numel, int(held.tied_numel), units, experts)
-    return Model(steps, found)
+    return TracedModel(found, work, numel, int(held.tied_numel), experts, units)
+
+
+@lru_cache(maxsize=16)
+def _profiled(shallow: LanguageConfig, sequence: int, precision: Precision, in_head: bool) -> Profile:
+    """The profile of a model with few layers, with the loss computed in its head or from its logits."""
+
+    def tokens() -> Tensor:
+        return torch.zeros(1, sequence, dtype=torch.long, device="cpu")
+
+    with torch.device("meta"):
+        module = build(shallow).to(COMPUTE_DTYPE[precision])
+    if in_head:
+        install_loss_head(module)
+    return profile(module, lambda: (tokens(),), ExampleLoss(tokens))

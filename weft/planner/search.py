@@ -26,46 +26,23 @@ from weft.parallel.apply import STRATEGIES
 from weft.pipeline.build import refuse as refuse_pipeline
 from weft.plan import Memory as MemoryPolicy
 from weft.plan import Pipe, Plan, Recompute, Shard
-from weft.planner.closed_form_memory import RankMemory, Sizes, WorkingMemory, memory, plan_sizes, working
+from weft.planner.candidate import Candidate, SearchResult, rank, with_share
+from weft.planner.closed_form_memory import RankMemory, Sizes, plan_sizes
+from weft.planner.common_costs import CommonCosts, TextCosts
 from weft.planner.memory_stages import StageChoice
-from weft.planner.question import Question, asked_fields, inner_settings, size_settings, with_fields
-from weft.planner.step import StepModel, StepTime
+from weft.planner.question import Question, asked_fields, size_settings, with_fields
+from weft.planner.smaller_forms import IN_FLIGHT, STAGES, may_recompute, smaller_forms
+from weft.planner.step import StepModel
 from weft.profiling import Profile
-from weft.schedule.schedules import SCHEDULES
+from weft.schedule.schedules import SCHEDULES, refuse_schedule
 from weft.sharding.host_memory import KEPT_FREE_BYTES
 from weft.strategy import SearchSpace, Strategy, divisors
 
 MAX_MICRO_BATCH = 64
 NUM_TIMED = 48  # plans, the best in closed form, that are timed by simulation
 NUM_TOO_LARGE = 5
-REGATHER = "tensor.regather"
-IN_FLIGHT, CAPPED, MIN_CAPPED = "pipe.in_flight", ("1f1b", "interleaved"), 4  # schedules and degrees that are capped
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
-STAGES = ("pipe.balance", "pipe.split", "memory.recompute_stages")
 OFFLOAD, SHARES = "memory.offload", [share / 20 for share in range(21)]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A plan with its cost. `step` is set if its schedule was simulated."""
-
-    plan: Plan
-    num_micro_batches: int
-    seconds: float
-    memory: RankMemory
-    step: StepTime | None = None
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """The best plans, plans that would be as fast but do not fit (the nearest to fit first), and the number of plans
-    tried.
-    """
-
-    best: tuple[Candidate, ...]
-    too_large: tuple[Candidate, ...]
-    refused: tuple[tuple[str, str], ...]  # (plans that the model does not allow, reason)
-    num_considered: int
 
 
 @dataclass(frozen=True)
@@ -108,28 +85,24 @@ class Model:
 
     @cached_property
     def _sizes(self) -> dict[Any, Sizes]:
-        return {}
+        sizes: dict[Any, Sizes] = self.profile.cache.setdefault("sizes", {})  # the same on every cluster
+        return sizes
 
-    @cached_property
-    def _working(self) -> dict[Any, tuple[WorkingMemory, ...]]:
-        return {}
-
-    def _sizes_of(self, plan: Plan) -> tuple[Any, Sizes]:
-        """The sizes of a rank's part of the model, and the settings that they follow from."""
-        parts, policy = plan.num_expert_parts, plan.memory
-        inside = (size_settings(plan), parts, policy.recompute, policy.recompute_stages is not None, plan.matmul)
+    def _sizes_of(self, plan: Plan) -> Sizes:
+        """The sizes of a rank's part of the model."""
+        parts, memory = plan.num_expert_parts, plan.memory
+        inside = (size_settings(plan), parts, memory.recompute, memory.recompute_stages is not None, plan.matmul)
         if inside not in self._sizes:
             self._sizes[inside] = plan_sizes(self.profile, plan)
-        return inside, self._sizes[inside]
+        return self._sizes[inside]
 
     def held(self, plan: Plan, num_micro_batches: int) -> RankMemory:
         """Memory of the rank that needs most."""
-        inside, own = self._sizes_of(plan)
-        outer = (plan.memory.activations, plan.memory.recompute_stages, kept := self.steps.kept_bytes(plan), plan.pipe)
-        key = (*inside, inner_settings(plan), outer, num_micro_batches)
-        if key not in self._working:
-            self._working[key] = working(own, plan, self.steps.stage_units(plan), num_micro_batches, kept)
-        return memory(self._working[key], own, plan, num_micro_batches)
+        return self.common(plan, num_micro_batches).memory(plan)
+
+    def common(self, plan: Plan, num_micro_batches: int) -> CommonCosts:
+        """The costs that the plan shares with plans that differ only in data, shard and offloaded state."""
+        return TextCosts(plan, num_micro_batches, self.steps, self._sizes_of)
 
     def with_stages_that_fit(self, plan: Plan, num_micro_batches: int, limit_bytes: float) -> Plan | None:
         """Returns the plan with the fastest stages with which it fits, named in `pipe.split`; None without such."""
@@ -140,7 +113,7 @@ class Model:
         """Returns what chooses the plan's stages by memory; None if the model's blocks are not equal."""
         if self.steps.units is None:
             return None
-        sizes, seconds = self._sizes_of(plan)[1], self.steps.unit_seconds(plan)
+        sizes, seconds = self._sizes_of(plan), self.steps.unit_seconds(plan)
         return StageChoice(plan, sizes, self.steps.units, seconds, num_micro_batches, limit_bytes)
 
     def seeker(self, question: Question, keep: int) -> Search:
@@ -172,7 +145,6 @@ class Search(ABC):
         self._inner = [one for one in question.constraints if one.is_inner]
         self._outer = [one for one in question.constraints if not one.is_inner and one.name != OFFLOAD]
         self._asked = asked_fields(question.constraints)
-        self._regathers = not any(one.name == REGATHER for one in question.constraints)  # else only if needed to fit
         self._names = frozenset(one.name for one in question.constraints)
         self._of_pipe = [one for one in question.constraints if one.name in ("pipe.schedule", "pipe.chunks")]
         limits = [one for one in question.constraints if one.name == OFFLOAD]
@@ -180,19 +152,21 @@ class Search(ABC):
 
     def run(self) -> SearchResult:
         """Runs the search."""
-        inner = sorted(self._inner_plans(), key=lambda pair: pair[0])
-        for bound, plan in inner:
+        least = math.inf  # the first bound
+        for bound, plan in self._inner_plans():
+            least = min(least, bound)
             if self._is_slow(bound):
                 break
             self._lay_out(plan)
-        kept = sorted((item[2] for item in self._best), key=_rank)
-        timed = sorted((self._time(candidate) for candidate in kept), key=_rank)
+        kept = sorted((item[2] for item in self._best), key=rank)
+        timed = sorted((self._time(candidate) for candidate in kept), key=rank)
         timed = [one for one in timed if one.seconds < self.limit_seconds][: self.keep]
         fastest = timed[0].seconds if timed else float("inf")
         large = [one for one in self._large.values() if one.seconds < fastest] or list(self._large.values())
         large = sorted(large, key=lambda candidate: candidate.memory.total_bytes)[:NUM_TOO_LARGE]
         refused = tuple((what, reason) for reason, what in self._refused.items())
-        return SearchResult(tuple(timed), tuple(large), refused, self.num_considered)
+        least = 0.0 if math.isinf(least) else least * self.num_devices
+        return SearchResult(tuple(timed), tuple(large), refused, self.num_considered, least)
 
     @property
     def _base(self) -> Plan:
@@ -200,12 +174,29 @@ class Search(ABC):
         return Plan(precision=self.question.precision)
 
     def _inner_plans(self) -> Iterator[tuple[float, Plan]]:
-        """Yields (lower bound of the step's seconds, plan) for all settings that shape a rank's own work.
+        """Yields (lower bound of the step's seconds, plan) for all settings that shape a rank's own work, the lowest
+        bound first.
 
-        The other axes have degree 1.
+        The other axes have degree 1. Bounds with collectives are computed for plans whose kernels may be fast enough.
         """
-        for plan in self._settings(self._base, STRATEGIES):
-            yield from self._policies(plan)
+        plans = [one for plan in self._settings(self._base, STRATEGIES) for one in self._policies(plan)]
+        queue = [(self._inner_bound(plan, self.steps.kernel_seconds(plan)), index) for index, plan in enumerate(plans)]
+        heapq.heapify(queue)
+        bounds: dict[int, float] = {}
+        while queue:
+            bound, index = queue[0]
+            if index in bounds:
+                heapq.heappop(queue)
+                yield bound, plans[index]
+            else:
+                bounds[index] = self._inner_bound(plans[index], sum(self.steps.chain(plans[index])))
+                heapq.heapreplace(queue, (bounds[index], index))
+
+    def _inner_bound(self, plan: Plan, seconds: float) -> float:
+        """A lower bound of a step in which a micro-batch takes `seconds` in the whole model, on any number of ranks."""
+        assert plan.micro_batch is not None
+        rounds = self.question.batch / plan.micro_batch / plan.num_batch_ranks
+        return rounds * seconds * plan.num_ranks / self.num_devices
 
     def _settings(self, plan: Plan, strategies: Sequence[Strategy]) -> Iterator[Plan]:
         """Yields the plan under all settings of these strategies' axes."""
@@ -232,8 +223,8 @@ class Search(ABC):
         degrees = Plan(**fields).degrees
         self._refused.setdefault(reason, " × ".join(f"{axis} {degrees[axis]}" for axis in strategy.axes))
 
-    def _policies(self, inner: Plan) -> Iterator[tuple[float, Plan]]:
-        """Yields (lower bound of the step's seconds, plan) for each micro-batch and recompute policy."""
+    def _policies(self, inner: Plan) -> Iterator[Plan]:
+        """Yields the plan with each micro-batch and recompute policy."""
         batch = self.question.batch
         for micro_batch in divisors(batch):
             if micro_batch > MAX_MICRO_BATCH and "micro_batch" not in self._names:
@@ -243,9 +234,7 @@ class Search(ABC):
             for recompute in RECOMPUTES[:1] if inner.tensor.regather else RECOMPUTES:
                 plan = replace(inner, micro_batch=micro_batch, memory=MemoryPolicy(recompute))
                 if all(one.holds(plan) for one in self._inner):
-                    seconds = sum(self.steps.chain(plan))
-                    rounds = batch / micro_batch / inner.num_batch_ranks
-                    yield rounds * seconds * inner.num_ranks / self.num_devices, plan
+                    yield plan
 
     @abstractmethod
     def _pipes(self, degree: int, inner: Plan) -> list[Pipe]:
@@ -259,8 +248,6 @@ class Search(ABC):
         """The reason why the model does not allow the plan; None if it does."""
         reasons = (strategy.refuse(self.model.profile, plan) for strategy in STRATEGIES)
         return next((reason for reason in reasons if reason is not None), None)
-
-    # --- the other axes
 
     def _lay_out(self, inner: Plan) -> None:
         """Tries all layouts of pipe, shard and data around the settings of `inner`."""
@@ -278,25 +265,29 @@ class Search(ABC):
             for pipe in self._pipes(degree, inner):
                 if self._is_slow(self.steps.bound(inner, pipe, num_micro_batches)):
                     continue
+                common: CommonCosts | None = None  # of all plans of the loops below
                 for shard in divisors(ranks):
                     for stage in (1, 2, 3) if shard > 1 else (1,):
                         plan = replace(inner, data=ranks // shard, pipe=pipe, shard=Shard(shard, stage))  # type: ignore[arg-type]
                         if self._asked:
-                            made = self._with_asked(plan)
+                            made = self._with_asked(plan, num_micro_batches)
                             if made is None:
                                 continue
                             plan = made
                         if all(one.holds(plan) for one in self._outer) and self._allows(plan, num_micro_batches):
-                            self._consider(plan, num_micro_batches)
+                            common = common or self.model.common(plan, num_micro_batches)
+                            self._consider(plan, common)
 
-    def _with_asked(self, plan: Plan) -> Plan | None:
+    def _with_asked(self, plan: Plan, num_micro_batches: int) -> Plan | None:
         """Returns the plan with the fields that the question asks for and the search does not try by itself.
 
         Returns None, and remembers the reason, if such a plan is refused.
         """
         try:
             plan = with_fields(plan, self._asked)
-            reason = refuse_pipeline(self.model.profile, plan) or self._reason(plan)
+            pipe = plan.pipe
+            reason = refuse_schedule(pipe.schedule, pipe.degree, num_micro_batches, **pipe.options)
+            reason = reason or refuse_pipeline(self.model.profile, plan) or self._reason(plan)
         except PlanError as error:
             reason = str(error)
         if reason is not None:
@@ -307,56 +298,68 @@ class Search(ABC):
         """Are all plans kept so far faster than `seconds`, and are there enough of them?"""
         return seconds >= self.limit_seconds or (len(self._best) >= self._room and seconds >= -self._best[0][0])
 
-    # --- costs
-
     def _time(self, candidate: Candidate) -> Candidate:
         step = self.steps.step(candidate.plan, candidate.num_micro_batches)
         return replace(candidate, seconds=step.seconds, step=step)
 
-    def _offloaded(self, candidate: Candidate) -> Candidate | None:
+    def _offloaded(self, candidate: Candidate, common: CommonCosts) -> Candidate | None:
         """Returns the candidate with the smallest allowed share of its state in host memory with which it fits.
 
         Returns None if there is no such share.
         """
-        node, count = self.steps.cluster.node, candidate.num_micro_batches
+        node = self.steps.cluster.node
         is_hopeless = candidate.memory.least_bytes > self.limit_bytes
         if node.host_link_bytes_per_second is None or not self._shares or is_hopeless:
             return None
         held = candidate.memory.total_bytes
-        hosted = held - self._with_share(candidate, 1.0).memory.total_bytes
+        hosted = held - with_share(candidate, 1.0, common).memory.total_bytes
         least = max(0.0, (held - self.limit_bytes) / hosted) if hosted > 0 else 2.0
         share = next((share for share in self._shares if share >= least), None)
         room = node.host_memory_bytes / node.num_devices - KEPT_FREE_BYTES
         if share is None or hosted * share > room:
             return None
-        found = self._with_share(candidate, share)
+        found = with_share(candidate, share, common)
         if found.memory.total_bytes > self.limit_bytes:
             return None
-        return replace(found, seconds=self.steps.estimate(found.plan, count))
+        return replace(found, seconds=common.seconds(found.plan))
 
-    def _with_share(self, candidate: Candidate, share: float) -> Candidate:
-        plan = replace(candidate.plan, memory=replace(candidate.plan.memory, offload=share))
-        return replace(candidate, plan=plan, memory=self.model.held(plan, candidate.num_micro_batches))
-
-    def _try_smaller(self, plan: Plan, num_micro_batches: int) -> None:
+    def _try_smaller(self, plan: Plan, common: CommonCosts) -> None:
         """Tries a plan that does not fit with other stages, fewer micro-batches in flight, and `regather`, if it then
         fits.
 
         `regather` saves fewer inputs of matmuls. Each is tried with all micro-batches in flight first.
         """
-        forms = [[plan, *self._capped(plan)]]
-        if self._regathers and plan.tensor.sequence and plan.memory.recompute == "none":  # else it gathers again anyway
-            again = replace(plan, tensor=replace(plan.tensor, regather=True))
-            forms.append([again, *self._capped(again)])
-        for smaller in forms:
-            for one in smaller:  # a lower cap is slower; memory is checked first, as it takes less time
-                held = self.model.held(one, num_micro_batches)
+        for forms in self._forms(plan, common):
+            if self._is_too_large(forms) and not may_recompute(plan, self._names):
+                continue
+            fits_somewhere = forms[-1].floor_bytes <= self.limit_bytes  # the last form needs least
+            for form in forms if fits_somewhere else forms[:1]:  # a lower cap is slower
+                held = form.memory(plan)
                 if held.total_bytes <= self.limit_bytes:
-                    self._consider(one, num_micro_batches)
+                    self._consider(form.form_of(plan), form)
                     break
-                if one is smaller[0]:
-                    self._try_other_stages(one, held, num_micro_batches)
-                    self._try_recompute(one, num_micro_batches)
+                if form is forms[0]:
+                    self._try_other_stages(form.form_of(plan), held, common.num_micro_batches)
+                    if may_recompute(plan, self._names):
+                        self._try_recompute(form.form_of(plan), common.num_micro_batches)
+
+    def _forms(self, plan: Plan, common: CommonCosts) -> list[list[CommonCosts]]:
+        """Returns the costs of the plan's smaller forms, which plans with the same common costs share."""
+        if common.smaller_forms is None:
+            count = common.num_micro_batches
+            plans = smaller_forms(plan, count, self._names)
+            common.smaller_forms = [[self.model.common(one, count) for one in forms] for forms in plans]
+        return common.smaller_forms
+
+    def _is_hopeless(self, plan: Plan, common: CommonCosts) -> bool:
+        """Does no plan with these common costs fit, in no smaller form and without any state?"""
+        if common.floor_bytes <= self.limit_bytes or may_recompute(plan, self._names):
+            return False
+        return all(map(self._is_too_large, self._forms(plan, common)))
+
+    def _is_too_large(self, forms: list[CommonCosts]) -> bool:
+        """Does none of these forms of a plan fit, without any state, and the first not with other stages either?"""
+        return min(forms[-1].floor_bytes, forms[0].halved_floor_bytes) > self.limit_bytes
 
     def _try_other_stages(self, plan: Plan, held: RankMemory, num_micro_batches: int) -> None:
         """Tries the plan, which needs `held`, with stages that fit, if there are such.
@@ -367,53 +370,51 @@ class Search(ABC):
         if held.total_bytes - held.saved_bytes / 2 > self.limit_bytes or not self._names.isdisjoint(STAGES):
             return
         found = self.model.with_stages_that_fit(plan, num_micro_batches, self.limit_bytes)
-        if found is not None and self.model.held(found, num_micro_batches).total_bytes <= self.limit_bytes:
-            self._consider(found, num_micro_batches)
+        if found is not None:
+            self._consider_if_fits(found, num_micro_batches)
 
     def _try_recompute(self, plan: Plan, num_micro_batches: int) -> None:
         """Tries a plan that does not fit with recompute in as few stages as it fits with."""
-        if plan.pipe.degree == 1 or plan.memory.recompute != "none" or not self._names.isdisjoint(STAGES):
-            return
         for kind in RECOMPUTES[1:]:
             some = replace(plan, memory=replace(plan.memory, recompute=kind, recompute_stages=1))
             choice = self.model.stage_choice(some, num_micro_batches, self.limit_bytes)
             if choice is None or not all(one.holds(some) for one in self._inner):
                 continue
             found = choice.with_recompute()
-            if found is not None and self.model.held(found, num_micro_batches).total_bytes <= self.limit_bytes:
-                self._consider(found, num_micro_batches)
+            if found is not None:
+                self._consider_if_fits(found, num_micro_batches)
 
-    def _capped(self, plan: Plan) -> list[Plan]:
-        """Returns the plan with caps on the micro-batches in flight, the highest first."""
-        pipe = plan.pipe
-        if pipe.degree < MIN_CAPPED or pipe.schedule not in CAPPED or IN_FLIGHT in self._names:
-            return []
-        # Those of one group at all stages but the last, and of 1 to 1/2 of a group at the last.
-        full, step = pipe.num_stages, pipe.degree // 4
-        caps = range(full if pipe.num_stages > pipe.degree else full - step, full - pipe.degree // 2 - 1, -step)
-        return [replace(plan, pipe=replace(pipe, in_flight=cap)) for cap in caps]
+    def _consider_if_fits(self, plan: Plan, num_micro_batches: int) -> None:
+        common = self.model.common(plan, num_micro_batches)
+        if common.memory(plan).total_bytes <= self.limit_bytes:
+            self._consider(plan, common)
 
-    def _consider(self, plan: Plan, num_micro_batches: int) -> None:
+    def _consider(self, plan: Plan, common: CommonCosts) -> None:
         """Keeps a plan if it is among the fastest that fit.
 
         A plan that does not fit but would be among the fastest is kept if it is the nearest to fit of its layout.
         """
         self.num_considered += 1
         number = self.num_considered  # smaller forms of the plan are considered in between
-        seconds = self.steps.estimate(plan, num_micro_batches)
+        layout, held = tuple(plan.degrees.values()), None
+        if layout in self._large and self._is_hopeless(plan, common):
+            nearest = self._large[layout].memory.total_bytes  # to fit, of the plans of this layout
+            if common.floor_bytes >= nearest or (held := common.memory(plan)).total_bytes >= nearest:
+                return
+        seconds = common.seconds(plan)
         if self._is_slow(seconds):
             return  # if it does not fit, it is not worth reporting either
-        held = self.model.held(plan, num_micro_batches)
-        candidate: Candidate | None = Candidate(plan, num_micro_batches, seconds, held)
+        held = held or common.memory(plan)
+        candidate: Candidate | None = Candidate(plan, common.num_micro_batches, seconds, held)
         assert candidate is not None
-        is_large, layout = held.total_bytes > self.limit_bytes, tuple(plan.degrees.values())
+        is_large = held.total_bytes > self.limit_bytes
         if is_large and (layout not in self._large or held.total_bytes < self._large[layout].memory.total_bytes):
             self._large[layout] = candidate
         is_capped = plan.pipe.in_flight is not None and IN_FLIGHT not in self._names
         if is_large and not plan.tensor.regather and not is_capped:
-            self._try_smaller(plan, num_micro_batches)
+            self._try_smaller(plan, common)
         if is_large or self._shares[:1] != [0.0]:
-            candidate = self._offloaded(candidate)
+            candidate = self._offloaded(candidate, common)
         if candidate is None or self._is_slow(candidate.seconds):
             return
         item = (-candidate.seconds, -number, candidate)
@@ -443,8 +444,3 @@ class TextSearch(Search):
         found = [Pipe(degree, name) for name in SCHEDULES if name != "interleaved"]  # type: ignore[arg-type]
         found += [Pipe(degree, "interleaved", chunks=chunks) for chunks in range(2, most + 1)]
         return [pipe for pipe in found if all(one.holds(Plan(pipe=pipe)) for one in self._of_pipe)]
-
-
-def _rank(candidate: Candidate) -> tuple[float, float, str]:
-    """Returns a sort key: the step time, then the memory, then the name of the plan."""
-    return candidate.seconds, candidate.memory.total_bytes, candidate.plan.describe_axes()

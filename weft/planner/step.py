@@ -80,6 +80,20 @@ class PlannedStage(NamedTuple):
     parts: tuple[tuple[BlockWork, float], ...]
 
 
+class CommonTimes(NamedTuple):
+    """What times of plans share that differ only in data and shard.
+
+    Seconds of one micro-batch on the busiest pipeline rank and in the whole model, the blocks and the parameters of
+    that rank, and the parameters of the largest rank.
+    """
+
+    busiest: Seconds
+    total: Seconds
+    num_blocks: int
+    numel: float
+    largest_numel: float
+
+
 @dataclass(frozen=True)
 class StepModel(MicroBatchModel):
     """Step times of one model on one cluster."""
@@ -110,19 +124,26 @@ class StepModel(MicroBatchModel):
             self._rank_units[key] = stages, found  # holds the stages: their id stays unique
         return self._rank_units[key][1]
 
-    def estimate(self, plan: Plan, num_micro_batches: int) -> float:
-        """Seconds of a step in closed form, with 1f1b's waits. For the search; `step` simulates the schedule."""
+    def common_times(self, plan: Plan) -> CommonTimes:
+        """What `estimate` needs of a plan apart from its data and shard."""
         busiest, total, units = self._busiest(plan)
-        numels = [self._numel(one, plan) for one in self.rank_units(plan)]
+        largest = max(self._numel(one, plan) for one in self.rank_units(plan))
+        return CommonTimes(busiest, total, max(1, units.num_blocks), self._numel(units, plan), largest)
+
+    def estimate(self, plan: Plan, num_micro_batches: int, common: CommonTimes | None = None) -> float:
+        """Seconds of a step in closed form, with 1f1b's waits. For the search; `step` simulates the schedule.
+
+        `common` are the plan's common times, if they are known.
+        """
+        busiest, total, count, numel, largest = common or self.common_times(plan)
         ignored: dict[str, float] = {}
-        count = max(1, units.num_blocks)
-        both = self._beside_buffers(busiest, self._numel(units, plan), count, plan, ignored)
+        both = self._beside_buffers(busiest, numel, count, plan, ignored)
         slower = [new / old if old else 1.0 for new, old in zip(both, busiest, strict=True)]
         total = Seconds(total.forward * slower[0], total.backward * slower[1])
         makespan = _makespan(both, total, plan.pipe, num_micro_batches)
         makespan += 2 * (plan.pipe.degree - 1) * self.seconds("pipe", "send", self._message_bytes(plan), plan)
-        reduction = self._reduction(max(numels), plan, [busiest], count, ignored)
-        return makespan + reduction + self._optimizer_seconds(max(numels), plan, num_micro_batches)
+        reduction = self._reduction(largest, plan, [busiest], count, ignored)
+        return makespan + reduction + self._optimizer_seconds(largest, plan, num_micro_batches)
 
     def unit_seconds(self, plan: Plan) -> UnitSeconds:
         """Seconds of one micro-batch in each end of the model, in one block, and in a block of a stage that recomputes,

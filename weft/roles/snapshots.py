@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -120,13 +121,13 @@ class SnapshotSender:
         store.set(layout_key(world.index), describe(first))
         self._staged: dict[int, tuple[Tensor, PendingMessage]] = {}  # by validator; sent, or on its way
         self._results: queue.SimpleQueue[SnapshotResult] = queue.SimpleQueue()
-        self._is_busy = [False] * len(links)  # by validator, on training rank 0
+        self._busy: dict[int, int] = {}  # the step that a validator measures, by its number; on training rank 0
 
     def offer(self, step: int) -> bool:
         """Sends the snapshot of a step if a validator is free. All training ranks call it. Returns whether it did."""
         choice = torch.tensor([_NOBODY, 0], dtype=torch.int64)
         if self._world.index == 0:
-            free = next((link for link in self._links if not self._is_busy[link.number] and self._is_there(link)), None)
+            free = next((link for link in self._links if link.number not in self._busy and self._is_there(link)), None)
             if free is not None:
                 choice[0], choice[1] = free.number, free.start
         broadcast(choice, self._world).wait()
@@ -134,6 +135,8 @@ class SnapshotSender:
         if number == _NOBODY:
             return False
         link = self._links[number]
+        if self._world.index == 0:
+            self._busy[number] = step
         try:
             self._send(link, start, step)
         except LostRankError:
@@ -142,13 +145,22 @@ class SnapshotSender:
                 self._results.put(SnapshotResult(step, link.name, None))
         return True
 
-    def results(self, wait: bool = False) -> list[SnapshotResult]:
-        """The results that have come, on training rank 0. With `wait`, at least one if any is outstanding."""
+    def results(self, wait_seconds: float = 0.0) -> list[SnapshotResult]:
+        """The results that have come, on training rank 0. If none has, waits so long for one that is outstanding; a
+        validator that does not answer in that time counts as lost.
+        """
         found: list[SnapshotResult] = []
-        while not self._results.empty() or (wait and not found and any(self._is_busy)):
-            result = self._results.get()
-            self._is_busy[next(link.number for link in self._links if link.name == result.validator)] = False
-            found.append(result)
+        while not self._results.empty() or (wait_seconds and not found and self._busy):
+            try:
+                result = self._results.get(timeout=wait_seconds or None)
+            except queue.Empty:
+                number, step = self._busy.popitem()
+                self._links[number].lose()
+                found.append(SnapshotResult(step, self._links[number].name, None))
+                continue
+            if result.step in self._busy.values():
+                self._busy = {number: step for number, step in self._busy.items() if step != result.step}
+                found.append(result)
         return found
 
     @property
@@ -156,15 +168,15 @@ class SnapshotSender:
         """Is a validator there? On training rank 0."""
         return any(map(self._is_there, self._links))
 
-    def close(self) -> None:
+    def close(self, timeout: timedelta) -> None:
         """Tells the validators that there are no more snapshots."""
         for _, message in self._staged.values():
             with suppress(LostRankError):
-                message.wait()
+                message.wait(timeout)
         for link in self._links if self._world.index == 0 else ():
             if link.channel is not None:
                 with suppress(LostRankError):
-                    link.channel.send(torch.tensor([END])).wait()
+                    link.channel.send(torch.tensor([END])).wait(timeout)
 
     def _is_there(self, link: RoleLink) -> bool:
         """Is a validator there? One that was lost and has started again is connected."""
@@ -182,7 +194,7 @@ class SnapshotSender:
         packed, sent = self._staged.get(link.number, (None, None))
         if sent is not None:
             with suppress(LostRankError):
-                sent.wait()  # it has arrived: the validator is free
+                sent.wait()  # it has arrived, or its connection is lost: the validator is free
         if packed is None:
             packed = torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=self._pins)
         pack(in_order(self._pieces()), packed)
@@ -194,7 +206,6 @@ class SnapshotSender:
         """Announces a snapshot, and waits for its result in a thread, because Gloo's messages cannot be polled."""
         number, measures = torch.tensor([step]), torch.empty(self._num_measures, dtype=torch.float64)
         announcement, answer = channel.send(number), channel.receive(measures)
-        self._is_busy[link.number] = True
 
         def wait() -> None:
             try:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 
 from weft.errors import PlanError
 from weft.schedule.actions import Action, Schedule, Steps, chain
@@ -40,6 +41,16 @@ def make_schedule(name: str, num_ranks: int, num_micro_batches: int, **options: 
             hint = nearest(option, known) if known else "; it takes none"
             raise PlanError(f"schedule '{name}' has no option '{option}'{hint}")
     return make(num_ranks, num_micro_batches, **options)
+
+
+@lru_cache(maxsize=1 << 10)
+def refuse_schedule(name: str, num_ranks: int, num_micro_batches: int, **options: object) -> str | None:
+    """Returns the reason why a schedule does not allow these ranks, micro-batches or options; None if it does."""
+    try:
+        make_schedule(name, num_ranks, num_micro_batches, **options)
+    except PlanError as error:
+        return str(error)
+    return None
 
 
 def gpipe(num_ranks: int, num_micro_batches: int, *, in_flight: int | None = None) -> Schedule:
@@ -89,8 +100,7 @@ def interleaved(num_ranks: int, num_micro_batches: int, *, chunks: int = 2, in_f
     num_groups = max(1, num_micro_batches // num_ranks)
     bounds = [index * num_micro_batches // num_groups for index in range(num_groups + 1)]
     groups = [range(start, stop) for start, stop in itertools.pairwise(bounds)]
-    largest = max(map(len, groups))
-    least = (chunks - 1) * largest + 1
+    largest, least = max(map(len, groups)), least_in_flight(num_ranks, num_micro_batches, chunks)
     cap = _cap("interleaved", in_flight, least + 2 * num_ranks)
     if cap < least:
         raise PlanError(
@@ -107,6 +117,13 @@ def interleaved(num_ranks: int, num_micro_batches: int, *, chunks: int = 2, in_f
         lists.append(_by_turns(forwards, backwards, min(ahead, cap - 1)))
     placement = [rank for _ in range(chunks) for rank in range(num_ranks)]
     return _schedule("interleaved", num_micro_batches, lists, [placement], chunks=chunks, **_given(in_flight))
+
+
+def least_in_flight(num_ranks: int, num_micro_batches: int, chunks: int) -> int:
+    """The lowest `in_flight` of interleaved (of 1f1b, with one chunk): the largest group at all stages but the last,
+    and one.
+    """
+    return (chunks - 1) * -(-num_micro_batches // max(1, num_micro_batches // num_ranks)) + 1
 
 
 def zero_bubble(num_ranks: int, num_micro_batches: int, *, in_flight: int | None = None) -> Schedule:

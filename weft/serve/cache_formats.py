@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from weft.errors import ConfigError
 from weft.serve.four_bit_cache import FourBitFormat
 from weft.serve.layer_cache import CacheFormat, PlainFormat
+from weft.serve.loki_calibration import load
 
 DEFAULT_BLOCK_SIZE = 16
 
@@ -13,9 +16,12 @@ def cache_format(name: str | None) -> CacheFormat:
     """The format of a name; None is that of keys and values as they are. Raises ConfigError."""
     if name is None:
         return PlainFormat()
+    kind, _, path = name.partition("=")
     if name == "int4":
         return FourBitFormat()
-    raise ConfigError(f"--cache {name} is unknown; give int4")
+    if kind == "loki" and path:
+        return load(Path(path))
+    raise ConfigError(f"--cache {name} is unknown; give int4, or loki=FILE with a file of weft calibrate")
 
 
 def block_size_of(found: CacheFormat) -> int:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.errors import ConfigError
 from weft.serve.group_codes import GroupCodes, decode, encode
@@ -24,6 +24,7 @@ from weft.serve.layer_cache import CacheSizes, LayerCache, staging
 from weft.serve.paged_attention import PagedBatch, masked_attention
 
 GROUP = 64
+DECODED_TOKENS = 1 << 15  # that plain functions decode at a time
 
 
 class FourBitFormat:
@@ -33,6 +34,11 @@ class FourBitFormat:
     block_size: int | None = GROUP
     keeps_whole_blocks = True  # a tail belongs to a running request
     is_chunked_alike = True
+    needs_one_rank = False
+    has_kernel = False
+
+    def refuse(self, model: nn.Module) -> None:
+        return
 
     def layer(self, index: int, sizes: CacheSizes) -> LayerCache:
         return FourBitLayer(sizes)
@@ -143,12 +149,22 @@ class FourBitLayer:
         return keys.to(dtype), values.to(dtype)
 
     def _attend_decodes(self, query: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
+        """Attention of decodes, some requests at a time, so that few keys and values are decoded at once."""
         number = batch.num_decodes
-        tables, lengths = batch.tables[:number].long(), batch.lengths[:number]
-        keys, values = self.decoded(tables, query.dtype)  # [requests, blocks, GROUP, key heads, head_dim]
+        at_once = max(1, DECODED_TOKENS // (batch.tables.shape[1] * GROUP))
+        given = (query, batch.tables, batch.lengths, batch.rows)
+        parts = []
+        for begin in range(0, number, at_once):
+            some, tables, lengths, rows = (one[begin : min(begin + at_once, number)] for one in given)
+            parts.append(self._attend_requests(some, tables, lengths, rows, window))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend_requests(
+        self, query: Tensor, tables: Tensor, lengths: Tensor, rows: Tensor, window: int | None
+    ) -> Tensor:
+        keys, values = self.decoded(tables.long(), query.dtype)  # [requests, blocks, GROUP, key heads, head_dim]
         own = (lengths.long() - 1) // GROUP
-        every = torch.arange(number, device=query.device)
-        keys[every, own] = self._tails[batch.rows[:number].long(), own % 2]
+        keys[torch.arange(len(query), device=query.device), own] = self._tails[rows.long(), own % 2]
         places = torch.arange(tables.shape[1] * GROUP, device=query.device)
         mask = places < lengths[:, None]
         if window is not None:

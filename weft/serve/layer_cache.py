@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.serve.paged_attention import PagedBatch, attend
 
@@ -53,6 +53,11 @@ class CacheFormat(Protocol):
     block_size: int | None  # that it needs; None: any
     keeps_whole_blocks: bool  # of requests sent back to the queue, only full blocks can be kept in host memory
     is_chunked_alike: bool  # results do not depend on which tokens are computed together
+    needs_one_rank: bool
+    has_kernel: bool  # decodes on a GPU are one kernel, which reads a request's own tokens alone
+
+    def refuse(self, model: nn.Module) -> None:
+        """Raise ConfigError if it was made for another model."""
 
     def layer(self, index: int, sizes: CacheSizes) -> LayerCache:
         """The cache of the block number `index` of this rank's model."""
@@ -86,6 +91,11 @@ class PlainFormat:
     block_size: int | None = None
     keeps_whole_blocks = False
     is_chunked_alike = True
+    needs_one_rank = False
+    has_kernel = True
+
+    def refuse(self, model: nn.Module) -> None:
+        return
 
     def layer(self, index: int, sizes: CacheSizes) -> LayerCache:
         return PlainLayer(sizes)

@@ -82,7 +82,7 @@ class ModelPart:
         self.ranks = ranks
         self.load = load
         self.context_length = _context_length(model, options.context_length)
-        _refuse_cache(options)
+        _refuse_cache(options, model, ranks)
         axes = ModelAxes() if ranks is None else ranks.axes
         self.paged = PagedModel(model, self.context_length, axes, options.cache)
         linears = [linear for block in self.paged.blocks for linear in block.linears]
@@ -176,10 +176,13 @@ class ModelPart:
         return min(most, fitting)
 
 
-def _refuse_cache(options: EngineOptions) -> None:
-    """Raise ConfigError for a format of the cache that does not go with other options."""
+def _refuse_cache(options: EngineOptions, model: nn.Module, ranks: ServingRanks | None) -> None:
+    """Raise ConfigError for a format of the cache that does not go with the model or other options."""
     if options.cache is None:
         return
+    options.cache.refuse(model)
+    if options.cache.needs_one_rank and ranks is not None:
+        raise ConfigError(f"a cache of {options.cache.name} needs one rank; serve without a plan, or leave out --cache")
     if options.cache.block_size not in (None, options.block_size):
         raise ConfigError(
             f"a cache of {options.cache.name} needs blocks of {options.cache.block_size} tokens, not "

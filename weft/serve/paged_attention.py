@@ -69,10 +69,16 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, windo
         decode = _kernel_for_decodes() if on_gpu else decode_attention
         parts.append(decode(query[:num_decodes], keys, values, tables, lengths, batch.block_size, window))
     if batch.prompt_queries:
-        is_flash = on_gpu and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
-        prompt = flash_prompt_attention if is_flash else prompt_attention
-        parts.append(prompt(query[num_decodes:], keys, values, batch, window))
+        parts.append(attend_prompts(query[num_decodes:], keys, values, batch, window))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def attend_prompts(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
+    """Attention of the tokens of prompts alone: query and result are [tokens of prompts, heads, head_dim]."""
+    on_gpu = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+    is_flash = on_gpu and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    prompt = flash_prompt_attention if is_flash else prompt_attention
+    return prompt(query, keys, values, batch, window)
 
 
 def _kernel_for_decodes():  # type: ignore[no-untyped-def]

@@ -24,6 +24,7 @@ from weft.serve.group_codes import GroupCodes, decode, encode
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # the largest number of e4m3
+MAX_KERNEL_ROWS = 8  # of a product by the kernel; more are multiplied by tensor cores, after the weight is decoded
 
 
 class WeightFormat(Protocol):
@@ -66,6 +67,12 @@ class Grouped:
         return decode(GroupCodes(codes, scale.view(torch.float16), least.view(torch.float16)), self.bits, dtype)
 
     def product(self, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        if hidden.is_cuda and hidden.dim() == 2 and len(hidden) <= MAX_KERNEL_ROWS:
+            from weft.serve.packed_product_kernel import grouped_product_by_kernel
+
+            codes, scale, least = parts
+            of_groups = (scale.view(torch.float16), least.view(torch.float16))
+            return grouped_product_by_kernel(hidden.contiguous(), codes, *of_groups, self.bits)
         return F.linear(hidden, self.decode(parts, hidden.dtype))
 
 

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from weft.comm import Axis
 from weft.data.chat import ChatRenderer, Packer, PairPacker, packed_chats
 from weft.data.chat_template import load_template
-from weft.data.config import ChatConfig, DataConfig, PreferenceConfig, SlidesConfig
+from weft.data.config import ChatConfig, DataConfig, ImagesConfig, PreferenceConfig, SlidesConfig
 from weft.data.images import ImageRegion, Images, open_folder
-from weft.data.order import batch_indices, local_indices
+from weft.data.order import batch_indices, coin, epochs_of, local_indices
 from weft.data.slides import slide_folder
 from weft.data.sources import documents
 from weft.data.tokens import Sequences, token_cache
@@ -77,6 +77,10 @@ class TrainingData:
         indices = batch_indices(step, split.batch, len(self.train), run.train.seed)
         rows = local_indices(indices, split.micro_batch, axis.degree, axis.index)
         samples = (self.train.get(chosen) for chosen in rows)
+        if isinstance(run.data, SlidesConfig | ImagesConfig) and run.data.mirror:
+            drawn = coin(indices, run.train.seed, epochs_of(step, split.batch, len(self.train)))
+            bits = local_indices(drawn, split.micro_batch, axis.degree, axis.index)
+            samples = (_mirrored(batch, one) for batch, one in zip(samples, bits, strict=True))
         goldfish = run.train.goldfish
         if goldfish is not None:
             samples = ((inputs, goldfish.apply(labels)) for inputs, labels, *_ in samples)
@@ -158,6 +162,12 @@ def _prepare_images(run: Run, progress: Progress | None) -> TrainingData:
             folder, shape, model.num_classes, held_out=data.held_out, level=data.level, on_bad=data.on_bad
         )
     return TrainingData(found.train, found.held_out, found.fingerprint, str(folder), found.bad)
+
+
+def _mirrored(batch: Batch, chosen: NDArray[np.int64]) -> Batch:
+    """Returns a batch of images [samples, channels, rows, columns] with the chosen ones mirrored."""
+    inputs, *targets = batch
+    return (torch.where(torch.from_numpy(chosen).bool()[:, None, None, None], inputs.flip(-1), inputs), *targets)
 
 
 def _in_compute_dtype(batch: Batch, run: Run) -> Batch:

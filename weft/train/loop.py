@@ -30,6 +30,7 @@ from weft.train.early_stopping import stopped_early
 from weft.train.parts import make_parts
 from weft.train.prefetch import make_batches
 from weft.train.recording import CommunicationProfile
+from weft.train.role_advice import RoleAdvice
 from weft.train.role_links import RoleLinks, batch_queue, job_store
 from weft.train.role_rank import serve_role
 from weft.train.setup import attention, build_state, refuse_start, show_status, watched, world
@@ -85,8 +86,9 @@ def _train(run: Run, rank: JobRank, data: TrainingData, reporter: Reporter, step
             checkpoints.resume()
             results = StepResults(state, policy, reporter)  # on a GPU, losses and norms are read one step late
             evaluation = make_evaluation(state, results.log, links, store)
-            parts = make_parts(state, evaluation, checkpoints, CommunicationProfile(state), results.log)
             batches = make_batches(state, policy, batch_queue(links, state))
+            advice = RoleAdvice(state, batches, evaluation)
+            parts = make_parts(state, evaluation, checkpoints, CommunicationProfile(state), results.log, advice)
             timeout = timedelta(seconds=run.train.timeout_seconds)
             sections = take_over_losses(state.model, mesh, checkpoints.saver, rank_info, lambda: state.step, timeout)
             stop = Stop(mesh, sections, evaluation.wants_stop, stopped_early(run, state.step) is not None)

@@ -7,6 +7,7 @@ A new part is a class here (or in its own file) and a line in `make_parts`.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -165,6 +166,7 @@ class Evaluation(TrainingPart):
         self._state, self._log = state, log
         self._objective = task_of(state.run).objective
         self.means: dict[str, float] = {}
+        self.seconds, self.count = 0.0, 0  # spent on evaluations, and their number
         self.early = None if log is None else EarlyStopping(state.run)  # on rank 0, which decides
 
     def wants_stop(self) -> bool:
@@ -187,8 +189,10 @@ class Evaluation(TrainingPart):
         state.status.phase("evaluating")
         held_out = state.data.evaluation_batches(state.run, state.mesh["batch"], state.mesh.device)
         if held_out:
+            began, self.count = time.perf_counter(), self.count + 1
             means = evaluate(state.model, held_out, state.mesh, self._objective).flatten().tolist()
             self.means = dict(zip(self._objective.measures, means, strict=True))
+            self.seconds += time.perf_counter() - began
         if self._log is not None and self.means:
             self._log.write("evaluation", step, self.means)
             self._judge(step, step)
@@ -274,8 +278,9 @@ def make_parts(
     checkpoints: TrainingPart,
     profile: TrainingPart,
     log: MetricsLog | None,
+    *more: TrainingPart,
 ) -> TrainingParts:
-    """Returns all parts of a run, in the order in which they run."""
+    """Returns all parts of a run, in the order in which they run: `more` at the end."""
     return TrainingParts(
         (
             InjectedFaults(state),
@@ -287,5 +292,6 @@ def make_parts(
             evaluation,
             checkpoints,
             StepTimeline(state),
+            *more,
         )
     )

@@ -6,6 +6,7 @@ a CPU neither is delayed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -32,9 +33,16 @@ class Batches:
         close: Callable[[], None] = lambda: None,
     ) -> None:
         """`close` is called after the last step."""
-        self._make, self._last, self.close = make, last, close
+        self._given, self._last, self.close = make, last, close
+        self.seconds = 0.0  # spent on making batches, or on waiting for those of loaders
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._next: tuple[int, list[Batch]] | None = None
+
+    def _make(self, step: int) -> list[Batch]:
+        began = time.perf_counter()
+        found = self._given(step)
+        self.seconds += time.perf_counter() - began
+        return found
 
     def take(self, step: int) -> list[Batch]:
         """Returns the batches of a step."""

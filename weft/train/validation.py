@@ -16,7 +16,7 @@ from weft.roles.snapshots import SnapshotResult, SnapshotSender
 from weft.step.task import task_of
 from weft.train.metrics import MetricsLog
 from weft.train.parts import Evaluation, is_due
-from weft.train.role_links import RoleLinks
+from weft.train.role_links import RoleLinks, timeout_of
 from weft.train.state import TrainState
 
 
@@ -35,7 +35,7 @@ class Validation(Evaluation):
         state.status.phase("sending a snapshot")
         if step == config.steps and self._is_first:  # training is over: nothing is held up
             state.status.phase(VALIDATING)
-            self._take(step, self._sender.results(wait=True))
+            self._take(step, self._sender.results(config.timeout_seconds))
         if not self._sender.offer(step) and self._is_first:
             why = "every validator is still busy" if self._sender.has_validators else "no validator is there"
             state.say(f"step {step} is not evaluated: {why}")
@@ -43,9 +43,9 @@ class Validation(Evaluation):
 
     def end(self) -> None:
         self._state.status.phase(VALIDATING)
-        while found := self._sender.results(wait=True):
+        while found := self._sender.results(self._state.run.train.timeout_seconds):
             self._take(self._state.step, found)
-        self._sender.close()
+        self._sender.close(timeout_of(self._state.run))
 
     def _take(self, step: int, results: list[SnapshotResult]) -> None:
         """Logs results at a step."""

@@ -1,6 +1,6 @@
-"""How the frameworks of published tables ran: facts, the same for every row of a table, each with its source beside it.
+"""How other frameworks run a step: facts about those of published tables and famous runs, each with its source.
 
-Those not re-checked at the source are marked so.
+They are the same for every row of a table. Those not re-checked at the source are marked so.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from weft.profiling.software import EAGER_LOSS_BYTES, FUSED_LOSS_BYTES, Software
 # (later ones hide dI's; the tables' scripts do not), 16-bit gradients, sends split over tensor ranks (SC 2021, 4.1),
 # tensor ranks next to each other, then those of data, then stages.
 # Its cross-entropy passes 56 bytes for a logit: cast, maximum, difference, exponential, sum, quotient; then the
-# gradient and its cast. What its host takes for the forward of a layer was measured (`megatron_host.py`, on another
-# host than the tables'); the planner counts so many operations in it.
+# gradient and its cast. What its host takes for the forward of a layer was measured (`benchmarks/megatron_host.py`, on
+# another host than the tables'); the planner counts so many operations in it.
 MEGATRON_LAYER_SECONDS, MEGATRON_OPERATIONS = 1.2168e-3, 16
 # Read and written for each parameter by a fused Adam with 16-bit weights and fp32 state.
 FUSED_ADAM_BYTES = 30
@@ -75,3 +75,15 @@ TITAN = Software(
 AXONN = Software(
     equal_stages=True, optimizer_bytes=FUSED_ADAM_BYTES, gradient_bytes=2, gathers_again=True, stops_early=False
 )
+# Megatron-DeepSpeed: what DeepSpeed adds. With bf16, its BF16_Optimizer casts the gradient of every micro-batch to fp32
+# (6 bytes for each parameter), adds it to a sum in fp32 (12 bytes), and reduces that sum (deepspeed/runtime/
+# bf16_optimizer.py). With fp16, autograd adds gradients in 16 bits (6 bytes).
+DEEPSPEED_BF16 = replace(MEGATRON, gradient_bytes=4, sum_bytes=18)
+DEEPSPEED_FP16 = replace(MEGATRON, sum_bytes=6)
+# The frameworks of famous runs, by the names in `famous_runs.csv`.
+FRAMEWORKS = {
+    "megatron": MEGATRON,
+    "megatron-core": CORE,
+    "megatron-deepspeed-bf16": DEEPSPEED_BF16,
+    "megatron-deepspeed-fp16": DEEPSPEED_FP16,
+}

@@ -1,0 +1,155 @@
+"""What each way to read fewer bytes does to a trained model: perplexity a token, and bytes of weights and cache.
+
+    weft train examples/quickstart.toml data.sequence=256
+    python benchmarks/lean_quality.py runs/quickstart [--rows 32] [--out benchmarks/results/lean-quality-cpu.json]
+
+Texts are Python source: that of tests/ calibrates, that of weft/ is measured. Where a format's results depend on which
+tokens are computed together (Loki), every token is computed by a decode; elsewhere a row is computed at once.
+Speculative decoding changes no token; its acceptance and CPU time are measured on greedy answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.data.tokenizer import Tokenizer
+from weft.serve.corrected_codes import pack_corrected
+from weft.serve.engine import Engine, EngineOptions
+from weft.serve.four_bit_cache import FourBitFormat
+from weft.serve.generate import load_for_generation
+from weft.serve.layer_cache import CacheFormat, PlainFormat
+from weft.serve.loki_cache import LokiChoice, LokiFormat
+from weft.serve.loki_calibration import calibrate
+from weft.serve.model_part import ModelPart
+from weft.serve.packed_linear import pack_model
+from weft.serve.request import Request, Sampling
+from weft.serve.step_inputs import StepInputs, text_inputs
+from weft.serve.weight_formats import FORMATS
+
+ROOT = Path(__file__).parents[1]
+LOKI = LokiChoice(dims=0.25, tokens=0.25, newest=16, dense_below=64)  # contexts are short here
+
+
+def rows_of(folder: str, tokenizer: Tokenizer, number: int, width: int) -> Tensor:
+    """Rows of tokens, spread over the source files of a folder."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / folder).rglob("*.py")))
+    tokens = torch.from_numpy(tokenizer.encode(text).astype("int64"))
+    every = tokens[: len(tokens) // width * width].view(-1, width)
+    return every[:: max(1, len(every) // number)][:number]
+
+
+@torch.inference_mode()
+def perplexity(model: nn.Module, rows: Tensor, form: CacheFormat) -> float:
+    """exp of the mean loss of all tokens but the first."""
+    number, width = rows.shape
+    size = form.block_size or 16
+    blocks = -(-width // size)
+    options = EngineOptions(block_size=size, num_blocks=number * blocks, max_running=number, cache=form)
+    part = ModelPart(model, options)
+    if form.is_chunked_alike:
+        losses = [float(row_loss(part, row)) for row in rows]
+        return math.exp(sum(losses) / (number * (width - 1)))
+    table = torch.arange(number * blocks, dtype=torch.int32).view(number, blocks)
+    total = 0.0
+    for place in range(width - 1):
+        slots = table[:, place // size] * size + place % size
+        places, unknown = torch.full_like(slots, place), torch.full_like(slots, -1)
+        flat = torch.stack([rows[:, place].to(torch.int32), unknown, places, slots])
+        head = torch.stack([places + 1, torch.arange(number, dtype=torch.int32)], dim=1)
+        inputs = StepInputs(flat, torch.cat([head, table], 1), [1] * number, number, list(range(number)))
+        found = part.logits(inputs)
+        assert found is not None
+        total += float(nn.functional.cross_entropy(found[0].double(), rows[:, place + 1], reduction="sum"))
+    return math.exp(total / (number * (width - 1)))
+
+
+def row_loss(part: ModelPart, row: Tensor) -> Tensor:
+    """The sum of losses of a row that is computed at once."""
+    hidden = part.hidden_states(text_inputs(row.tolist(), part.layout.block_size))
+    assert hidden is not None
+    logits = nn.functional.linear(hidden, part.paged.model.lm_head.weight)
+    return nn.functional.cross_entropy(logits[:-1].double(), row[1:], reduction="sum")
+
+
+def random_axes(found: LokiFormat) -> LokiFormat:
+    """The control: axes that have nothing to do with the keys."""
+    generator = torch.Generator().manual_seed(0)
+    shape = found.axes.shape
+    return LokiFormat(torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float64))[0], found.choice)
+
+
+def speculation(read: Callable[[], nn.Module], rows: Tensor, width: int) -> dict[str, Any]:
+    """Greedy answers with and without drafts by lookup: equal tokens, acceptance, CPU seconds."""
+    found: dict[str, Any] = {}
+    answers = []
+    for speculate in (None, "ngram"):
+        engine = Engine(read(), EngineOptions(num_blocks=600, context_length=width, speculate=speculate))  # type: ignore[arg-type]
+        for index, row in enumerate(rows.tolist()):
+            engine.add(Request(str(index), tuple(row[: width // 2]), width // 2 - 1, Sampling(temperature=0)))
+        tokens: dict[str, list[int]] = {}
+        began, num_steps = time.process_time(), 0
+        while engine.has_work():
+            num_steps += 1
+            for one in engine.step():
+                tokens.setdefault(one.request, []).append(one.token)
+        state = engine.state()
+        about = {"cpu_seconds": time.process_time() - began, "steps": num_steps, "tokens": state.num_generated}
+        if speculate:
+            about |= {"drafted": state.num_drafted, "accepted": state.num_accepted}
+        found[speculate or "without"] = about
+        answers.append(tokens)
+    return {**found, "equal": answers[0] == answers[1]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/lean-quality-cpu.json")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    _, tokenizer, width = load_for_generation(options.run)
+    rows, calibration = (rows_of(one, tokenizer, options.rows, width) for one in ("weft", "tests"))
+
+    def read() -> nn.Module:
+        return load_for_generation(options.run)[0]
+
+    def packed(name: str, corrects: bool) -> nn.Module:
+        model = read()
+        if corrects:
+            pack_corrected(model, FORMATS[name], list(calibration.split(8)))
+        else:
+            pack_model(model, FORMATS[name])
+        return model
+
+    loki, explained = calibrate(read(), [calibration], LOKI)
+    cases: dict[str, tuple[nn.Module, CacheFormat]] = {"dense": (read(), PlainFormat())}
+    cases |= {f"weights {name}": (packed(name, False), PlainFormat()) for name in FORMATS}
+    cases |= {f"weights {name}, corrected": (packed(name, True), PlainFormat()) for name in ("int4", "int4-128")}
+    cases |= {"cache int4": (read(), FourBitFormat()), "cache loki": (read(), loki)}
+    cases["cache loki, random axes"] = (read(), random_axes(loki))
+    cases["weights int4, cache int4"] = (packed("int4", True), FourBitFormat())
+    found: dict[str, Any] = {}
+    for name, (model, form) in cases.items():
+        weights = sum(one.numel() * one.itemsize for one in (*model.parameters(), *model.buffers()))
+        found[name] = {"perplexity": perplexity(model, rows, form), "weight_bytes_fp32": weights}
+        print(f"{name:28} {found[name]['perplexity']:.4f}  {weights:,} bytes of weights", flush=True)
+    drafts = speculation(read, rows[:8], width)
+    print("speculation", drafts)
+    about = {"machine": platform.machine(), "torch": torch.__version__, "tokens": rows.numel(), "context": width}
+    result = {"about": about, "found": found, "speculation": drafts, "explained": explained.mean(1).tolist()}
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Costs that plans share: the search with them, and its bounds, gives the answers of a search without."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import pytest
+
+from weft.cluster.hardware import Cluster, load
+from weft.models import GPT2Config
+from weft.plan import Plan
+from weft.planner.candidate import Candidate, SearchResult
+from weft.planner.closed_form_memory import RankMemory, memory, plan_sizes, working
+from weft.planner.common_costs import CommonCosts, TextCosts
+from weft.planner.model import planned_model
+from weft.planner.question import Question, parse_constraints
+from weft.planner.search import Model, TextSearch, search
+
+SMALL = GPT2Config(vocab_size=50304, n_positions=1024, n_embd=1024, n_layer=8, n_head=16)
+NUM_SAMPLED, NUM_SOAK = 2, 40
+WORDS = ((), ("pipe>=2",), ("no recompute",), ("x>=2", "sequence=true"), ("schedule=interleaved",), ("offload<=0.5",))
+
+
+@dataclass(frozen=True)
+class EachAlone(Model):
+    """The model with the costs of every plan computed alone: nothing shared, no bound, all pipeline ranks."""
+
+    def held(self, plan: Plan, num_micro_batches: int) -> RankMemory:
+        own = plan_sizes(self.profile, plan)
+        ranks = working(own, plan, self.steps.stage_units(plan), num_micro_batches)
+        return memory(ranks, own, plan, num_micro_batches)
+
+    def common(self, plan: Plan, num_micro_batches: int) -> CommonCosts:
+        return CommonCosts(plan, num_micro_batches, self.steps.estimate, self.held)
+
+
+@lru_cache(maxsize=1)
+def small() -> Model:
+    return planned_model(SMALL, 1024, load("h100:1x8"))
+
+
+def on(cluster: Cluster, gigabytes: float) -> Model:
+    device = replace(cluster.node.device, memory_bytes=int(gigabytes * 1e9))
+    return small().on(replace(cluster, node=replace(cluster.node, device=device)))
+
+
+def question_of(seed: int) -> tuple[Model, Question]:
+    """A model that few of the plans fit, and a question about it."""
+    rng = random.Random(f"common {seed}")
+    cluster = load(rng.choice(["h100:1x8", "h100:2x4", "a100-40:4x4"]))
+    question = Question(rng.choice([16, 24, 64]), 1024, "bf16", parse_constraints(rng.choice(WORDS)))
+    return on(cluster, rng.choice([2.5, 3.0, 4.0, 6.0])), question
+
+
+def shown(found: SearchResult) -> tuple[list[tuple[Plan, float, RankMemory]], ...]:
+    def of(candidates: tuple[Candidate, ...]) -> list[tuple[Plan, float, RankMemory]]:
+        return [(one.plan, one.seconds, one.memory) for one in candidates]
+
+    return of(found.best), of(found.too_large)
+
+
+def check_question(seed: int) -> None:
+    model, question = question_of(seed)
+    found, alone = (search(one, question) for one in (model, EachAlone(model.steps, model.profile)))
+    assert shown(found) == shown(alone)
+    assert found.num_considered == alone.num_considered
+    assert found.refused == alone.refused
+
+
+@pytest.mark.parametrize("seed", range(NUM_SAMPLED))
+def test_shared_costs_and_bounds_change_no_answer(seed: int) -> None:
+    check_question(seed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(NUM_SAMPLED, NUM_SOAK + NUM_SAMPLED))
+def test_shared_costs_and_bounds_change_no_answer_to_more_questions(seed: int) -> None:
+    check_question(seed)
+
+
+def test_a_bound_that_is_too_high_loses_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, question = on(load("h100:1x8"), 3.0), Question(64, 1024)
+    before = search(model, question)
+    monkeypatch.setattr(TextCosts, "floor_bytes", property(lambda costs: 4e9))
+    monkeypatch.setattr(TextCosts, "halved_floor_bytes", property(lambda costs: 4e9))
+    assert any(one.plan.tensor.regather or one.plan.memory.offload for one in before.best)
+    assert shown(search(model, question)) != shown(before)
+
+
+def test_inner_plans_come_in_the_order_of_their_bounds() -> None:
+    seeker = TextSearch(small(), Question(64, 1024), 10)
+    bounds, plans = zip(*seeker._inner_plans(), strict=True)
+    assert list(bounds) == sorted(bounds)
+    assert bounds == tuple(seeker._inner_bound(plan, sum(small().steps.chain(plan))) for plan in plans)
+    assert len(set(plans)) == len(plans)
+    for plan in plans:
+        assert small().steps.kernel_seconds(plan) <= sum(small().steps.chain(plan))
+
+
+def test_a_cap_that_some_schedules_do_not_allow_leaves_them_out() -> None:
+    question = Question(64, 1024, constraints=parse_constraints(["pipe=4", "pipe.in_flight=3"]))
+    found = search(small(), question)
+    assert found.best
+    assert all(one.plan.pipe.in_flight == 3 and one.plan.pipe.schedule != "interleaved" for one in found.best)
+    assert any("in_flight = 3 is too few" in reason for _, reason in found.refused)

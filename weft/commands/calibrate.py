@@ -1,0 +1,48 @@
+"""`weft calibrate`: finds what `weft serve --cache loki=FILE` needs to know of a model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.commands.device_option import DeviceOption, chosen_device
+
+EXAMPLE = "Example: weft calibrate runs/quickstart --data text.txt --out loki.safetensors"
+
+
+def calibrate_command(
+    source: Annotated[Path, typer.Argument(help="a run folder, a checkpoint or a Hugging Face folder")],
+    data: Annotated[Path, typer.Option(help="a file of text, of which up to 128 rows of 512 tokens are used")],
+    out: Annotated[Path, typer.Option(help="the file to write")] = Path("loki.safetensors"),
+    dims: Annotated[float, typer.Option(help="share of a key's dims that scores tokens")] = 0.25,
+    tokens: Annotated[float, typer.Option(help="share of the tokens that a decode attends to")] = 0.25,
+    newest: Annotated[int, typer.Option(help="tokens at the end that are always attended to", min=1)] = 64,
+    dense_below: Annotated[int, typer.Option(help="decodes of fewer tokens attend to all", min=1)] = 1024,
+    tokenizer: Annotated[str | None, typer.Option(help="bytes or a tokenizer.json, for HF folders without one")] = None,
+    device: DeviceOption = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a sentence")] = False,
+) -> None:
+    """Find the axes of a model's keys on a text, for a cache that attends to chosen tokens (Loki)."""
+    kind = chosen_device(device)
+    from weft.serve.generate import load_for_generation
+    from weft.serve.loading import calibration_texts
+    from weft.serve.loki_cache import LokiChoice
+    from weft.serve.loki_calibration import calibrate, save
+
+    choice = LokiChoice(dims, tokens, newest, dense_below)
+    model, tokens_of, context = load_for_generation(source, tokenizer, kind, lambda text: print(text, file=sys.stderr))
+    texts = calibration_texts(data, tokens_of, context)
+    found, explained = calibrate(model, texts, choice)
+    save(out, found)
+    number = choice.num_dims(found.axes.shape[-1])
+    shares = explained[..., number - 1].mean(-1).tolist()
+    if as_json:
+        print(json.dumps({"file": str(out), "dims": number, "explained": shares}))
+        return
+    layers = ", ".join(f"{share:.3f}" for share in shares)
+    print(f"wrote {out}: the first {number} of {found.axes.shape[-1]} dims explain {layers} of the keys of the layers")
+    print(f"use it: weft serve {source} --cache loki={out}")

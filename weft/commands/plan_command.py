@@ -1,0 +1,175 @@
+"""The command `weft plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.commands.collector_pause import paused_collector
+from weft.commands.shared_arguments import Json, Overrides
+from weft.errors import ConfigError
+
+EXAMPLE = (
+    "Example: weft plan --model llama3-70b --cluster h100:32x8 --tokens-per-step 4M --report plan.html; or: "
+    "weft plan run.toml plan.data=2 plan.shard=4 cluster=h100:1x8 --json"
+)
+WhereOption = Annotated[
+    list[str] | None, typer.Option(help="what must hold: 'pipe=4', 'tensor.x<=8', 'no recompute', 'exact only'")
+]
+WriteJobOption = Annotated[
+    str | None, typer.Option(help="slurm or kubernetes: write the file that starts the run, beside the run file")
+]
+WhatIfOption = Annotated[bool, typer.Option("--what-if", help="say what more bandwidth, memory or nodes would change")]
+TimelineOption = Annotated[
+    bool,
+    typer.Option("--timeline", help="draw the pipeline's schedule, here or to the FILE.svg (.png, .txt) given"),
+]
+
+
+@paused_collector()
+def plan_command(
+    run_file: Annotated[Path | None, typer.Argument(help="the run file (TOML)", show_default=False)] = None,
+    overrides: Overrides = None,
+    model: Annotated[str | None, typer.Option(help="a model of the catalog, in place of a run file")] = None,
+    like: Annotated[str | None, typer.Option(help="a famous run, beside weft's best: llama3-405b-meta")] = None,
+    cluster: Annotated[str | None, typer.Option(help="name, name:nodes or name:nodesxdevices")] = None,
+    tokens_per_step: Annotated[str | None, typer.Option(help="with --model: 4M is 4 × 1024 × 1024")] = None,
+    sequence: Annotated[int | None, typer.Option(help="with --model: tokens of a sequence", min=1)] = None,
+    images_per_step: Annotated[str | None, typer.Option(help="with a --model of images, and --size")] = None,
+    size: Annotated[int | None, typer.Option(help="with --images-per-step: rows and columns of an image")] = None,
+    where: WhereOption = None,
+    best: Annotated[str, typer.Option(help="what is to be least: time, cost (device-hours) or devices")] = "time",
+    search: Annotated[bool, typer.Option("--search", help="search, though the run file has a [plan]")] = False,
+    write: Annotated[Path | None, typer.Option(help="write the run with the best plan, for weft train")] = None,
+    report: Annotated[Path | None, typer.Option(help="write a page (HTML) about what was found")] = None,
+    write_job: WriteJobOption = None,
+    what_if: WhatIfOption = False,
+    mtbf: Annotated[str | None, typer.Option(help="time between failures of a device, e.g. 5y: adds goodput")] = None,
+    mtbf_cluster: Annotated[str | None, typer.Option(help="the same of the whole cluster, e.g. 3h")] = None,
+    timeline: TimelineOption = False,
+    serve: Annotated[bool, typer.Option("--serve", help="plan to serve the model, not to train it")] = False,
+    requests: Annotated[int, typer.Option(help="with --serve: how many arrive at once", min=1, max=4096)] = 256,
+    prompt: Annotated[int, typer.Option(help="with --serve: tokens of a prompt", min=1, max=1 << 20)] = 512,
+    output: Annotated[int, typer.Option(help="with --serve: tokens of an answer", min=1, max=1 << 16)] = 256,
+    weights: Annotated[str | None, typer.Option(help="with --serve: fp8, int8, int4 or int4-128, for memory")] = None,
+    cache: Annotated[str | None, typer.Option(help="with --serve: keys and values as int4")] = None,
+    as_json: Json = False,
+) -> None:
+    """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
+    if serve:
+        _plan_serving(model, run_file, cluster, (requests, prompt, output), (weights, cache), as_json)
+        return
+    if like is not None:
+        _plan_like(like, (model, run_file, cluster, tokens_per_step, sequence, where, write, report), as_json)
+        return
+    _refuse_options(model, run_file, cluster, tokens_per_step, sequence, images_per_step, size)
+    from weft.run_file import check_run_file, load_run
+
+    changes, path = split_off_file(overrides or []) if timeline else (overrides or [], None)
+    changes = [*changes, *([] if cluster is None else [f"cluster={cluster}"])]
+    if run_file is not None:
+        check_run_file(run_file, changes)
+    from weft.commands.console import make_console
+    from weft.commands.jobs import command_fork_server
+    from weft.commands.plan import JobFile, PlanOptions, named_run, predict_plan, search_plans
+    from weft.commands.run_planning import has_layout
+
+    job = None if write_job is None else JobFile(write_job, run_file, changes)
+    options = PlanOptions(where or [], best, write, report, mtbf, mtbf_cluster, what_if, job)
+    with command_fork_server(_no_rank, warms=False):
+        if run_file is not None:
+            run = load_run(run_file, changes)
+        else:
+            assert model is not None
+            assert cluster is not None
+            run = named_run(model, cluster, tokens_per_step, sequence, images_per_step, size)
+        if model is not None or options.is_search or search or not has_layout(run):
+            search_plans(run, options, make_console(as_json), as_json)
+        else:
+            predict_plan(run, options, timeline, path, make_console(as_json), as_json)
+
+
+def _plan_like(name: str, others: tuple[object, ...], as_json: bool) -> None:
+    """Compare a famous run with weft's best plan for its model, batch and machine."""
+    if any(others):
+        raise ConfigError(
+            f"--like {name} says what is planned, on which machine; leave out the run file and the other options but "
+            f"--json, or plan its model with --model"
+        )
+    from weft.commands.console import make_console
+    from weft.commands.jobs import command_fork_server
+    from weft.commands.plan_like import plan_like
+
+    with command_fork_server(_no_rank, warms=False):
+        plan_like(name, make_console(as_json), as_json)
+
+
+def _plan_serving(
+    model: str | None,
+    run_file: Path | None,
+    cluster: str | None,
+    sizes: tuple[int, int, int],
+    formats: tuple[str | None, str | None],
+    as_json: bool,
+) -> None:
+    """Plan to serve a model of the catalog, or that of a run file."""
+    _refuse_two_models(model, run_file, ())
+    from weft.commands.console import make_console
+    from weft.commands.plan_serve import plan_serving
+    from weft.models.catalog import load_model
+    from weft.planner.serving import ServingWorkload
+    from weft.run_file import load_run
+
+    console, workload = make_console(as_json), ServingWorkload.of(*sizes)
+    kept = dict(zip(("weights", "cache"), formats, strict=True))
+    if run_file is not None:
+        run = load_run(run_file)
+        plan_serving(run.name, run.model, cluster or run.cluster, workload, kept, console, as_json)
+    else:
+        assert model is not None
+        plan_serving(model, load_model(model), cluster or "local", workload, kept, console, as_json)
+
+
+def _refuse_two_models(model: str | None, run_file: Path | None, sizes: tuple[object, ...]) -> None:
+    """Raise ConfigError unless one of `--model`, with its sizes, and a run file says what is to be planned."""
+    if model is not None and run_file is not None:
+        raise ConfigError(f"--model {model} and the run file {run_file} both say what the model is; give one")
+    if model is None and run_file is None:
+        raise ConfigError("give a run file, or --model with --cluster and --tokens-per-step; see weft plan --help")
+    if model is None and any(given is not None for given in sizes):
+        raise ConfigError(
+            "--tokens-per-step, --sequence, --images-per-step and --size go with --model; a run file has [train] and "
+            "[data]"
+        )
+
+
+def split_off_file(arguments: list[str]) -> tuple[list[str], Path | None]:
+    """Splits arguments into overrides (`a.b=c`), and the file to draw to, if there is one among them."""
+    files = [text for text in arguments if "=" not in text]
+    if len(files) > 1:
+        raise ConfigError(f"--timeline draws to one file; given {' and '.join(files)}")
+    return [text for text in arguments if "=" in text], Path(files[0]) if files else None
+
+
+def _refuse_options(
+    model: str | None,
+    run_file: Path | None,
+    cluster: str | None,
+    tokens: str | None,
+    sequence: int | None,
+    images: str | None,
+    size: int | None,
+) -> None:
+    """Raise ConfigError unless one model is given, and `--model` with the options that it needs."""
+    _refuse_two_models(model, run_file, (tokens, sequence, images, size))
+    if model is not None and (cluster is None or (tokens is None) == (None in (images, size))):
+        raise ConfigError(
+            "--model needs --cluster and --tokens-per-step, e.g. --cluster h100:32x8 ... 4M; a model of images "
+            "--cluster, --images-per-step and --size"
+        )
+
+
+def _no_rank(arguments: list[str]) -> None:
+    raise AssertionError("weft plan starts no ranks")

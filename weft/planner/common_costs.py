@@ -1,0 +1,121 @@
+"""Costs that plans share which differ only in `data`, `shard` and the share of their state in host memory.
+
+The search tries many such plans. Their pipeline stages, the time of a micro-batch and the memory without state are the
+same, so they are computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from weft.plan import Plan
+from weft.planner.closed_form_memory import RESERVE_BYTES, SLACK, RankMemory, Sizes, WorkingMemory, memory, working
+from weft.planner.step import CommonTimes, StepModel
+
+
+class CommonCosts:
+    """Times and memory of plans that differ from `plan` only in `data`, `shard` and `memory.offload`.
+
+    `estimate` and `held` compute the time and the memory of any plan. `smaller_forms` are the costs of the same plans
+    with other settings that need less memory: in each list, each form needs at most as much as the one before. The
+    search fills it when it needs them.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        num_micro_batches: int,
+        estimate: Callable[[Plan, int], float],
+        held: Callable[[Plan, int], RankMemory],
+    ) -> None:
+        self.num_micro_batches = num_micro_batches
+        self.smaller_forms: list[list[CommonCosts]] | None = None
+        self._plan, self._estimate, self._held = plan, estimate, held
+
+    @property
+    def floor_bytes(self) -> float:
+        """A lower bound of `memory` under any data, shard and offloaded state."""
+        return 0.0
+
+    @property
+    def halved_floor_bytes(self) -> float:
+        """A lower bound of `memory` less half of the saved activations."""
+        return 0.0
+
+    def form_of(self, plan: Plan) -> Plan:
+        """Returns a plan with the data, shard and memory policy of `plan`, and all other settings of these costs."""
+        mine = self._plan
+        if plan.pipe == mine.pipe and plan.tensor == mine.tensor:
+            return plan
+        return replace(plan, pipe=mine.pipe, tensor=mine.tensor)
+
+    def seconds(self, plan: Plan) -> float:
+        """Seconds of a step in closed form."""
+        return self._estimate(plan, self.num_micro_batches)
+
+    def memory(self, plan: Plan) -> RankMemory:
+        """Memory of the rank that needs most under `form_of(plan)`."""
+        return self._held(self.form_of(plan), self.num_micro_batches)
+
+
+class TextCosts(CommonCosts):
+    """The common costs of a language model's plans."""
+
+    def __init__(self, plan: Plan, num_micro_batches: int, steps: StepModel, sizes_of: Callable[[Plan], Sizes]) -> None:
+        self.num_micro_batches = num_micro_batches
+        self.smaller_forms = None
+        self._plan, self._steps, self._sizes_of = plan, steps, sizes_of
+
+    @cached_property
+    def _times(self) -> CommonTimes:
+        return self._steps.common_times(self._plan)
+
+    @cached_property
+    def _sizes(self) -> Sizes:
+        return self._sizes_of(self._plan)
+
+    @cached_property
+    def _working(self) -> tuple[WorkingMemory, ...]:
+        stages = self._steps.stage_units(self._plan)
+        kept_bytes = self._steps.kept_bytes(self._plan)
+        return largest(working(self._sizes, self._plan, stages, self.num_micro_batches, kept_bytes))
+
+    @cached_property
+    def floor_bytes(self) -> float:
+        return max(_least_bytes(rank) for rank in self._working)
+
+    @cached_property
+    def halved_floor_bytes(self) -> float:
+        return min(_least_bytes(rank) - rank.saved / 2 for rank in self._working)
+
+    def seconds(self, plan: Plan) -> float:
+        return self._steps.estimate(plan, self.num_micro_batches, self._times)
+
+    def memory(self, plan: Plan) -> RankMemory:
+        # The state follows from data, shard, the memory policy and the number of stages, which all forms share.
+        return memory(self._working, self._sizes, plan, self.num_micro_batches)
+
+
+def largest(ranks: Sequence[WorkingMemory]) -> tuple[WorkingMemory, ...]:
+    """Returns the ranks without those that need at most as much of everything as an earlier or a larger one.
+
+    State and transient memory grow with each of these quantities, so under no shard does a rank left out need most.
+    """
+    found: list[WorkingMemory] = []
+    for rank in ranks:
+        if any(_is_within(rank, other) for other in found):
+            continue
+        found = [other for other in found if not _is_within(other, rank)] + [rank]
+    return tuple(found)
+
+
+def _least_bytes(rank: WorkingMemory) -> float:
+    """Device memory of a rank whose state takes no memory."""
+    return (rank.saved + rank.throughout + max(rank.loss, rank.backward)) * SLACK + RESERVE_BYTES
+
+
+def _is_within(rank: WorkingMemory, other: WorkingMemory) -> bool:
+    """Does `rank` need at most as much of everything as `other`? Both save the same bytes for a block."""
+    return rank.kept == other.kept and all(mine <= its for mine, its in zip(rank, other, strict=True))
