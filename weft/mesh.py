@@ -10,6 +10,7 @@ combines several:
     losses    these and different stages, of which the last knows the loss
     state     ranks with different parts of the model, for the gradient norm
     world     all ranks, for decisions to stop
+    experts   ranks that the experts of a layer are split over, if `plan.expert_over` adds axes to `expert`
 
 A hierarchical plan gives two levels to every axis that crosses nodes: `data/node` connects ranks with equal local
 indices on different nodes, and `data/local` the ranks inside a node. A node is `ranks_per_node` consecutive ranks.
@@ -51,6 +52,13 @@ JOINT_AXES = {
 }
 
 
+def joint_axes(plan: Plan) -> dict[str, tuple[str, ...]]:
+    """Returns the axes that each joint axis of a plan combines. With `expert_over`, experts are state of these axes."""
+    if plan.expert_axis == "expert":
+        return JOINT_AXES
+    return {**JOINT_AXES, "state": plan.axes_that_split("stages", "weights"), "experts": plan.expert_axes}
+
+
 class Mesh:
     """The plan's axes as one rank sees them. `mesh["shard"]` is an `Axis`.
 
@@ -66,6 +74,7 @@ class Mesh:
         cluster: Cluster | None = None,
     ) -> None:
         self.plan = plan
+        self._joint = joint_axes(plan)
         self.device = torch.device(device)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.ledger = Ledger(call_order(os.environ, self.rank))
@@ -85,7 +94,7 @@ class Mesh:
             self._make_levels(self._agree(ranks_per_node), cluster)
 
     def __getitem__(self, name: str) -> Axis:
-        members = JOINT_AXES.get(name, (name,))
+        members = self._joint.get(name, (name,))
         degree, index = 1, 0
         for axis in members:
             degree, index = degree * self.plan.degree(axis), index * self.plan.degree(axis) + self.coordinates[axis]
@@ -102,6 +111,25 @@ class Mesh:
         runs = ranks_of(self.plan, name).view(-1, degree)
         group = self._group_among(runs, f"{name}:{degree}") if degree > 1 else None
         return Axis(f"{name}:{degree}", degree, whole.index % degree, group, self.ledger)
+
+    def equal_remainders(self, name: str, divisor: int) -> Axis:
+        """Returns the ranks of an axis whose indices have the same remainder as this rank's, divided by `divisor`.
+
+        These are the ranks at the same place in all parts of `neighbours(name, divisor)`. It creates groups, as that.
+        """
+        whole = self[name]
+        degree = whole.degree // divisor
+        rows = ranks_of(self.plan, name).view(-1, degree, divisor).transpose(1, 2).reshape(-1, degree)
+        group = self._group_among(rows, f"{name}%{divisor}") if degree > 1 else None
+        return Axis(f"{name}%{divisor}", degree, whole.index // divisor, group, self.ledger)
+
+    def part(self, name: str) -> Axis:
+        """Returns an axis by name: `x`, its parts of 2 neighbours `x:2`, or ranks of equal remainders `x%2`."""
+        for mark, find in ((":", self.neighbours), ("%", self.equal_remainders)):
+            axis, _, number = name.partition(mark)
+            if number:
+                return find(axis, int(number))
+        return self[name]
 
     def with_own_group(self, name: str, label: str) -> Axis:
         """Returns the axis with a new group, whose communication does not wait for that of the axis' own group.
@@ -178,7 +206,7 @@ class Mesh:
         shape = tuple(self.plan.degree(axis) for axis in split)
         device_mesh: DeviceMesh = init_device_mesh(self.device.type, shape, mesh_dim_names=split)
         groups: dict[tuple[str, ...], dist.ProcessGroup] = {(axis,): device_mesh.get_group(axis) for axis in split}
-        for name, members in JOINT_AXES.items():
+        for name, members in self._joint.items():
             joint = self._split(members)
             if len(joint) > 1 and joint != split and joint not in groups:
                 groups[joint] = device_mesh[joint]._flatten(name).get_group()
@@ -266,7 +294,7 @@ class UnconnectedMesh(Mesh):
 def ranks_of(plan: Plan, name: str) -> Tensor:
     """Returns the global ranks of all groups of an axis, or joint axis: [groups, degree], in the order of the axis."""
     names = list(AXES)
-    members = [names.index(axis) for axis in JOINT_AXES.get(name, (name,))]
+    members = [names.index(axis) for axis in joint_axes(plan).get(name, (name,))]
     others = [dim for dim in range(len(names)) if dim not in members]
     degree = math.prod(plan.degree(names[dim]) for dim in members)
     world = torch.arange(plan.num_ranks).view(*plan.degrees.values())
@@ -331,12 +359,16 @@ def _level_links(
 
 def distance_and_degree(plan: Plan, name: str) -> tuple[int, int]:
     """Returns (the distance in ranks between neighbours on an axis, its degree). Joint axes span all their members."""
-    if name in JOINT_AXES:
-        return 1, math.prod(plan.degree(member) for member in JOINT_AXES[name])
+    joint = joint_axes(plan)
+    if name in joint:
+        return 1, math.prod(plan.degree(member) for member in joint[name])
+    name, _, divisor = name.partition("%")
+    if divisor:
+        return plan.inner(name) * int(divisor), plan.degree(name) // int(divisor)
     name, _, neighbours = name.partition(":")
     return plan.inner(name), int(neighbours) if neighbours else plan.degree(name)
 
 
 def _names(plan: Plan) -> list[str]:
     """Returns the axes and joint axes with a degree above 1."""
-    return [name for name in (*AXES, *JOINT_AXES) if ranks_of(plan, name).shape[1] > 1]
+    return [name for name in (*AXES, *joint_axes(plan)) if ranks_of(plan, name).shape[1] > 1]

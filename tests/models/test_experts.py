@@ -16,6 +16,7 @@ from weft.errors import ConfigError, PlanError
 from weft.models import DecoderConfig, build, initialise
 from weft.models.expert_rows import sort_by_expert
 from weft.models.experts import SparseMLP
+from weft.models.grouped_matmul import grouped_linear
 from weft.models.router import take_router_losses
 from weft.plan import Context, Memory, Pipe, Plan, Shard
 from weft.plan import Tensor as TensorAxis
@@ -241,3 +242,16 @@ def test_grouped_matmuls_have_shapes_on_fake_tensors(dtype: torch.dtype) -> None
             assert (product.shape, product.dtype) == ((10, 7), dtype)
             gradients = torch.autograd.grad(product, (rows, weight), torch.empty_like(product))
             assert [gradient.shape for gradient in gradients] == [(10, 6), (3, 7, 6)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_matmuls_of_any_size(dtype: torch.dtype) -> None:
+    """torch's kernel takes multiples of 16 bytes only."""
+    rows, weight = torch.randn(9, 10, dtype=dtype, requires_grad=True), torch.randn(3, 7, 10, dtype=dtype)
+    ends = torch.tensor([4, 4, 9], dtype=torch.int32)
+    found = grouped_linear(rows, weight, ends)
+    found.sum().backward()
+    expected = torch.cat([rows[:4] @ weight[0].T, rows[4:] @ weight[2].T])
+    torch.testing.assert_close(found, expected)
+    assert rows.grad is not None
+    torch.testing.assert_close(rows.grad[0], weight[0].sum(0))

@@ -67,7 +67,7 @@ def batch(index: int) -> tuple[Tensor, Tensor]:
         Plan(expert=2, data=2, micro_batch=1, memory=Memory("selective")),
         Plan(expert=2, shard=Shard(2, 3), memory=Memory("full")),
         Plan(expert=2, shard=Shard(2, 1)),
-        Plan(expert=2, pipe=Pipe(2), micro_batch=1),
+        Plan(expert=2, pipe=Pipe(2), micro_batch=1, memory=Memory("full")),
         Plan(expert=2, tensor=TensorAxis(2)),
     ],
     ids=lambda plan: plan.describe_axes() + plan.memory.words,

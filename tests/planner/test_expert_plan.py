@@ -12,7 +12,7 @@ from weft.cluster.hardware import load
 from weft.models import build
 from weft.models.loss import ExampleLoss
 from weft.parallel.apply import cost, localise
-from weft.plan import Memory, Plan, split_batch
+from weft.plan import Context, Memory, Plan, split_batch
 from weft.planner.micro_batch import LINK_SHARE
 from weft.planner.model import planned_model
 from weft.planner.question import Question, parse_constraints
@@ -81,3 +81,23 @@ def test_an_all_to_all_between_nodes_has_its_own_nics() -> None:
     assert seconds == pytest.approx(
         num_bytes / 2 / (node.bandwidth_bytes_per_second / 8 * LINK_SHARE["inter"]), rel=0.1
     )
+
+
+def test_kept_collectives_are_priced() -> None:
+    """Less time for the memory of their results."""
+    model, plan = planned(), Plan(expert=4, micro_batch=1, precision="bf16", memory=Memory("full"))
+    kept = replace(plan, memory=replace(plan.memory, keep_collectives=True))
+    assert sum(model.steps.chain(kept)) < sum(model.steps.chain(plan))
+    rows, num_blocks = SEQUENCE * 2 * 16 * 2, model.num_blocks
+    per_block = 2 * rows + 8 * CONFIG.num_experts  # rows and results, and how many go to each expert
+    held = [model.held(one, 1) for one in (kept, plan)]
+    assert model.steps.kept_bytes(kept) == per_block
+    assert held[0].saved_bytes - held[1].saved_bytes == num_blocks * per_block
+
+
+def test_experts_over_context_are_state_of_one_rank_each() -> None:
+    model, plan = planned(), Plan(context=Context(4), micro_batch=1, precision="bf16")
+    folded = replace(plan, expert_over=("context",))
+    experts = 2 * 8 * (2 * 8 * 16 + 16 * 8)
+    difference = model.held(plan, 1).parameters_bytes - model.held(folded, 1).parameters_bytes
+    assert difference == experts * 3 / 4 * (2 + 4)

@@ -149,8 +149,10 @@ def test_plans_that_cannot_serve_are_refused_in_words() -> None:
     ):
         with pytest.raises(PlanError, match=words):
             refuse_plan(llama, plan)
-    with pytest.raises(PlanError, match=r"tensor.y = 2 splits the features"):
+    with pytest.raises(PlanError, match=r"experts are not served over y, and plan.tensor.y = 2"):
         refuse_plan(MODELS["mixtral"], Plan(tensor=Tensor(1, 2)))
+    with pytest.raises(PlanError, match=r"plan.expert = 16 is more than the \d+ experts of a layer"):
+        refuse_plan(MODELS["mixtral"], Plan(expert=16))
 
 
 def test_parts_have_as_many_parameters_as_stated_and_stages_hold_all() -> None:

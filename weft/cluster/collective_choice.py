@@ -29,7 +29,7 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 # Parts of an all-reduce start at multiples of this, as GPU links prefer. The padding depends on the bytes only.
 ALIGNMENT_BYTES = 16
 # Rows of tokens for experts: ranks send different numbers of them, which only the flat operation takes.
-UNEVEN = {("expert", "all_to_all")}
+UNEVEN = {("expert", "all_to_all"), ("experts", "all_to_all")}
 
 
 class LevelCall(NamedTuple):

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 FOLDER_VARIABLE = "WEFT_CALLS"
-_SAME_BLOCKS = ("shard", "expert", "x", "y", "context")  # axes whose ranks run the same blocks, one after another
+# Axes whose ranks run the same blocks, one after another.
+_SAME_BLOCKS = ("shard", "expert", "experts", "x", "y", "context")
 
 
 class CallOrder:

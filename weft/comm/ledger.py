@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weft.comm.call_order import CallOrder
+from weft.comm.kept_results import KeptBytes, KeptResults
 from weft.comm.recorder import Recorder
 from weft.health.rank_status import Status
 
@@ -60,7 +61,8 @@ class Ledger:
     """Counts every collective of one rank. `doing` names the operation that the rank waits in, for reports of hangs.
 
     If `status` is set, calls and waits are also written to the rank's status page. If `order` is given, it writes every
-    collective, and a private status page says inside which block. If `recorder` is set, it records every call.
+    collective, and a private status page says inside which block. If `recorder` is set, it records every call. `kept`
+    has the results of collectives of the forward that runs now, if its recompute is not to communicate.
     """
 
     def __init__(self, order: CallOrder | None = None) -> None:
@@ -69,6 +71,8 @@ class Ledger:
         self.order = order
         self.status: Status | None = None if order is None else Status({}, order.rank)
         self.recorder: Recorder | None = None
+        self.kept: KeptResults | None = None
+        self.kept_bytes = KeptBytes()
 
     def record(self, axis: str, operation: str, num_bytes: int) -> None:
         """Count one call."""

@@ -22,7 +22,8 @@ class Cut:
 
     `intervals` are the [begin, end) ranges along each dim. `replicas` ranks of the axes that cut parameters (expert, x,
     y) hold the same part; this rank is the first of them if `is_first`. `sums` names the axes over which the part's
-    gradients are partial sums.
+    gradients are partial sums. `apart` names axes that split no other parameter: their ranks hold different parts, and
+    gradients are not summed over them. `is_final`: the cut counts for all axes, also for those of a cut beside it.
     """
 
     shape: tuple[int, ...]
@@ -30,6 +31,8 @@ class Cut:
     replicas: int = 1
     sums: tuple[str, ...] = ()
     is_first: bool = True
+    apart: tuple[str, ...] = ()
+    is_final: bool = False
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Cut:
@@ -48,8 +51,10 @@ class Cut:
 
     def beside(self, other: Cut | None) -> Cut:
         """Returns the part under the axes of both cuts, which are of one parameter and cut different dims of it."""
-        if other is None:
+        if other is None or self.is_final:
             return self
+        if other.is_final:
+            return other
         assert self.shape == other.shape
         whole = Cut.whole(self.shape).intervals
         pairs = list(zip(self.intervals, other.intervals, whole, strict=True))
@@ -60,6 +65,7 @@ class Cut:
             self.replicas * other.replicas,
             (*self.sums, *other.sums),
             self.is_first and other.is_first,
+            (*self.apart, *other.apart),
         )
 
     def take(self, value: Tensor) -> Tensor:

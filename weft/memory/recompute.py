@@ -4,6 +4,9 @@
 of matmuls, convolutions and attention, and recomputes only cheap operations: norms, activations, rotary embedding
 (after Korthikanti et al. 2022); attention with dropout is recomputed too. It applies to blocks; modules outside of
 blocks (the root) save everything.
+
+A recomputed forward communicates again what the block communicated in forward. With `memory.keep_collectives` it does
+not: the results of collectives are kept, too (`comm/kept_results.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from weft.comm import Ledger
+from weft.comm.kept_results import KeepingForward, NeededResults
 from weft.inspection.blocks import find_blocks
 from weft.memory.activation_choice import offloaded_bytes, returning_bytes
 from weft.memory.recompute_context import RunningStatistics, register_state, registered_states, with_states
@@ -60,7 +65,9 @@ class RecomputePolicy(Strategy):
                 if statistics := RunningStatistics(block):
                     register_state(block, statistics)
                 # The forward is wrapped, not the module: hooks stay outside and state_dict keys do not change.
-                block.forward = _recomputed(plan.memory.recompute, block)
+                block.forward = _recomputed(
+                    plan.memory.recompute, block, mesh.ledger if plan.memory.keep_collectives else None
+                )
         return model
 
 
@@ -89,17 +96,22 @@ def _refuse_checkpoints(profile: Profile, plan: Plan) -> str | None:
 KEY_CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
-def _recomputed(policy: str, block: nn.Module) -> Callable[..., Any]:
-    """Return a block's forward under a policy. Recompute restores the registered states that it reads."""
-    forward, states = block.forward, registered_states(block)
+def _recomputed(policy: str, block: nn.Module, keeper: Ledger | None) -> Callable[..., Any]:
+    """Return a block's forward under a policy. Recompute restores the registered states that it reads.
+
+    With `keeper`, recompute takes the results of collectives that it kept.
+    """
+    forward, states, needed = block.forward, registered_states(block), NeededResults()
     alone = _with_policy(policy, forward)
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             kwargs = {name: None if name in KEY_CACHES else value for name, value in kwargs.items()}
-        if not states:
+        keeps = keeper is not None and torch.is_grad_enabled()
+        if not states and not keeps:
             return alone(*args, **kwargs)
-        return _with_policy(policy, with_states(forward, states))(*args, **kwargs)
+        once = KeepingForward(forward, keeper, needed) if keeps else forward
+        return _with_policy(policy, with_states(once, states) if states else once)(*args, **kwargs)
 
     return recomputed
 

@@ -8,17 +8,20 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+_ALIGNED_BYTES = 16  # torch._grouped_mm takes rows of a multiple of these
+
 
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor | None) -> Tensor:
     """Multiply rows [rows, in], sorted by group, by the weight [groups, out, in] of their group.
 
     Group i ends before row `ends[i]` (int32); without `ends`, all groups have equally many rows. Nothing waits for the
-    device. torch has no float64 kernel.
+    device, unless torch has no kernel: for float64, and for sizes that are not a multiple of 16 bytes.
     """
     right = weight.transpose(1, 2)
     if ends is None:
         return torch.bmm(rows.unflatten(0, (len(weight), -1)), right).flatten(0, 1)
-    if rows.dtype == torch.float64:
+    is_aligned = all(size * rows.element_size() % _ALIGNED_BYTES == 0 for size in weight.shape[1:])
+    if rows.dtype == torch.float64 or not is_aligned:
         return grouped_product(rows, right, ends)
     product: Tensor = torch._grouped_mm(rows, right, offs=ends)
     return product

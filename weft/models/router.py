@@ -71,7 +71,7 @@ class Router(nn.Module):
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [batch, sequence, hidden] -> the weights of the experts and the experts, [batch * sequence, k]."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        logits = F.linear(hidden.to(dtype), self.weight.to(dtype))
+        logits = self.logits(hidden.to(dtype), self.weight.to(dtype))
         if self.is_sigmoid:
             scores = logits.sigmoid()
             experts = self._choose(scores)
@@ -85,6 +85,10 @@ class Router(nn.Module):
         if self.is_normalised:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights * self.scale if self.is_sigmoid else weights, experts
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Returns the score of each expert for each token."""
+        return F.linear(hidden, weight)
 
     @torch.no_grad()
     def _choose(self, scores: Tensor) -> Tensor:

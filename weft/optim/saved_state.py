@@ -25,7 +25,7 @@ from weft.optim.one_bit_adam import OneBitAdam
 from weft.optim.stepper import stepper
 from weft.optim.zero_one_adam import ZeroOneAdam
 from weft.parallel.model_state import all_units, buffers_to_save, named_buffers, named_pieces, parameter_names, refresh
-from weft.plan import AXES, axes_that_split
+from weft.plan import AXES
 from weft.run_tables import TrainConfig
 from weft.sharding.layout import ParameterPart
 
@@ -97,7 +97,8 @@ def weights_to_send(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Itera
 
 def _first_copies(model: nn.Module, mesh: Mesh) -> Iterator[tuple[int, ParameterPart, nn.Parameter]]:
     """Numbered parts that this rank holds as the first, but for `data`, of those with equal copies."""
-    copies = set(AXES) - {"data", *axes_that_split("stages", "weights")}  # their other ranks hold the same state
+    parts = mesh.plan.axes_that_split("stages", "weights")
+    copies = set(AXES) - {"data", *parts}  # their other ranks hold the same state
     if any(mesh.coordinates[axis] for axis in copies):
         return
     for number, (part, piece) in enumerate(named_pieces(model)):

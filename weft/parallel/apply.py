@@ -6,11 +6,13 @@ docs/design.md has the steps to add an axis.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
+from weft.comm import Traffic
 from weft.errors import PlanError
 from weft.memory.offload_activations import ActivationPolicy
 from weft.memory.offload_weights import WeightPolicy
@@ -156,4 +158,24 @@ def localise(profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Pr
 
 def local_cost(local: Profile, split: BatchSplit, plan: Plan, coordinates: Mapping[str, int]) -> Cost:
     """Returns the sum of all strategies' costs for a rank's part of a model, or of a stage."""
-    return sum((strategy.cost(local, plan, split, coordinates) for strategy in STRATEGIES), Cost())
+    total = sum((strategy.cost(local, plan, split, coordinates) for strategy in STRATEGIES), Cost())
+    return replace(total, saved_bytes=total.saved_bytes + _kept_bytes(local, split, plan, coordinates))
+
+
+def _kept_bytes(local: Profile, split: BatchSplit, plan: Plan, coordinates: Mapping[str, int]) -> int:
+    """Returns the bytes of results that `memory.keep_collectives` keeps of one micro-batch.
+
+    These are the results of the collectives that recompute would repeat: what the plan communicates less than without.
+    """
+    if not plan.memory.keep_collectives:
+        return 0
+    one, repeating = replace(split, accumulation=1), replace(plan.memory, keep_collectives=False)
+    kept = 0
+    for strategy in (TensorAxes(), ExpertAxis(), ContextAxis()):
+        fewer = strategy.cost(local, plan, one, coordinates).traffic
+        for (axis, operation), more in strategy.cost(
+            local, replace(plan, memory=repeating), one, coordinates
+        ).traffic.items():
+            num_bytes = more.num_bytes - fewer.get((axis, operation), Traffic()).num_bytes
+            kept += num_bytes // (plan.degree(axis) if operation == "reduce_scatter" else 1)
+    return kept

@@ -21,7 +21,7 @@ def buffer_traffic(strategy: Strategy, profile: Profile, plan: Plan, split: Batc
         passes = _passes(block, profile, plan, split)
         for layout in flat_layouts(block.parameters, plan.shard.degree):
             reductions = reductions_per_step(plan, split) if layout.parameters[0].trainable else 0
-            buffer = Buffer(layout.numel, compute, master_bytes(plan))
+            buffer = Buffer(layout.numel, compute, master_bytes(plan), layout.numel if layout.apart else 0)
             for call in strategy.buffer_calls(buffer, plan, WEFT):
                 times = reductions if call.phase == "reduce" else passes[call.phase]
                 yield from [((call.axis, call.operation), int(call.num_bytes))] * (times * int(call.times))

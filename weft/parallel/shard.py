@@ -323,9 +323,7 @@ def _make_flats(
         for number, layout in enumerate(flat_layouts(block.parameters, plan.shard.degree))
     ]
     for flat in flats:
-        for name in flat.layout.sums:
-            axis, _, degree = name.partition(":")
-            flat.sum_over.append(mesh.neighbours(axis, int(degree)) if degree else mesh[axis])
+        flat.sum_over += [mesh.part(name) for name in flat.layout.sums]
     return flats
 
 

@@ -167,7 +167,8 @@ class StepRun:
         route, take = self.routes[action.micro_batch], partial(self._receive, action)
         with stage.units.reads.watching():
             done = stage.walk.forward(partial(self.work.total, stage.model, batch), route, take)
-        routers = take_router_losses(stage.model)
+        # An evaluation has no losses of routers: those that are there are of the last recompute.
+        routers = None if self.work.scale is None else take_router_losses(stage.model)
         if routers is not None:
             done.total = routers if done.total is None else done.total + routers.to(done.total)
         if done.total is not None:

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 from weft.cluster.communication import Communication
 from weft.errors import ConfigError, PlanError
+from weft.plan.rules import check_plan
 from weft.plan.tables import HOST_SHARES, Context, Memory, Pipe, Recompute, Shard, Tensor, Tile
 from weft.schedule.schedules import make_schedule
 from weft.schema import convert, dump_toml, read_toml, to_table
@@ -82,12 +83,14 @@ class Plan:
     micro-batches of all ranks together.
     `hierarchical`: collectives on axes that cross nodes have two levels, inside each node and between nodes, as
     `communication` says.
+    `expert_over`: axes over whose ranks the experts of each layer are split, too. All else keeps its own layout.
     """
 
     data: int = 1
     pipe: Pipe = field(default_factory=Pipe)
     shard: Shard = field(default_factory=Shard)
     expert: int = 1
+    expert_over: tuple[Literal["context", "x", "y"], ...] = ()
     tensor: Tensor = field(default_factory=Tensor)
     context: Context = field(default_factory=Context)
     tile: Tile = field(default_factory=Tile)
@@ -118,93 +121,10 @@ class Plan:
                 f"plan.matmul = 'fp8' rounds what precision = 'bf16' computes, which changes the mathematics; given "
                 f"precision = '{self.precision}' and exact = {str(self.exact).lower()}; use 'bf16' and exact = false"
             )
-        self._check_bits()
         if self.tile.fused < 1:
             raise PlanError(f"plan.tile.fused = {self.tile.fused}; an exchange serves at least 1 layer")
-        self._check_sequence()
-        if self.memory.recompute_stages is not None:
-            self._check_recompute_stages(self.memory.recompute_stages)
+        check_plan(self)
         self.communication.refuse(self.hierarchical, self.exact)
-
-    def _check_bits(self) -> None:
-        fewer = ["plan.memory.master = false"] * (not self.memory.master)
-        fewer += [f"plan.memory.state = '{self.memory.state}'"] * (self.memory.state != "master")
-        if self.memory.delay:
-            self._check_delay()
-        for name in HOST_SHARES:
-            share = getattr(self.memory, name)
-            if not 0 <= share <= 1:
-                raise PlanError(f"plan.memory.{name} = {share}; a share lies between 0 and 1")
-        if fewer and self.exact:
-            raise PlanError(
-                f"{fewer[0]} keeps less of each update than fp32 does, and plan.exact = true; set plan.exact = "
-                f"false to accept it, or leave it out"
-            )
-        if not self.memory.master and self.precision != "bf16":
-            raise PlanError(
-                f"plan.memory.master = false leaves out the fp32 weights of precision = 'bf16', and precision is "
-                f"'{self.precision}'; use bf16, or master = true"
-            )
-
-    def _check_delay(self) -> None:
-        if self.exact:
-            raise PlanError(
-                "plan.memory.delay = true takes gradients at weights one update old, and plan.exact = true; set "
-                "plan.exact = false to accept it, or delay = false"
-            )
-        if not self.memory.offload:
-            raise PlanError(
-                "plan.memory.delay = true hides the update of state on the host, and plan.memory.offload = 0; raise "
-                "offload, or use delay = false"
-            )
-        if self.memory.weights:
-            raise PlanError(
-                f"plan.memory.delay = true keeps the weights of two steps, and plan.memory.weights = "
-                f"{self.memory.weights:g} keeps those of one step, on the host; use weights = 0, or delay = false"
-            )
-        is_freed = self.shard.degree > 1 and self.shard.stage == 3
-        if self.precision != "bf16" or not self.memory.master or is_freed:
-            raise PlanError(
-                f"plan.memory.delay = true computes with weights that the update does not change: with precision = "
-                f"'bf16', memory.master = true and shard.stage below 3; given '{self.precision}', "
-                f"{str(self.memory.master).lower()} and stage {self.shard.stage} of degree {self.shard.degree}"
-            )
-
-    def _check_sequence(self) -> None:
-        if self.tensor.chunks < 1:
-            raise PlanError(f"plan.tensor.chunks = {self.tensor.chunks}; it must be at least 1")
-        if self.tensor.chunks > 1 and not self.tensor.sequence:
-            raise PlanError(
-                f"plan.tensor.chunks = {self.tensor.chunks} cuts what tensor.sequence = true gathers and scatters, and "
-                f"sequence is false; set sequence = true, or chunks = 1"
-            )
-        if self.tensor.regather and not self.tensor.sequence:
-            raise PlanError(
-                "plan.tensor.regather = true gathers again what tensor.sequence = true splits, and sequence is false; "
-                "set sequence = true, or regather = false"
-            )
-        is_everywhere = self.memory.recompute_stages is None
-        if self.tensor.regather and self.memory.recompute != "none" and is_everywhere:
-            raise PlanError(
-                f"plan.tensor.regather = true, but memory.recompute = '{self.memory.recompute}' already gathers the "
-                f"inputs of a block's matmuls again; use regather = false"
-            )
-
-    def _check_recompute_stages(self, count: int) -> None:
-        given = f"plan.memory.recompute_stages = {count}"
-        if self.memory.recompute == "none":
-            raise PlanError(
-                f"{given} says which stages recompute, and memory.recompute = 'none'; set it to 'selective' or 'full', "
-                f"or leave recompute_stages out"
-            )
-        if self.pipe.degree == 1:
-            raise PlanError(f"{given} needs a pipeline, and pipe = 1; leave it out to recompute in all blocks")
-        most = self.pipe.num_stages - 1
-        if not 1 <= count <= most:
-            raise PlanError(
-                f"{given}, and the pipeline has {most + 1} stages (pipe.degree × chunks); use 1 to {most}, or leave it "
-                f"out to recompute in all"
-            )
 
     def of_stage(self, stage: int) -> Plan:
         """The plan that one stage of the pipeline follows, with its own `memory.recompute`.
@@ -217,7 +137,8 @@ class Plan:
         if stage < count:
             memory, tensor = replace(self.memory, recompute_stages=None), replace(self.tensor, regather=False)
             return replace(self, memory=memory, tensor=tensor)
-        return replace(self, memory=replace(self.memory, recompute="none", recompute_stages=None))
+        memory = replace(self.memory, recompute="none", recompute_stages=None, keep_collectives=False)
+        return replace(self, memory=memory)
 
     def degree(self, axis: str) -> int:
         """The degree of an axis of `AXES`."""
@@ -237,10 +158,37 @@ class Plan:
         """The number of processes that the plan needs."""
         return math.prod(self._all_degrees)
 
+    def axes_that_split(self, *what: str) -> tuple[str, ...]:
+        """The axes whose ranks hold different parts of any of `what` (see `AxisField.splits`), in the mesh order.
+
+        Ranks of the axes in `expert_over` hold different experts.
+        """
+        axes = axes_that_split(*what)
+        if not self.expert_over or "weights" not in what:
+            return axes
+        return tuple(axis for axis in AXES if axis in axes or axis in self.expert_over)
+
     def num_parts(self, *what: str) -> int:
         """The number of ranks with different parts of any of `what` (see `AxisField.splits`)."""
         degrees = self._all_degrees
-        return math.prod([degrees[_INDICES[axis]] for axis in axes_that_split(*what)])
+        return math.prod([degrees[_INDICES[axis]] for axis in self.axes_that_split(*what)])
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The axes with a degree above 1 over which the experts of each layer are split, in the mesh order."""
+        if not self.expert_over:
+            return ("expert",) if self.expert > 1 else ()
+        return tuple(axis for axis in AXES if axis in ("expert", *self.expert_over) and self.degree(axis) > 1)
+
+    @property
+    def expert_axis(self) -> str:
+        """The axis, or joint axis, of the mesh over which rows of tokens are sent to their experts."""
+        return "expert" if not self.expert_over or set(self.expert_axes) <= {"expert"} else "experts"
+
+    @property
+    def num_expert_parts(self) -> int:
+        """The number of ranks that the experts of each layer are split over."""
+        return math.prod(self.degree(axis) for axis in self.expert_axes) if self.expert_over else self.expert
 
     @property
     def num_batch_ranks(self) -> int:
@@ -280,6 +228,9 @@ class Plan:
         if self.tensor.sequence:
             words = ["sequence"] + ["regather"] * self.tensor.regather
             notes["x"] = f" ({', '.join(words + [f'{self.tensor.chunks} chunks'] * (self.tensor.chunks > 1))})"
+        if self.expert_axis == "experts":
+            last, over = self.expert_axes[-1], " × ".join(self.expert_axes)
+            notes[last] = f"{notes.get(last, '')} (experts over {over})"
         parts = [f"{axis} {degree}{notes.get(axis, '')}" for axis, degree in self.degrees.items() if degree > 1]
         return " × ".join(parts) or "1 process"
 

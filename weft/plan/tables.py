@@ -134,6 +134,8 @@ class Memory:
     `delay`: each step's update overlaps with the forward and backward of the next step, which use the weights before
     that update; needs `plan.exact = false`.
 
+    `keep_collectives`: recompute takes the results of a block's collectives from memory, and communicates nothing.
+
     `activations`: the share of blocks, 0 to 1, whose saved activations are kept in host memory until backward.
     `weights`: the share of blocks whose weights, gradients, master weights and moments are kept in host memory.
     """
@@ -147,6 +149,12 @@ class Memory:
     activations: float = 0.0
     weights: float = 0.0
     recompute_stages: int | None = None
+    keep_collectives: bool = False
+
+    @property
+    def repeats_collectives(self) -> bool:
+        """Does recompute communicate again what a block communicates in forward?"""
+        return self.recompute != "none" and not self.keep_collectives
 
     @property
     def keeps_state_on_host(self) -> bool:
@@ -165,4 +173,5 @@ class Memory:
         """The policy as text, such as `, recompute full, offload 0.35`; empty if nothing is set."""
         again = "" if self.recompute == "none" else f", recompute {self.recompute_words}"
         shares = {name: getattr(self, name) for name in HOST_SHARES}
+        again += ", collectives kept" * self.keep_collectives
         return again + "".join(f", {name} {share:g}" for name, share in shares.items() if share)

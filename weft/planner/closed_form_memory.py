@@ -167,9 +167,11 @@ class WorkingMemory(NamedTuple):
 
 
 def working(
-    sizes: Sizes, plan: Plan, stages: tuple[StageUnits, ...], num_micro_batches: int
+    sizes: Sizes, plan: Plan, stages: tuple[StageUnits, ...], num_micro_batches: int, kept_bytes: float = 0.0
 ) -> tuple[WorkingMemory, ...]:
     """Returns the working memory of the pipeline ranks that may need most.
+
+    `kept_bytes`: results of collectives that are kept of a block and a micro-batch, beside its activations.
 
     Of ranks with equal stages the first needs most: it holds the most micro-batches. With zero-bubble the last one may.
     """
@@ -178,10 +180,13 @@ def working(
     for rank in range(degree):
         ranks.setdefault(stages[rank::degree], []).append(rank)
     chosen = {rank for same in ranks.values() for rank in (same[0], same[-1])}
-    return tuple(_working(sizes, plan, stages[rank::degree], rank, num_micro_batches) for rank in sorted(chosen))
+    own = {rank: stages[rank::degree] for rank in sorted(chosen)}
+    return tuple(_working(sizes, plan, of, rank, num_micro_batches, kept_bytes) for rank, of in own.items())
 
 
-def _working(sizes: Sizes, plan: Plan, own: tuple[StageUnits, ...], rank: int, num_micro_batches: int) -> WorkingMemory:
+def _working(
+    sizes: Sizes, plan: Plan, own: tuple[StageUnits, ...], rank: int, num_micro_batches: int, kept_bytes: float = 0.0
+) -> WorkingMemory:
     per_micro_batch = (plan.micro_batch or 1) / plan.num_parts("tokens")
     compute = COMPUTE_DTYPE[plan.precision].itemsize
     sizes, counts = sizes.of_stages(own)
@@ -190,7 +195,7 @@ def _working(sizes: Sizes, plan: Plan, own: tuple[StageUnits, ...], rank: int, n
     numel, kept = blocks * sizes.block_numel + ends, sizes.block_saved
     late = sizes.block_late if plan.pipe.schedule == "zero-bubble" and plan.pipe.degree > 1 else 0.0
     held = held_at_once(plan.pipe, rank, num_micro_batches, counts, late / kept if kept else 0.0)
-    saved = (kept * held.alive_blocks + late * held.late_blocks) * per_micro_batch
+    saved = (kept * held.alive_blocks + late * held.late_blocks) * per_micro_batch + kept_bytes * held.alive_blocks
     saved += is_last * held.roots * (sizes.root_saved * per_micro_batch + sizes.kept_gradient)
     head = sizes.at_head * per_micro_batch + sizes.head_gradient
     loss = is_last * max(sizes.at_the_loss(per_micro_batch, compute, max(compute, 4)), head)
@@ -323,9 +328,10 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
     """
     in_head = profile.cache.get(IN_HEAD) if is_loss_in_head(plan) else None
     profile = profile_under(in_head or profile, plan)
-    part = f"part of {size_settings(plan)}"
+    part = f"part of {size_settings(plan)} {plan.num_expert_parts}"
     if part not in profile.cache:
         whole = replace(plan, **{name: getattr(Plan(), name) for name in TOKEN_FIELDS})
+        whole = replace(whole, expert=plan.expert * plan.num_expert_parts // whole.num_expert_parts)
         profile.cache[part] = localise(profile, whole, dict.fromkeys(plan.degrees, 0))
     local: Profile = profile.cache[part]
     block, policy = local.blocks[-1], plan.memory.recompute

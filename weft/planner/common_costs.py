@@ -79,7 +79,8 @@ class TextCosts(CommonCosts):
     @cached_property
     def _working(self) -> tuple[WorkingMemory, ...]:
         stages = self._steps.stage_units(self._plan)
-        return largest(working(self._sizes, self._plan, stages, self.num_micro_batches))
+        kept_bytes = self._steps.kept_bytes(self._plan)
+        return largest(working(self._sizes, self._plan, stages, self.num_micro_batches, kept_bytes))
 
     @cached_property
     def floor_bytes(self) -> float:

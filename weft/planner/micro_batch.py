@@ -20,6 +20,7 @@ from weft.inspection.memory_traffic import MemoryTraffic
 from weft.mesh import level_degrees
 from weft.parallel.apply import STRATEGIES
 from weft.parallel.context.closed_form import attends_again, key_numel
+from weft.parallel.expert.layers import row_parts
 from weft.parallel.fp8 import MULTIPLE
 from weft.parallel.tensor.closed_form import gathers_again, gathers_fp8
 from weft.plan import Plan
@@ -161,9 +162,9 @@ class MicroBatchModel:
             times = kernels.convolution(one, scale)
             forward, backward = forward + times[0], backward + times[1]
         products = forward
-        uneven = plan.expert > 1 and not part.is_routed_evenly
-        experts = part.expert_flops * (self.software.imbalance if uneven else 1)  # x and y leave them whole
-        experts /= x if plan.tensor.drop_duplicates else 1
+        uneven = plan.num_expert_parts > 1 and not part.is_routed_evenly
+        experts = part.expert_flops * (self.software.imbalance if uneven else 1)
+        experts /= math.prod(row_parts(plan)) * (x if plan.tensor.sequence else 1)
         others = (part.other_flops - part.expert_flops) / (x * y) / OTHER_PRODUCTS + experts / GROUPED_PRODUCTS
         others *= scale / kernels.flops_per_second
         attention = self._attention(part, plan, scale)
@@ -246,6 +247,21 @@ class MicroBatchModel:
         block = BlockPass(part, micro_batch, self.software, self._is_block(part))
         for strategy in BLOCK_AXES:
             yield from strategy.block_calls(block, plan)
+
+    def kept_bytes(self, plan: Plan) -> float:
+        """Bytes that `memory.keep_collectives` keeps of a block and a micro-batch: results that recompute would get
+        by communicating again.
+        """
+        if not plan.memory.keep_collectives:
+            return 0.0
+        repeating = replace(plan, memory=replace(plan.memory, keep_collectives=False))
+        fewer, more = (
+            sum(
+                call.num_bytes * call.times for call in self.calls(self.workload.blocks[-1], one, plan.micro_batch or 1)
+            )
+            for one in (plan, repeating)
+        )
+        return more - fewer
 
     def inside(self, part: BlockWork, plan: Plan, micro_batch: float) -> Seconds:
         """Seconds of a block's kernels and of the collectives not hidden; at least the host's time to issue them."""
@@ -359,7 +375,8 @@ class MicroBatchModel:
     def _chain(self, plan: Plan) -> tuple[Seconds, Seconds, Seconds]:
         """Seconds of one micro-batch in (the first end, all blocks, the last end)."""
         inner = (inner_settings(plan), plan.matmul)
-        found = self._chains.get((inner, plan.memory.recompute))
+        policy = plan.memory.recompute, plan.memory.keep_collectives
+        found = self._chains.get((inner, policy))
         if found is None:
             assert plan.micro_batch is not None
             blocks = Seconds()
@@ -370,7 +387,7 @@ class MicroBatchModel:
                 ends = (self.workload.first, self.workload.last)
                 self._ends[of_ends] = [self.inside(end, plan, plan.micro_batch) for end in ends]
             first, last = self._ends[of_ends]
-            found = self._chains[inner, plan.memory.recompute] = (first, blocks, last)
+            found = self._chains[inner, policy] = (first, blocks, last)
         return found
 
 

@@ -90,8 +90,8 @@ class Model:
 
     def _sizes_of(self, plan: Plan) -> Sizes:
         """The sizes of a rank's part of the model."""
-        memory = plan.memory
-        inside = (size_settings(plan), memory.recompute, memory.recompute_stages is not None, plan.matmul)
+        parts, memory = plan.num_expert_parts, plan.memory
+        inside = (size_settings(plan), parts, memory.recompute, memory.recompute_stages is not None, plan.matmul)
         if inside not in self._sizes:
             self._sizes[inside] = plan_sizes(self.profile, plan)
         return self._sizes[inside]

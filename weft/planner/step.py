@@ -180,11 +180,11 @@ class StepModel(MicroBatchModel):
         experts = units.num_blocks * self.expert_numel
         numel = units.num_blocks * self.numel[1] + units.has_first * self.numel[0] + units.has_last * self.numel[2]
         numel -= self.tied_numel if units.has_first and units.has_last else 0
-        return (numel - experts) / (plan.tensor.x * plan.tensor.y) + experts / plan.expert
+        return (numel - experts) / (plan.tensor.x * plan.tensor.y) + experts / plan.num_expert_parts
 
     def _expert_share(self, plan: Plan) -> float:
         """The share of experts in the parameters that a rank holds of a block, before `shard` splits them."""
-        own = self.expert_numel / plan.expert
+        own = self.expert_numel / plan.num_expert_parts
         return own and own / (own + (self.numel[1] - self.expert_numel) / (plan.tensor.x * plan.tensor.y))
 
     def _optimizer_seconds(self, numel: float, plan: Plan, num_micro_batches: int) -> float:

@@ -28,7 +28,6 @@ from weft.inspection.nested_tensors import map_tensors
 from weft.memory.activation_choice import offload_from
 from weft.mesh import Mesh
 from weft.parallel.apply import cost, parallelize
-from weft.parallel.expert.layers import KEY
 from weft.parallel.model_state import all_units, host_bytes, named_pieces, state_bytes
 from weft.parallel.tile import own_tiles
 from weft.pipeline.rank_model import rank_model
@@ -161,8 +160,8 @@ def _run_rank(case: Case, trial: Trial) -> dict[str, Any]:
     flat = add_traffic(predicted.traffic, step_traffic(plan))
     traffic = expand(flat, mesh.levels)
     expected_bytes = _plain({key: value * trial.steps for key, value in traffic.items()})
-    if added := found.routed.added_bytes(case.counted):
-        expected_bytes["{} {}".format(*KEY)][1] += added
+    for key, added in found.routed.added_bytes(case.counted).items():
+        expected_bytes["{} {}".format(*key)][1] += added
     return {
         "errors": {key: list(worst) for key, worst in errors.items()},
         "noise": noise,

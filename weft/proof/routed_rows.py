@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.comm import all_gather
+from weft.comm import Axis, all_gather
+from weft.comm.ledger import Key
 from weft.mesh import Mesh
-from weft.parallel.expert.layers import distributed_layers, layer_traffics, routed_counts
+from weft.parallel.expert.layers import axis_of_rows, distributed_layers, routed_counts
+from weft.parallel.expert.traffic import layer_traffics
 from weft.pipeline.rank_model import rank_model
 from weft.profiling import Profile
 
@@ -23,8 +25,10 @@ class RoutedRows:
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self._mesh = mesh
         self._counts: dict[str, Tensor] = {}
+        self._axes: dict[str, Axis] = {}
         for own in rank_model(model).models:
             for name, layer in distributed_layers(own).items():
+                self._axes[name] = axis_of_rows(layer)
                 layer.register_forward_pre_hook(self._counter(name))
 
     def _counter(self, name: str) -> Any:
@@ -36,17 +40,16 @@ class RoutedRows:
 
         return count
 
-    def added_bytes(self, profile: Profile) -> int:
+    def added_bytes(self, profile: Profile) -> dict[Key, int]:
         """Returns the bytes that this rank sent in addition to those of equal routing; negative if it sent fewer."""
-        if not self._counts:
-            return 0
-        axis, traffics = self._mesh["expert"], {one.name: one for one in layer_traffics(profile, self._mesh.plan)}
-        # The rows for each rank's experts [layers, ranks]; layers may have different numbers of experts.
-        own = torch.stack([counts.view(axis.degree, -1).sum(-1) for counts in self._counts.values()])
-        whole = own.new_empty(axis.degree, *own.shape)
-        all_gather(whole.view(-1), own.view(-1), axis).wait()
-        added = (whole.sum(0)[:, axis.index] - own.sum(-1)).tolist()
-        return sum(
-            rows * traffics[name].row_bytes * traffics[name].num_sends_of_arrived
-            for name, rows in zip(self._counts, added, strict=True)
-        )
+        traffics = {one.name: one for one in layer_traffics(profile, self._mesh.plan)}
+        added: dict[Key, int] = {}
+        for name, counts in self._counts.items():
+            axis, layer = self._axes[name], traffics[name]
+            own = counts.view(axis.degree, -1).sum(-1)  # the rows for each rank's experts
+            whole = own.new_empty(axis.degree, axis.degree)
+            all_gather(whole.view(-1), own, axis).wait()
+            rows = int(whole[:, axis.index].sum() - own.sum())
+            if rows:
+                added[layer.key] = added.get(layer.key, 0) + rows * layer.row_bytes * layer.num_sends_of_arrived
+        return added

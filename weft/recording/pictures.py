@@ -26,7 +26,7 @@ PHASE_COLOURS = {
 
 def axis_colour(axis: str) -> str:
     """The class that colours an axis, or a level or a part of it."""
-    return part_class(axis.partition("/")[0].partition(":")[0])
+    return part_class(axis.partition("/")[0].partition(":")[0].partition("%")[0])
 
 
 def rank_timeline(ranks: Sequence[RankRecording]) -> tuple[str, list[str], str]:

@@ -59,6 +59,14 @@ def refuse_plan(config: LanguageConfig, plan: Plan) -> None:
     if getattr(config, "residual_experts", False) and plan.tensor.x * plan.tensor.y * plan.expert > 1:
         raise PlanError("residual experts are not served over x, y or expert; use data or pipe")
     profile = _inspected(config)
+    experts = [one.num_experts for block in profile.blocks for one in block.experts]
+    if experts and plan.tensor.y > 1:
+        raise PlanError(f"experts are not served over y, and plan.tensor.y = {plan.tensor.y}; use x or expert")
+    if experts and min(experts) < plan.expert:
+        raise PlanError(
+            f"plan.expert = {plan.expert} is more than the {min(experts)} experts of a layer, which is not served; use "
+            f"at most {min(experts)}"
+        )
     for strategy in STRATEGIES:
         if {"x", "y", "expert"} & set(strategy.axes) and (reason := strategy.refuse(profile, plan)) is not None:
             raise PlanError(reason)
@@ -138,7 +146,7 @@ def _cuts(config: LanguageConfig, model: nn.Module, place: RankPlace) -> dict[st
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     cuts = parameter_cuts(_inspected(config).pairing, shapes, place.plan, place.coordinates)
     if place.plan.expert > 1:
-        of_experts = expert_cuts(model, shapes, place.plan, place.coordinates["expert"])
+        of_experts = expert_cuts(model, shapes, place.plan, place.coordinates)
         cuts = {name: cut.beside(of_experts[name]) for name, cut in cuts.items()}
     return cuts
 

@@ -52,6 +52,12 @@ class FlatLayout:
         return cut.sums if cut else ()
 
     @property
+    def apart(self) -> tuple[str, ...]:
+        """The axes that split these parameters and no others (see `Cut`)."""
+        cut = self.parameters[0].cut
+        return cut.apart if cut else ()
+
+    @property
     def replicas(self) -> int:
         """The number of ranks of x × y that hold the same parameters."""
         cut = self.parameters[0].cut
@@ -101,16 +107,17 @@ def flat_layouts(parameters: Sequence[Parameter], degree: int) -> tuple[FlatLayo
     """Return the flat buffers of a block, those of trained parameters first.
 
     Parameters share a buffer if they are all trained or all frozen, have gradients that are partial sums over the same
-    axes, are held by as many ranks of x × y, and are in one pipeline stage only. A parameter that several stages hold
-    has a buffer of its own.
+    axes, are held by as many ranks of x × y, are split by the same axes, and are in one pipeline stage only. A
+    parameter that several stages hold has a buffer of its own.
     """
-    groups: dict[tuple[bool, tuple[str, ...], int, str], list[Parameter]] = {}
+    groups: dict[tuple[bool, tuple[str, ...], int, tuple[str, ...], str], list[Parameter]] = {}
     for parameter in parameters:
         cut = parameter.cut
         key = (
             not parameter.trainable,
             cut.sums if cut else (),
             cut.replicas if cut else 1,
+            cut.apart if cut else (),
             parameter.name if parameter.stages else "",
         )
         groups.setdefault(key, []).append(parameter)

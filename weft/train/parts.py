@@ -250,7 +250,7 @@ def expert_loads(model: nn.Module, mesh: Mesh) -> Tensor:
         all_reduce(whole, mesh["tokens"]).wait()
         for layer in whole.split([len(one) for one in routed]):
             counts = layer[:-3]
-            of_ranks = counts.unflatten(0, (mesh.plan.expert, -1)).sum(-1)
+            of_ranks = counts.unflatten(0, (min(len(counts), mesh.plan.num_expert_parts), -1)).sum(-1)
             largest = torch.maximum(largest, torch.stack([each.amax() / each.mean() for each in (counts, of_ranks)]))
             sums += torch.cat([counts.sum()[None], layer[-3:]])
     all_reduce(largest, mesh["pipe"], "max").wait()

@@ -4,7 +4,8 @@ Everything but attention treats each token independently, so a rank computes its
 by a ring of keys and values (Liu et al. 2023), or by exchanging heads for tokens (Ulysses, Jacobs et al. 2023);
 `attention.py` has both and their bytes. Tokens are split zig-zag: of 2·context equal parts rank i holds parts i and
 2·context - 1 - i, so that causal attention is equal work for all ranks. Labels and positions are split like their
-tokens. Gradients are summed over the axis: one all-reduce of each trained slice a step.
+tokens. Gradients are summed over the axis: one all-reduce of each trained slice a step, but for those of experts that
+`plan.expert_over` splits over the axis.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from weft.mesh import Mesh
 from weft.models.attention import CausalAttention
 from weft.models.latent_attention import LatentAttention
 from weft.models.loss import IGNORE
-from weft.models.router import Router
 from weft.parallel.buffer_traffic import buffer_traffic
 from weft.parallel.context import closed_form
 from weft.parallel.context.attention import (
@@ -40,6 +40,7 @@ from weft.parallel.context.attention import (
     ring_traffic,
     zigzag,
 )
+from weft.parallel.expert.routing import refuse_split_sequences
 from weft.plan import BatchSplit, Context, Plan
 from weft.profiling import BackwardShares, Block, Profile
 from weft.profiling.software import BlockPass, Software
@@ -72,20 +73,12 @@ class ContextAxis(Strategy):
                 f"along the sequence (weft.models' CausalAttention, or transformers' attention interface); use context "
                 f"= 1"
             )
-        if any(isinstance(module, Router) and module.balance for module in profile.model.modules()):
-            return (
-                f"context = {degree} splits sequences, over whose tokens routers balance their experts "
-                f"(router_aux_loss_coef); use router_aux_loss_coef = 0, or context = 1"
-            )
+        if (reason := refuse_split_sequences(profile.model, f"context = {degree}")) is not None:
+            return reason
         if any(isinstance(module, LatentAttention) for module in profile.model.modules()):
             return (
                 f"context = {degree} passes keys and values of one width between ranks, and those of latent attention "
                 f"(deepseek_v3) differ; use context = 1"
-            )
-        if any(isinstance(module, Router) and module.capacity for module in profile.model.modules()):
-            return (
-                f"context = {degree} splits sequences, and experts take a part of the tokens of each sequence "
-                f"(model.capacity); leave model.capacity out, or use context = 1"
             )
         reason = next((why for why in map(refuse_interface, models) if why is not None), None)
         if reason is not None:
@@ -155,8 +148,9 @@ class ContextAxis(Strategy):
 
     def buffer_calls(self, buffer: Buffer, plan: Plan, software: Software) -> Iterable[Call]:
         if plan.context.degree > 1 and not software.shards_optimizer:  # else `DataAxis` reduces over both
-            own = buffer.numel / plan.shard.degree
-            yield Call("context", "all_reduce", own * buffer.gradient_bytes, "reduce")
+            experts = buffer.expert_numel if "context" in plan.expert_over else 0
+            if own := (buffer.numel - experts) / plan.shard.degree:
+                yield Call("context", "all_reduce", own * buffer.gradient_bytes, "reduce")
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
         axis = mesh["context"]
@@ -177,7 +171,8 @@ class ContextAxis(Strategy):
         units = units_of(model)
         assert units is not None
         for flat in units.flats:
-            flat.sum_over.append(axis)
+            if "context" not in flat.layout.apart:
+                flat.sum_over.append(axis)
         return model
 
 
@@ -195,7 +190,7 @@ def _divide(block: Block, degree: int) -> Block:
 def _num_forwards(profile: Profile, plan: Plan, name: str) -> int:
     """Returns how often an attention's forward runs in a micro-batch."""
     block = next((block for block in profile.blocks if name.startswith(f"{block.name}.")), None)
-    return 2 if block is not None and block.in_backward and plan.memory.recompute != "none" else 1
+    return 2 if block is not None and block.in_backward and plan.memory.repeats_collectives else 1
 
 
 def own_tokens(batch: Any, axis: Axis) -> Any:

@@ -33,7 +33,7 @@ def block_calls(block: BlockPass, plan: Plan) -> Iterator[Call]:
         backward = [call._replace(phase="backward") for call in forward]
     yield from forward
     yield from backward
-    if attends_again(plan, block.software):
+    if attends_again(plan, block.software) and plan.memory.repeats_collectives:
         yield from (call._replace(phase="backward") for call in forward)
 
 

@@ -3,6 +3,10 @@
 Each rank has its own samples, as under `data`, and num_experts / expert of the experts of every layer. Tokens travel to
 the ranks of their experts and back (`dispatch.py`). All other parameters are on every rank of the axis.
 
+`plan.expert_over` folds other axes in: the experts are split over all ranks of `expert` × these axes, over which tokens
+travel, and all else keeps the layout of these axes. Ranks of x hold the same tokens, so each sends a part of them
+(`duplicates.py`). Ranks of y hold parts of the tokens' features, and first exchange features for rows (`features.py`).
+
 For E experts and rows of `hidden` elements with c bytes, k rows for each of a rank's tokens, a layer and micro-batch
 has these all-to-alls. Bytes are those that a rank sends; r is the number of rows that arrive at the rank, which depends
 on the routing and is k · tokens if all experts get the same:
@@ -15,6 +19,12 @@ These are both k · tokens and r above, and no counts are sent.
 
 Recompute repeats those of forward. Gradients are means over the samples of all ranks: those of experts have been summed
 by the dispatch already, others are summed by one all-reduce of each trained slice a step.
+
+A layer with fewer experts than ranks has its experts on each of several parts of the axis, of as many neighbours as it
+has experts. Its all-to-alls go over a part (`expert:4`), and gradients of its experts are summed over the ranks at the
+same place in all parts (`expert%4`).
+
+Under y, each layer also has two all-to-alls over y each way, and sums of the router's logits (`traffic.py`).
 """
 
 from __future__ import annotations
@@ -28,18 +38,20 @@ from torch import nn
 
 from weft.mesh import Mesh
 from weft.parallel.cut_parameters import cut_parameters
+from weft.parallel.expert import features
 from weft.parallel.expert.duplicates import refusal
 from weft.parallel.expert.layers import (
-    COUNT_BYTES,
-    GATHER_KEY,
-    KEY,
+    RowAxes,
     distribute,
     expert_cuts,
+    expert_degree,
     expert_layers,
-    layer_traffics,
     num_experts_of,
     refuse_layer,
+    row_parts,
 )
+from weft.parallel.expert.routing import refuse_split_sequences, split_routers
+from weft.parallel.expert.traffic import COUNT_BYTES, GATHER_KEY, layer_traffics
 from weft.plan import BatchSplit, Plan
 from weft.profiling import PARAMETER_CUTS, Block, Profile
 from weft.profiling.software import BlockPass, Software
@@ -55,38 +67,48 @@ class ExpertAxis(Strategy):
     axes = ("expert",)
 
     def refuse(self, profile: Profile, plan: Plan) -> str | None:
-        degree = plan.expert
+        degree, given = plan.num_expert_parts, _given(plan)
         if plan.tensor.drop_duplicates and (degree == 1 or plan.tensor.x == 1):
             return (
                 f"tensor.drop_duplicates = true drops copies that ranks of x send over expert; given x = "
                 f"{plan.tensor.x} and expert = {degree}, use both above 1, or drop_duplicates = false"
             )
-        if degree == 1:
-            return None
         assert profile.model is not None
         layers = expert_layers(profile.model)
+        if plan.expert_over and not layers:
+            return (
+                f"plan.expert_over = {list(plan.expert_over)} splits experts, but {type(profile.model).__name__} has "
+                f"no layer of experts that weft can split; leave expert_over out"
+            )
+        if not _is_active(profile.model, plan) and degree == 1:
+            return None
         if not layers:
             return (
-                f"expert = {degree}, but {type(profile.model).__name__} has no layer of experts that weft can split "
+                f"{given}, but {type(profile.model).__name__} has no layer of experts that weft can split "
                 f"(weft.models' StackedExperts, or transformers' stacked experts); use expert = 1, and data or shard"
             )
         for name, layer in layers.items():
             num_experts, reason = num_experts_of(layer), refuse_layer(name, layer)
             if reason is not None:
-                return f"expert = {degree}, but {reason}; use expert = 1, and data or shard"
-            if num_experts % degree:
-                return (
-                    f"expert = {degree} does not divide the {num_experts} experts of '{name}'; use a divisor of "
-                    f"{num_experts}"
-                )
-        return _refuse_rows(profile, plan) or refuse_batch_mixers(profile, plan, "expert", degree)
+                return f"{given}, but {reason}; use expert = 1, and data or shard"
+            if expert_degree(plan, num_experts) is None:
+                return f"{given} does not divide the {num_experts} experts of '{name}'; use a divisor of {num_experts}"
+        fewest = min(map(num_experts_of, layers.values()))
+        if fewest < degree and plan.pipe.degree > 1:
+            return (
+                f"{given} is more than the {fewest} experts of a layer, whose ranks then form groups of their own, and "
+                f"stages of pipe = {plan.pipe.degree} would form different ones; use expert = {fewest}, or pipe = 1"
+            )
+        if plan.tensor.sequence and (reason := refuse_split_sequences(profile.model, "tensor.sequence = true")):
+            return reason
+        return _refuse_rows(profile, plan) or refuse_batch_mixers(profile, plan, "expert", plan.expert)
 
     def localise(self, profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Profile:
-        if plan.expert == 1:
-            return profile
         assert profile.model is not None
+        if not _is_active(profile.model, plan):
+            return profile
         shapes = {parameter.name: parameter.shape for block in profile.all for parameter in block.parameters}
-        cuts = expert_cuts(profile.model, shapes, plan, coordinates["expert"])
+        cuts = expert_cuts(profile.model, shapes, plan, coordinates)
 
         def local(block: Block) -> Block:
             parameters = (replace(p, shape=cuts[p.name].local_shape, cut=cuts[p.name]) for p in block.parameters)
@@ -95,7 +117,8 @@ class ExpertAxis(Strategy):
         return replace(profile, root=local(profile.root), blocks=tuple(local(block) for block in profile.blocks))
 
     def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
-        if plan.expert == 1:
+        assert profile.model is not None
+        if not _is_active(profile.model, plan):
             return Cost()
         calls = [call for traffic in layer_traffics(profile, plan) for call in traffic.calls(traffic.num_rows)]
         return Cost(tally(calls * split.accumulation))
@@ -105,35 +128,37 @@ class ExpertAxis(Strategy):
         return [{}, *({"expert": degree} for degree in degrees[1:])]
 
     def block_calls(self, block: BlockPass, plan: Plan) -> Iterable[Call]:
-        if plan.expert == 1 or not block.work.routed_numel:
+        if (plan.num_expert_parts == 1 and plan.tensor.y == 1) or not block.work.routed_numel:
             return
         scale = block.micro_batch / plan.num_parts("tokens")
         rows_bytes = block.work.routed_numel * scale * COMPUTE_DTYPE[plan.precision].itemsize
         gather = Call(*GATHER_KEY, rows_bytes, "forward", beside="nothing")
-        parts = plan.tensor.x if plan.tensor.drop_duplicates else 1
-        rows_bytes /= parts
-        rows = Call(*KEY, rows_bytes, "forward", beside="nothing")
+        over_x, over_y = row_parts(plan)
+        gather = gather._replace(num_bytes=rows_bytes / over_y)
+        rows_bytes /= over_x * over_y * (plan.tensor.x if plan.tensor.sequence else 1)
+        rows = Call(plan.expert_axis, "all_to_all", rows_bytes, "forward", beside="nothing")
         forward = [rows, rows]  # rows, and their results
         if not block.work.is_routed_evenly:
             counts = rows._replace(num_bytes=COUNT_BYTES * block.work.num_experts)
             forward = [rows, rows._replace(num_bytes=rows_bytes * block.software.imbalance), counts]
-        gathers = [gather] * (parts > 1)
+        forward = forward * (plan.num_expert_parts > 1)
+        gathers = [gather] * (over_x > 1) + [rows._replace(axis="y")] * (2 * (over_y > 1))
         yield from (*forward, *gathers)
         yield from (call._replace(phase="backward") for call in (*forward[:2], *gathers))
-        if plan.memory.recompute != "none":
+        if plan.memory.repeats_collectives:
             yield from (call._replace(phase="backward") for call in (*forward, *gathers))
 
     def buffer_calls(self, buffer: Buffer, plan: Plan, software: Software) -> Iterable[Call]:
+        experts, others = buffer.expert_numel / plan.shard.degree, buffer.numel - buffer.expert_numel
         if plan.expert > 1:
-            own = (buffer.numel - buffer.expert_numel) / plan.shard.degree
-            yield Call("expert", "all_reduce", own * buffer.gradient_bytes, "reduce")
-            if plan.tensor.drop_duplicates:
-                experts = buffer.expert_numel / plan.shard.degree
-                yield Call("x", "all_reduce", experts * buffer.gradient_bytes, "reduce")
+            yield Call("expert", "all_reduce", others / plan.shard.degree * buffer.gradient_bytes, "reduce")
+        if experts and (plan.tensor.drop_duplicates or (plan.tensor.sequence and "x" not in plan.expert_over)):
+            yield Call("x", "all_reduce", experts * buffer.gradient_bytes, "reduce")
+        if experts and plan.tensor.y > 1 and "y" not in plan.expert_over:
+            yield Call("y", "all_reduce", experts * buffer.gradient_bytes, "reduce")
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
-        axis = mesh["expert"]
-        if axis.degree == 1:
+        if not _is_active(model, plan):
             return model
         before = PARAMETER_CUTS.get(model) or {}
         shapes = {
@@ -142,19 +167,35 @@ class ExpertAxis(Strategy):
         }
         layers = expert_layers(model)
         num_experts = {name: num_experts_of(layer) for name, layer in layers.items()}
-        cut_parameters(model, expert_cuts(model, shapes, plan, axis.index))
+        cut_parameters(model, expert_cuts(model, shapes, plan, mesh.coordinates))
         for name, layer in layers.items():
-            distribute(layer, num_experts[name], axis, mesh["x"] if plan.tensor.drop_duplicates else None)
+            distribute(layer, num_experts[name], RowAxes.of(plan, mesh, num_experts[name]))
+        split_routers(model, mesh["y"])
         return model
 
 
+def _is_active(model: nn.Module, plan: Plan) -> bool:
+    """Does the plan split the experts of a model, or the tokens that ranks of x or y have of them?"""
+    is_split = plan.num_expert_parts > 1 or plan.tensor.y > 1 or (plan.tensor.sequence and plan.tensor.x > 1)
+    return is_split and bool(expert_layers(model))
+
+
+def _given(plan: Plan) -> str:
+    """Returns the degrees that experts are split over, in words."""
+    return " × ".join(f"{axis} = {plan.degree(axis)}" for axis in plan.expert_axes) or "expert = 1"
+
+
 def _refuse_rows(profile: Profile, plan: Plan) -> str | None:
-    """Returns why ranks of x cannot send different rows of a micro-batch; None if they can, or need not."""
-    if not plan.tensor.drop_duplicates or len(profile.stream_shape) != 3:
+    """Returns why ranks of x or y cannot send different rows of a micro-batch; None if they can, or need not."""
+    over_x, over_y = row_parts(plan)
+    if over_x * over_y == 1 or len(profile.stream_shape) != 3:
         return None
     batch, sequence, _ = profile.stream_shape
+    sequence //= plan.context.degree * (plan.tensor.x if plan.tensor.sequence else 1)
     for experts in (one for block in profile.blocks for one in block.experts):
         rows = experts.num_rows(batch, sequence) // (1 if experts.capacity is None else experts.num_experts)
-        if rows % plan.tensor.x:
-            return refusal(rows, plan.tensor.x)
+        if rows % over_x:
+            return refusal(rows, over_x)
+        if rows // over_x % over_y:
+            return features.refusal(rows // over_x, over_y)
     return None

@@ -1,31 +1,29 @@
-"""The layers of experts that `expert` can split: their parameters on each rank, and their all-to-alls."""
+"""The layers of experts that can be split over ranks: their parameters on each rank, and how rows reach the experts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from weft.comm import Axis
-from weft.comm.ledger import Key
 from weft.inspection.annotations import Annotation
 from weft.inspection.parameter_cut import Cut, share
+from weft.mesh import Mesh
 from weft.models.experts import StackedExperts
+from weft.models.router import routers_of
 from weft.parallel.expert.dispatch import Compute, compute_on_owners
 from weft.parallel.expert.duplicates import compute_own_rows, own_ends
+from weft.parallel.expert.features import compute_whole_rows
 from weft.parallel.expert.interface import compute_interface, is_interface, refuse_interface
 from weft.plan import Plan
-from weft.profiling import Block, Profile
-from weft.sharding.layout import COMPUTE_DTYPE
 
-COUNT_BYTES = 8  # of the number of rows for one expert
-KEY: Key = ("expert", "all_to_all")
-GATHER_KEY: Key = ("x", "all_gather")
 _NUM_EXPERTS = Annotation[int]("num_experts")  # of all ranks, on a layer whose experts are on several
-_ROWS_OVER = Annotation[Axis]("rows_over")  # x, on a layer of whose rows each rank of x sends a part
+_ROW_AXES = Annotation["RowAxes"]("row_axes")
 
 
 def expert_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -37,23 +35,73 @@ def expert_layers(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def routed_parameters(model: nn.Module) -> frozenset[str]:
+    """Returns the names of the parameters of experts and of weft's routers, which need not be whole under x and y."""
+    inside = tuple(f"{name}." for name in (*expert_layers(model), *routers_of(model)))
+    return frozenset(name for name, _ in model.named_parameters() if name.startswith(inside))
+
+
 def refuse_layer(name: str, layer: nn.Module) -> str | None:
     """Returns why weft cannot compute a layer with its experts on several ranks; None if it can."""
     return None if isinstance(layer, StackedExperts) else refuse_interface(name, layer)
 
 
-def distribute(layer: Any, num_experts: int, axis: Axis, x: Axis | None) -> None:
-    """Replace a layer's forward by one that computes with the experts of all ranks of the axis.
+@dataclass(frozen=True)
+class RowAxes:
+    """The axes between the tokens of a layer and its experts, in the order in which rows pass them.
 
-    With `x`, each rank of x sends a part of the rows.
+    `x`: ranks hold the same rows, and each sends a part of them. `y`: ranks hold parts of the rows' features, and each
+    sends a part of the rows. `experts`: ranks hold different experts, to which rows are sent.
     """
+
+    x: Axis | None
+    y: Axis | None
+    experts: Axis
+
+    @staticmethod
+    def of(plan: Plan, mesh: Mesh, num_experts: int) -> RowAxes:
+        """Returns the axes of a layer with so many experts."""
+        over_x, over_y = row_parts(plan)
+        return RowAxes(
+            mesh["x"] if over_x > 1 else None,
+            mesh["y"] if over_y > 1 else None,
+            mesh.part(expert_axis(plan, num_experts)),
+        )
+
+
+def expert_degree(plan: Plan, num_experts: int) -> int | None:
+    """Returns over how many ranks the experts of a layer are split; None if the plan's degree does not allow it.
+
+    A layer with fewer experts than `expert` has ranks has each of them on one rank of every part of so many neighbours.
+    """
+    parts = plan.num_expert_parts
+    if num_experts % parts == 0:
+        return parts
+    return num_experts if plan.expert_axes == ("expert",) and parts % num_experts == 0 else None
+
+
+def expert_axis(plan: Plan, num_experts: int) -> str:
+    """Returns the name of the axis over which a layer with so many experts sends rows."""
+    degree = expert_degree(plan, num_experts)
+    return plan.expert_axis if degree == plan.num_expert_parts else f"expert:{degree}"
+
+
+def row_parts(plan: Plan) -> tuple[int, int]:
+    """Returns into how many parts (over x, over y) ranks with the same rows split them before they send them."""
+    takes_part = (plan.tensor.drop_duplicates or "x" in plan.expert_over) and not plan.tensor.sequence
+    return plan.tensor.x if takes_part else 1, plan.tensor.y
+
+
+def distribute(layer: Any, num_experts: int, axes: RowAxes) -> None:
+    """Replace a layer's forward by one that computes with the experts of all ranks."""
     _NUM_EXPERTS.set(layer, num_experts)
-    if x is not None:
-        _ROWS_OVER.set(layer, x)
+    _ROW_AXES.set(layer, axes)
 
     def everywhere(own: Compute) -> Compute:
-        whole = partial(compute_on_owners, own, axis, num_experts)
-        return whole if x is None else partial(compute_own_rows, whole, x, num_experts)
+        whole = partial(compute_on_owners, own, axes.experts, num_experts) if axes.experts.degree > 1 else own
+        if axes.y is not None:
+            whole = partial(compute_whole_rows, whole, axes.y, num_experts)
+        return whole if axes.x is None else partial(compute_own_rows, whole, axes.x, num_experts)
 
     is_ours = isinstance(layer, StackedExperts)
     interface = partial(compute_interface, layer, num_experts, everywhere)
@@ -70,6 +118,13 @@ def distributed_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if _NUM_EXPERTS.get(module) is not None}
 
 
+def axis_of_rows(layer: nn.Module) -> Axis:
+    """Returns the axis over which a distributed layer sends rows to experts."""
+    axes = _ROW_AXES.get(layer)
+    assert axes is not None
+    return axes.experts
+
+
 def routed_counts(layer: nn.Module, rows: Tensor, chosen: Tensor | None, *_: Any) -> Tensor | None:
     """Returns how many rows this rank sends to each expert of all ranks in a call of a distributed layer [experts].
 
@@ -78,104 +133,64 @@ def routed_counts(layer: nn.Module, rows: Tensor, chosen: Tensor | None, *_: Any
     """
     if chosen is None:
         return None
-    ends, x = chosen.long(), _ROWS_OVER.get(layer)
+    ends, axes = chosen.long(), _ROW_AXES.get(layer)
+    assert axes is not None
     if not isinstance(layer, StackedExperts):
         ends = chosen.flatten().bincount(minlength=_NUM_EXPERTS.get(layer) or 0).cumsum(0)
-    ends = ends if x is None else own_ends(ends, x)
+    for axis in (axes.x, axes.y):
+        ends = ends if axis is None else own_ends(ends, axis)
     return ends.diff(prepend=ends.new_zeros(1))
 
 
-def expert_cuts(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], plan: Plan, index: int) -> dict[str, Cut]:
-    """Returns, by name, the part of every parameter of global shape that rank `index` of the axis holds.
+def expert_cuts(
+    model: nn.Module, shapes: Mapping[str, tuple[int, ...]], plan: Plan, coordinates: Mapping[str, int]
+) -> dict[str, Cut]:
+    """Returns, by name, the part of every parameter of global shape that the rank at `coordinates` holds.
 
-    Gradients of all but experts are partial sums over the axis, because ranks have different samples. Those of experts
-    are partial sums over x if its ranks send different rows.
+    Gradients of all but experts are partial sums over `expert`, because its ranks have different samples. Those of
+    experts are partial sums over ranks that send different rows and hold the same experts: ranks of x and y, and those
+    of `expert` in a layer with fewer experts than ranks.
     """
-    inside, degree = tuple(f"{name}." for name in expert_layers(model)), plan.expert
-    sums = ("x",) if plan.tensor.drop_duplicates else ()
+    inside = tuple(f"{name}." for name in expert_layers(model))
+    index = 0
+    for axis in plan.expert_axes:
+        index = index * plan.degree(axis) + coordinates[axis]
+    own = [axis for axis in plan.expert_axes if axis in ("expert", "context")]  # others are of the tensor axes
+    others = Cut(
+        (),
+        (),
+        math.prod(plan.degree(axis) for axis in own),
+        ("expert",) if plan.expert > 1 else (),
+        not any(coordinates[axis] for axis in own),
+    )
+    beside = [axis for axis in ("x", "y") if plan.degree(axis) > 1 and axis not in plan.expert_over]
+    sums = tuple(axis for axis in beside if axis == "y" or plan.tensor.drop_duplicates or plan.tensor.sequence)
+    experts = Cut(
+        (),
+        (),
+        math.prod(plan.degree(axis) for axis in beside),
+        sums,
+        not any(coordinates[axis] for axis in beside),
+        tuple(axis for axis in plan.expert_axes if axis == "context"),
+        is_final=True,
+    )
 
     def cut(name: str, shape: tuple[int, ...]) -> Cut:
-        whole = Cut.whole(shape)
-        if name.startswith(inside):
-            return Cut(shape, ((share(shape[0], degree, index),), *whole.intervals[1:]), sums=sums)
-        return Cut(shape, whole.intervals, degree, ("expert",), index == 0)
+        whole = Cut.whole(shape).intervals
+        if not name.startswith(inside):
+            return replace(others, shape=shape, intervals=whole)
+        degree = expert_degree(plan, shape[0])
+        assert degree is not None
+        intervals = ((share(shape[0], degree, index % degree),), *whole[1:])
+        if degree == plan.num_expert_parts:
+            return replace(experts, shape=shape, intervals=intervals)
+        return replace(
+            experts,
+            shape=shape,
+            intervals=intervals,
+            replicas=experts.replicas * plan.expert // degree,
+            sums=(*sums, f"expert%{degree}"),
+            is_first=experts.is_first and index < degree,
+        )
 
     return {name: cut(name, shape) for name, shape in shapes.items()}
-
-
-@dataclass(frozen=True)
-class ExpertTraffic:
-    """The all-to-alls of one layer in one micro-batch. A rank's tokens have `num_rows` rows of `row_bytes`.
-
-    `is_even`: all experts have equally many rows, so no counts are sent. Forward runs `num_forwards` times.
-    `has_row_gradient`, `has_result_gradient`: gradients of the rows, and of the experts' results, are sent in backward.
-    `num_parts` ranks of x each send a part of the rows, and gather the results, and in backward the rows' gradients.
-    """
-
-    name: str
-    num_experts: int
-    is_even: bool
-    num_rows: int
-    row_bytes: int
-    num_forwards: int
-    has_row_gradient: bool
-    has_result_gradient: bool
-    num_parts: int = 1
-
-    def calls(self, num_arrived: int) -> Iterator[tuple[Key, int]]:
-        """Yields each all-to-all with its bytes, if `num_arrived` rows arrive at this rank."""
-        if not self.is_even:
-            yield from [(KEY, COUNT_BYTES * self.num_experts)] * self.num_forwards
-        yield from [(KEY, self.num_rows * self.row_bytes)] * (self.num_forwards + self.has_result_gradient)
-        yield from [(KEY, num_arrived * self.row_bytes)] * self.num_sends_of_arrived
-        if self.num_parts > 1:
-            yield from [(GATHER_KEY, self.num_parts * self.num_rows * self.row_bytes)] * self.num_sends_of_arrived
-
-    @property
-    def num_sends_of_arrived(self) -> int:
-        """How often as many rows are sent as arrived: the results, and the gradients of the rows."""
-        return self.num_forwards + self.has_row_gradient
-
-
-def layer_traffics(profile: Profile, plan: Plan) -> Iterator[ExpertTraffic]:
-    """Yields the traffic of every layer of experts in a rank's profile of one micro-batch."""
-    assert profile.model is not None
-    layers = expert_layers(profile.model)
-    for block in profile.blocks:
-        for experts in block.experts:
-            if experts.name in layers and experts.per_token is not None:
-                hidden = _hidden_size(block, experts.name)
-                split_over = plan.tensor.x if plan.tensor.sequence else 1
-                tokens = profile.stream_numel // hidden // split_over
-                batch = profile.stream_shape[0] if profile.stream_shape else 1
-                is_again = plan.memory.recompute != "none" and block.in_backward
-                has_row_gradient = block.in_backward and _is_differentiated(profile, block, experts.name)
-                num_parts = plan.tensor.x if plan.tensor.drop_duplicates else 1
-                yield ExpertTraffic(
-                    experts.name,
-                    experts.num_experts,
-                    experts.capacity is not None,
-                    experts.num_rows(batch, tokens // batch) // num_parts * block.calls,
-                    hidden * COMPUTE_DTYPE[plan.precision].itemsize,
-                    2 if is_again else 1,
-                    has_row_gradient,
-                    has_row_gradient or (block.in_backward and _is_trained(block, f"{experts.name}.")),
-                    num_parts,
-                )
-
-
-def _hidden_size(block: Block, name: str) -> int:
-    """Returns the features of a token in the layer of experts: those of the results of `down_proj`."""
-    return next(p.shape[1] for p in block.parameters if p.name == f"{name}.down_proj")
-
-
-def _is_differentiated(profile: Profile, block: Block, name: str) -> bool:
-    """Do the tokens that enter the layer require gradients? Some parameter before it, or the block's input, does."""
-    parent = f"{name.rpartition('.')[0]}."
-    before = [p.trainable for p in block.parameters if not p.name.startswith(parent)]
-    layers = (layer.needs_gradient for key, layer in profile.layers.items() if key.startswith(f"{block.name}."))
-    return any(before) or next(layers, True)
-
-
-def _is_trained(block: Block, inside: str) -> bool:
-    return any(p.trainable for p in block.parameters if p.name.startswith(inside))

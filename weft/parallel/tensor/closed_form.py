@@ -24,7 +24,7 @@ def block_calls(block: BlockPass, plan: Plan) -> Iterator[Call]:
     x, y, software = plan.tensor.x, plan.tensor.y, block.software
     element_bytes = COMPUTE_DTYPE[plan.precision].itemsize
     scale = element_bytes * block.micro_batch / plan.num_parts("tokens")  # bytes of an element of all own tokens
-    is_recomputed = plan.memory.recompute == "full" and block.is_block
+    is_recomputed = plan.memory.recompute == "full" and plan.memory.repeats_collectives and block.is_block
     for product in block.work.products:
         over_out, over_in = (y, x) if product.kind == "row" else (x, y)
         out_axis, in_axis = ("y", "x") if product.kind == "row" else ("x", "y")

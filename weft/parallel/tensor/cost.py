@@ -191,7 +191,7 @@ class _LayerTraffic:
     def _forwards(self, name: str) -> int:
         """Returns how often the forward of one call runs in a micro-batch."""
         block = self._block(name)
-        is_again = block is not None and self.plan.memory.recompute != "none" and self.blocks[block].in_backward
+        is_again = block is not None and self.plan.memory.repeats_collectives and self.blocks[block].in_backward
         return 2 if is_again else 1
 
 

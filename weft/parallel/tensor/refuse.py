@@ -11,6 +11,7 @@ from torch import nn
 
 from weft.inspection.split_probe import has_adapter, is_feature_wise, linear_sizes
 from weft.inspection.tensor_splits import Pairing, Split, is_norm
+from weft.parallel.expert.layers import routed_parameters
 from weft.parallel.tensor.norm import is_plain_norm
 from weft.plan import Plan
 from weft.profiling import Profile
@@ -81,14 +82,16 @@ def _refuse_bias_of_heads(model: nn.Module, pairing: Pairing) -> str | None:
 
 def _refuse_over_y(model: nn.Module, pairing: Pairing, y: int) -> str | None:
     """Checks that all modules on the residual stream can compute parts of the features, which y splits."""
-    if not pairing.is_whole and pairing.kept:
-        return (
-            f"tensor.y = {y} splits the features between layers, but not all layers can be{_whole(pairing)}; use y = 1"
-        )
+    routed = routed_parameters(model)
+    if not pairing.is_whole and set(pairing.kept) - routed:
+        whole = _whole(pairing, routed)
+        return f"tensor.y = {y} splits the features between layers, but not all layers can be{whole}; use y = 1"
     if pairing.is_whole:
         return next((reason for name in pairing.embeddings if (reason := _refuse_embedding(model, name, y))), None)
     for name, parameter in model.named_parameters():
         owner, _, _ = name.rpartition(".")
+        if name in routed and parameter.shape[-1] % y == 0:
+            continue
         if owner in pairing.splits or name in pairing.inner | pairing.tables or not parameter.dim():
             continue
         if parameter.shape[-1] % y:
@@ -133,8 +136,9 @@ def _refuse_sequence(profile: Profile, pairing: Pairing, plan: Plan) -> str | No
     alone = next((name for name in pairing.blocks if name in pairing.splits), None)
     if alone is not None:
         return f"tensor.sequence = true works inside blocks, but '{alone}' is a block and a single linear; use false"
+    routed = routed_parameters(profile.model) if profile.model is not None else frozenset()
     for name, reason in {**pairing.mixers, **pairing.kept}.items():
-        if pairing.block_of(name) is not None:
+        if pairing.block_of(name) is not None and name not in routed:
             return (
                 f"tensor.sequence = true gives what x does not split a part of each sequence, but '{name}' may need "
                 f"the whole: {reason}; use false"
@@ -194,9 +198,10 @@ def _refuse_split_over_y(split: Split, in_and_out: tuple[int, int], y: int, is_w
     return None
 
 
-def _whole(pairing: Pairing) -> str:
-    """Returns the first module that is left whole, in words."""
-    return next((f" ('{name}' is left whole: {reason})" for name, reason in pairing.kept.items()), "")
+def _whole(pairing: Pairing, routed: frozenset[str] = frozenset()) -> str:
+    """Returns the first module that is left whole, in words; `routed` are parameters of experts and routers."""
+    kept = ((name, reason) for name, reason in pairing.kept.items() if name not in routed)
+    return next((f" ('{name}' is left whole: {reason})" for name, reason in kept), "")
 
 
 def _features(split: Split, is_output: bool) -> str:

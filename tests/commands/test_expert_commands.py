@@ -1,0 +1,61 @@
+"""Experts from the command line: train, verify, resume under another degree, and faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import test_chaos
+from commands_for_tests import Weft, caller
+from runs_for_tests import losses, write_run_file
+from test_expert import RUN_FILE
+
+pytestmark = pytest.mark.processes
+
+FOLDED = ("plan.tensor.x=2", 'plan.expert_over=["x"]')
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return write_run_file(tmp_path, RUN_FILE)
+
+
+@pytest.fixture
+def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Weft:
+    return caller(monkeypatch, capfd)
+
+
+@pytest.mark.soak
+def test_a_run_is_trained_and_goes_on_under_other_degrees(run_file: Path, weft: Weft) -> None:
+    own = ("train", run_file, "folder=run")
+    left = weft(*own, "plan.expert=2", "train.steps=2")
+    assert left.status == 0, left.err
+    assert "verified in float64" in left.out
+    for plan, steps, before in ((FOLDED, 4, 2), ((), 6, 4)):
+        left = weft(*own, *plan, f"train.steps={steps}", "--no-verify")
+        assert left.status == 0, left.err
+        assert f"resumed at step {before} from run/checkpoints/step-0000000{before}" in left.out
+    assert weft("train", run_file, "folder=one", "train.steps=6", "--no-verify").status == 0
+    assert losses(Path("run")) == pytest.approx(losses(Path("one")), rel=1e-4)
+
+
+def test_verify_proves_folded_experts_and_refuses_in_words(run_file: Path, weft: Weft) -> None:
+    left = weft("verify", run_file, "plan.expert=2", *FOLDED, "--json")
+    assert left.status == 0, left.err
+    checks = {check["what"]: check for check in left.json["checks"]}
+    assert checks["traffic: experts all_to_all"]["passed"]
+    left = weft("verify", run_file, "plan.expert=4", *FOLDED)
+    assert left.status == 2
+    assert "expert = 4 × x = 2 does not divide the 4 experts" in " ".join(left.err.split())
+    assert "Traceback" not in left.err
+
+
+@pytest.mark.soak
+def test_faults_change_nothing(run_file: Path, weft: Weft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = ["plan.expert=2", "train.steps=60", "checkpoint.every=20", "train.evaluate_every=1000"]
+    monkeypatch.setattr(test_chaos, "RANKS", ranks)
+    left = test_chaos.chaos(weft, run_file, tmp_path / "run", ["kill", "nan"], "--json")
+    assert left.status == 0, left.err
+    assert (left.json["equal"], left.json["differ"]) == (True, [])
+    assert [fault["kind"] for fault in left.json["faults"]] == ["kill", "nan"]
