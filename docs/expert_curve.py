@@ -20,7 +20,11 @@ def picture() -> str:
         y = _y(loss)
         shapes += [f'<path d="M{LEFT} {y:.1f}H{WIDTH}" stroke="#ddd"/>', _text(8, y + 4, f"{loss:.1f}")]
     for tokens in (1, 2, 3):
-        shapes.append(_text(_x(tokens * 1e6 / found["tokens_per_step"], last), HEIGHT - 10, f"{tokens}M tokens"))
+        x = _x(tokens * 1e6 / found["tokens_per_step"], last)
+        shapes += [
+            f'<path d="M{x:.1f} 10V{_y(LOSSES[0]):.1f}" stroke="#eee"/>',
+            _text(x - 62, HEIGHT - 10, f"{tokens}M tokens"),
+        ]
     for place, (name, run) in enumerate(found["runs"].items()):
         points = " ".join(f"{_x(step, last):.1f},{_y(loss):.1f}" for step, loss in run["held_out"])
         shapes.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[name]}" stroke-width="2"/>')
