@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _mark_sampled(items: list[pytest.Item]) -> None:
     """Mark as soak all but one in `count` of the cases of each test with the marker sampled(count).
 
-    Of a test that starts processes and has more than two cases, one in three runs, unless it says which.
+    Of a test that starts processes and has more than two cases, one in six runs, unless it says which.
     """
     test_of = {item: item.nodeid.partition("[")[0] for item in items}
     num_cases = Counter(test_of.values())
@@ -110,7 +110,7 @@ def _mark_sampled(items: list[pytest.Item]) -> None:
     for item, test in test_of.items():
         marker = item.get_closest_marker("sampled")
         is_costly = item.get_closest_marker("processes") and num_cases[test] > 2 and test not in chosen
-        count = marker.args[0] if marker else 3 if is_costly else 1
+        count = marker.args[0] if marker else 6 if is_costly else 1
         if item.get_closest_marker("soak"):
             continue
         if numbers[test] % count:

@@ -543,6 +543,7 @@ MEMORY_MODELS: dict[str, ModelConfig] = {
 }
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", one_in(2, MEMORY_MODELS.keys()))
 def test_saved_bytes_fall_as_predicted(name: str) -> None:
     config, batch, sequence = MEMORY_MODELS[name], 4, 32

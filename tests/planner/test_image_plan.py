@@ -112,6 +112,7 @@ def test_hand_over_points_are_where_images_get_smaller() -> None:
     assert small().steps.sections.points == ("layer2.0", "layer3.0", "layer4.0")
 
 
+@pytest.mark.soak
 def test_blocks_of_two_streams_are_handed_over_with_both() -> None:
     # Each cell of AmoebaNet takes the results of the two before it.
     model = planned_images(AmoebaNetDConfig(layers=3, filters=16), ImageShape(128, 128, 3), "fp32", load("lassen"))

@@ -90,6 +90,7 @@ def test_an_image_is_large_enough_for_tiles_up_to_where_they_are_handed_over(ima
     assert proved(run).plan.tile.until.startswith("layer4.")
 
 
+@pytest.mark.soak
 def test_shares_of_the_batch_have_a_sample_for_each_tile(images: Path) -> None:
     options = ["plan.micro_batch=4", 'plan.tile={rows=2, columns=2, hand_over="batch", until="layer4"}']
     report = proved(make_run(images, "run", *options))

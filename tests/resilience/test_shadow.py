@@ -168,6 +168,7 @@ def test_nobody_is_before_rank_0(undisturbed: Path, tmp_path: Path, capfd: pytes
     assert_same_end(tmp_path / "run", undisturbed)
 
 
+@pytest.mark.soak
 def test_weft_train_goes_on_without_a_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The whole loop: rank 2 is killed in step 5 of 12; checkpoints, metrics and the end are as if it had not been."""
     overrides = ["train.steps=12", "checkpoint.every=5", "plan.micro_batch=4", "numbers.compare_every=4"]

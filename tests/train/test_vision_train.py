@@ -117,6 +117,7 @@ def test_no_layout_changes_the_curve_or_what_is_right(run_file: Path, reference:
         assert found[1] == expected[1]
 
 
+@pytest.mark.soak
 def test_the_example_of_slides_has_the_same_curve_on_one_rank_and_on_its_tiles(tmp_path: Path) -> None:
     """With statistics over the batch, which no tile has alone; shrunk."""
     example = Path(__file__).parents[2] / "examples" / "pathology.toml"
@@ -215,6 +216,7 @@ def test_classes_split_over_ranks_have_the_same_right_ones(run_file: Path) -> No
         assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.soak
 def test_a_small_network_learns_what_needs_the_whole_slide(tmp_path: Path) -> None:
     overrides = ["data.images=640", "data.size=64", "model.width=8", "model.norm=batch", "plan.micro_batch=32"]
     overrides += ["train.steps=75", "train.batch=32", "train.learning_rate=2e-3", "train.warmup_steps=10"]
