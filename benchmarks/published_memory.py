@@ -50,10 +50,10 @@ def _megatron(case: Case, plan: Plan, count: int, profile: Profile) -> float:
     tensor = replace(plan.tensor, regather=plan.tensor.sequence)
     local = sizes(profile, replace(plan, tensor=tensor, memory=Memory("none")))
     if policy == "full":
-        saved = local.block_saved["full"]
+        saved = sizes(profile, replace(plan, memory=Memory("full"))).block_saved
     else:
         masks = 2 * model.sequence * model.hidden  # of one byte, behind attention and behind the MLP
-        saved = local.block_saved["none"] + masks / (plan.tensor.x if plan.tensor.sequence else 1)
+        saved = local.block_saved + masks / (plan.tensor.x if plan.tensor.sequence else 1)
         saved += SCORE_BYTES * model.heads * model.sequence**2 / plan.tensor.x if policy == "none" else 0
     blocks = model.layers / plan.pipe.degree
     alive = alive_at_once(plan.pipe.schedule, plan.pipe.degree, count, tuple(plan.pipe.options.items()))[0]
@@ -79,7 +79,8 @@ def _titan_rank(case: Case, plan: Plan, count: int, profile: Profile, rank: int)
     saved = _titan_saved(case, plan, profile) * blocks * plan.pipe.degree / plan.pipe.num_stages * alive
     logits = case.model.sequence * case.model.vocabulary / x if rank == pipe - 1 else 0.0
     at_loss = logits * _logit_bytes(case, plan) + local.stream_bytes  # and what the head was given, whole
-    moment = max(at_loss if logits else 0.0, local.block_saved["none"])
+    recomputed = sizes(profile, replace(plan, memory=Memory("none"))).block_saved  # of one block, whatever was saved
+    moment = max(at_loss if logits else 0.0, recomputed)
     messages = local.stream_bytes / x * (2 * count + alive) if pipe > 1 else 0.0
     return state + gathered + pools + (saved + moment + messages) * per_micro_batch
 

@@ -33,7 +33,10 @@ from weft.train.metrics import StepMetrics
 
 pytestmark = pytest.mark.processes
 
-COMMANDS = ["init", "train", "plan", "verify", "chaos", "evaluate", "export", "generate", "profile", "serve", "doctor"]
+COMMANDS = [
+    "init", "train", "plan", "verify", "chaos", "evaluate", "export", "generate", "profile", "serve", "calibrate",
+    "doctor",
+]  # fmt: skip
 
 
 @pytest.fixture

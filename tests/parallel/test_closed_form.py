@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -85,7 +86,7 @@ def timed(strategy: Strategy, plan: Plan) -> Counter[str]:
 @pytest.mark.parametrize(("name", "plan"), PLANS, ids=lambda one: one.describe_axes() if isinstance(one, Plan) else one)
 def test_the_planner_times_the_bytes_that_the_cost_states(name: str, plan: Plan) -> None:
     strategy = next(one for one in STRATEGIES if one.name == name)
-    plan = Plan(**{**vars(plan), "micro_batch": MICRO_BATCH, "precision": "bf16"})
+    plan = replace(plan, micro_batch=MICRO_BATCH, precision="bf16")
     found, expected = timed(strategy, plan), stated(strategy, plan)
     if plan.tensor.y > 1:
         expected["y"] -= 2 * 2 * 2 * NORM_BYTES  # all-reduces of two norms, forward and backward

@@ -325,7 +325,11 @@ def test_a_model_that_is_not_given_tokens() -> None:
             model(torch.zeros(2, 4, 16))
         return str(error.value)
 
-    assert run_local(rank, 2) == ["Decoder got no tokens [batch, sequence] to split over context = 2"] * 2
+    words = (
+        "Decoder got no tokens [batch, sequence] as its first argument to split over context = 2; pass them, or use "
+        "context = 1"
+    )
+    assert run_local(rank, 2) == [words] * 2
 
 
 # --- the full product

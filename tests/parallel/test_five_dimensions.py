@@ -97,7 +97,7 @@ CASES: dict[str, tuple[str, Plan]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "plan"), one_in(5, CASES))
+@pytest.mark.parametrize(("name", "plan"), one_in(10, CASES))
 def test_equals_the_unsplit_model(name: str, plan: Plan) -> None:
     check(name, plan).require()
 
@@ -111,6 +111,7 @@ def test_running_statistics_are_compared() -> None:
 # --- negative controls
 
 
+@pytest.mark.soak
 def test_finds_a_stage_that_takes_tiles_for_whole_images(monkeypatch: Patch) -> None:
     monkeypatch.setattr(stage_module, "set_layout", lambda tensor, place: tensor)
     assert {"loss", "worst gradient"} <= failures(check("GroupNorm", over(Pipe(2), 1, 2)))
@@ -128,6 +129,7 @@ def test_finds_a_halo_that_has_no_backward(monkeypatch: Patch) -> None:
     assert not any(what.startswith("traffic") for what in found)
 
 
+@pytest.mark.soak
 def test_finds_mirrored_stages_that_do_not_add_up(monkeypatch: Patch) -> None:
     monkeypatch.setattr(SharedParameters, "combine", lambda self: None)
     assert "worst gradient" in failures(check("GroupNorm", over(Pipe(2, "bidirectional"), 1, 2)))

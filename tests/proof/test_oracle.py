@@ -369,7 +369,7 @@ def test_finds_whole_gradients_that_stage_2_does_not_free(monkeypatch: Patch) ->
 
 @pytest.mark.parametrize("where", ["first", "last"])
 def test_finds_a_parameter_that_is_not_a_number(monkeypatch: Patch, where: str) -> None:
-    # One element of one piece becomes NaN behind the last step: nothing else can show it.
+    # One element of a copy of one piece becomes NaN behind the last step: nothing else can show it.
     def poison(model: nn.Module) -> list[tuple[Any, Tensor]]:
         pieces: list[tuple[Any, Tensor]] = original(model)
         pieces[0 if where == "first" else -1][1][0] = float("nan")
@@ -377,8 +377,7 @@ def test_finds_a_parameter_that_is_not_a_number(monkeypatch: Patch, where: str) 
 
     original = ORACLE._pieces
     monkeypatch.setattr(ORACLE, "_pieces", poison)
-    expected = ["worst parameter after the steps", "evaluation after the steps", "worst result after the steps"]
-    assert list(broken("mlp", Plan(data=2))) == expected
+    assert list(broken("mlp", Plan(data=2))) == ["worst parameter after the steps"]
 
 
 def test_finds_a_loss_that_is_not_a_number_in_a_later_step(monkeypatch: Patch) -> None:

@@ -159,7 +159,7 @@ SOUND = [
 ]
 
 
-@pytest.mark.parametrize("layout", one_in(2, {str(layout): layout for layout in SOUND}))
+@pytest.mark.parametrize("layout", one_in(4, {str(layout): layout for layout in SOUND}))
 def test_a_sound_run_is_never_accused(run_file: Path, layout: list[str]) -> None:
     options = [*layout, "numbers.compare_every=1", "train.steps=4", "train.deterministic=true"]
     if not any("pipe" in option for option in layout):

@@ -77,7 +77,7 @@ def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.processes
-@pytest.mark.sampled(1)  # all: each is one process, and small
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "tuning"),
     [("Llama", "full"), ("Qwen2", "full"), ("Qwen2", "frozen"), ("Llama", "lora"), ("Qwen2", "lora")],

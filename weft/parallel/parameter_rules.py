@@ -10,12 +10,15 @@ from torch import nn
 
 from weft.plan import Plan
 from weft.profiling import Profile
+from weft.sharding.units import PARALLEL_ALREADY, units_of
 
 
 def refuse_parameters(profile: Profile, plan: Plan) -> str | None:
     """Returns why a model's parameters cannot be held in flat buffers; None if they can."""
     if plan.num_ranks == 1 or profile.model is None:
         return None
+    if units_of(profile.model) is not None:
+        return PARALLEL_ALREADY
     for name, module in profile.model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             return (

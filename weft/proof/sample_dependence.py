@@ -39,8 +39,8 @@ def sample_dependence(
             return (
                 f"{name} with this loss, unsplit, computes another {quantity} from {num_samples} samples at a time "
                 f"than from {expected.num_samples} (relative difference {difference:.0e}), so its result for a sample "
-                f"depends on the others of a forward, or on earlier forwards, and no plan that splits the batch can "
-                f"equal it; let it treat each sample alone, or give each forward the whole batch (data, shard and "
-                f"expert 1, and no smaller micro_batch)"
+                f"depends on the others of a forward, on earlier forwards or on numbers that it draws, and no plan "
+                f"that splits the batch can equal it; let it treat each sample alone, or give each forward the whole "
+                f"batch (data, shard and expert 1, and no smaller micro_batch)"
             )
     return None

@@ -418,6 +418,7 @@ def _weakly(method: Callable[..., None], *numbers: int) -> Callable[[Tensor], No
     return call
 
 
+PARALLEL_ALREADY = "the model is parallel already; build it anew to apply another plan"
 _UNITS = Annotation[Units]("units")
 
 
@@ -429,7 +430,7 @@ def units_of(model: nn.Module) -> Units | None:
 def make_units(model: nn.Module, make_flats: MakeFlats, compute_dtype: torch.dtype) -> Units:
     """Put every parameter of `model` into units: one per block; tied and all other parameters into the root's."""
     if units_of(model) is not None:
-        raise PlanError("the model is parallel already; build it anew to apply another plan")
+        raise PlanError(PARALLEL_ALREADY)
     structure, places = profile(model), find_parameters(model)
     units = [Unit(b.name, model.get_submodule(b.name), make_flats(b, places[b.name])) for b in structure.all]
     all_units = Units(model, units, compute_dtype)

@@ -175,9 +175,12 @@ class ExpertAxis(Strategy):
 
 
 def _is_active(model: nn.Module, plan: Plan) -> bool:
-    """Does the plan split the experts of a model, or the tokens that ranks of x or y have of them?"""
+    """Does the plan split the experts of a model, the tokens that ranks of x or y have of them, or samples?
+
+    Ranks of `expert` have different samples also in a pipeline stage without experts.
+    """
     is_split = plan.num_expert_parts > 1 or plan.tensor.y > 1 or (plan.tensor.sequence and plan.tensor.x > 1)
-    return is_split and bool(expert_layers(model))
+    return plan.expert > 1 or (is_split and bool(expert_layers(model)))
 
 
 def _given(plan: Plan) -> str:
