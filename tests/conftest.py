@@ -101,18 +101,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _mark_sampled(items: list[pytest.Item]) -> None:
     """Mark as soak all but one in `count` of the cases of each test with the marker sampled(count).
 
-    Of a test that starts processes and has more than two cases, one in six runs, unless it says which.
+    Of the cases of a test that starts processes, one in six runs; if it says itself which are soak, or if it has two,
+    every second of the others.
     """
     test_of = {item: item.nodeid.partition("[")[0] for item in items}
     num_cases = Counter(test_of.values())
     chosen = {test_of[item] for item in items if item.get_closest_marker("soak")}
     numbers: Counter[str] = Counter()
     for item, test in test_of.items():
-        marker = item.get_closest_marker("sampled")
-        is_costly = item.get_closest_marker("processes") and num_cases[test] > 2 and test not in chosen
-        count = marker.args[0] if marker else 6 if is_costly else 1
         if item.get_closest_marker("soak"):
             continue
+        marker = item.get_closest_marker("sampled")
+        count = marker.args[0] if marker else 1
+        if marker is None and item.get_closest_marker("processes"):
+            count = 2 if test in chosen or num_cases[test] == 2 else 6
         if numbers[test] % count:
             item.add_marker("soak")
         numbers[test] += 1
