@@ -2,8 +2,8 @@
 
 A unit is the parameters of one block; parameters outside all blocks belong to the root unit. Before a unit computes,
 its flat buffers are gathered, and the next unit's are prefetched in the order that the last pass recorded. After its
-backward its gradients are reduced while earlier units still compute. All ranks start reductions in one fixed order
-(reverse forward order, the root last), so they agree even if gradients arrive in another order or not at all.
+backward its gradients are reduced while earlier units still compute. All ranks start reductions in reverse forward
+order, the root last, so they agree even if gradients arrive in another order or not at all.
 """
 
 from __future__ import annotations
@@ -433,8 +433,7 @@ def make_units(model: nn.Module, make_flats: MakeFlats, compute_dtype: torch.dty
         raise PlanError(PARALLEL_ALREADY)
     structure, places = profile(model), find_parameters(model)
     units = [Unit(b.name, model.get_submodule(b.name), make_flats(b, places[b.name])) for b in structure.all]
-    all_units = Units(model, units, compute_dtype)
-    _UNITS.set(model, all_units)
+    _UNITS.set(model, all_units := Units(model, units, compute_dtype))
     return all_units
 
 
