@@ -98,8 +98,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if id(item) not in left_out]
 
 
+# Cases that take over eight seconds of CPU time on two slow cores, by their ids; others test the same features always.
+COSTLY = frozenset((Path(__file__).parent / "helpers" / "costly_cases.txt").read_text(encoding="utf-8").splitlines())
+
+
 def _mark_sampled(items: list[pytest.Item]) -> None:
-    """Mark as soak all but one in `count` of the cases of each test with the marker sampled(count).
+    """Mark as soak the costly cases, and all but one in `count` of those of each test with the marker sampled(count).
 
     Of the cases of a test that starts processes, one in six runs; if it says itself which are soak, or if it has two,
     every second of the others.
@@ -107,6 +111,9 @@ def _mark_sampled(items: list[pytest.Item]) -> None:
     test_of = {item: item.nodeid.partition("[")[0] for item in items}
     num_cases = Counter(test_of.values())
     chosen = {test_of[item] for item in items if item.get_closest_marker("soak")}
+    for item in items:
+        if item.nodeid in COSTLY:
+            item.add_marker("soak")
     numbers: Counter[str] = Counter()
     for item, test in test_of.items():
         if item.get_closest_marker("soak"):
