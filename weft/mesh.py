@@ -283,6 +283,7 @@ class UnconnectedMesh(Mesh):
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank, self.device, self.ledger = plan, rank, torch.device("cpu"), Ledger()
+        self._joint = joint_axes(plan)
         self.num_local_ranks = plan.num_ranks
         self.coordinates = self._coordinates()
         self.release_groups()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from weft.architectures import Capacity
 from weft.errors import PlanError
-from weft.models import expert_rows
+from weft.models.experts import SparseMLP
 from weft.models.loss import ExampleLoss
 from weft.parallel.apply import cost, refuse
 from weft.plan import Context, Memory, Pipe, Plan, Shard, split_batch
@@ -76,13 +76,16 @@ def test_more_plans_are_proved(model: Any, plan: Plan) -> None:
 
 @pytest.mark.processes
 def test_first_tokens_instead_of_random_ones_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    fill = expert_rows.fill_slots
+    order = SparseMLP._order
 
-    def fill_in_order(experts: Tensor, num_experts: int, capacity: int, priorities: Tensor | None = None) -> Any:
-        is_whole_batch = len(experts) == 4  # of the sequential model
-        return fill(experts, num_experts, capacity, priorities if is_whole_batch else None)
+    def first_tokens(self: Any, experts: Tensor, hidden: Tensor, keys: Tensor | None) -> Any:
+        is_split = "forward" in vars(self.experts)  # not in the sequential model
+        selection = "first" if is_split else self.capacity.selection
+        with monkeypatch.context() as patch:
+            patch.setattr(self, "capacity", replace(self.capacity, selection=selection))
+            return order(self, experts, hidden, keys)
 
-    monkeypatch.setattr("weft.models.experts.fill_slots", fill_in_order)
+    monkeypatch.setattr(SparseMLP, "_order", first_tokens)
     report = verify(make_random, batch, Plan(expert=2), steps=1)
     assert {"loss", "worst gradient"} <= {check.what for check in report.checks if not check.passed}
 

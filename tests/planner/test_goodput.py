@@ -126,9 +126,11 @@ def test_weft_plan_says_what_failures_cost(
     assert "goodput 99." in text
     assert "failures" not in weft(*given, "--json").json
     searched = weft("plan", run_file, "cluster=h100:2x8", "--mtbf-cluster", "3h", "--search", "--json").json
-    assert searched["failures"]["mtbf_seconds"] == 10800
+    num_ranks = searched["plans"][0]["num_devices"]
+    assert searched["failures"]["mtbf_seconds"] == 3 * 3600 * 16 / num_ranks  # of the devices that the plan has
     written = tmp_path / "written.toml"
-    assert weft("plan", run_file, "cluster=h100:2x8", "--mtbf", "2d", "--write", written).status == 0
+    two_nodes = ("plan", run_file, "cluster=h100:2x8", "--where", "data=16")
+    assert weft(*two_nodes, "--mtbf", "2d", "--write", written).status == 0
     saves = load_run(written).checkpoint
     assert (saves.every, saves.memory_every is not None) == (3, True)  # the run file has an interval of its own
     refused = weft(*given, "--mtbf", "soon")

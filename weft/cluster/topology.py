@@ -43,7 +43,7 @@ def refuse_other_topology(path: Path, measured: Topology) -> None:
 
 
 def cpu_model() -> str:
-    """The CPU's name."""
+    """The CPU's name, or its architecture where the system does not say."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -57,7 +57,7 @@ def host_memory_bytes() -> int:
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             text = Path(limit).read_text().strip()
-        except OSError:
+        except OSError:  # this version of control groups is not there
             continue
         if text.isdigit() and int(text) > 0:
             total = min(total, int(text))

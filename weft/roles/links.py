@@ -43,7 +43,11 @@ class RoleLink:
             self._store.wait([key], self._timeout)
             theirs = self._store.get(key).decode()
         except RuntimeError as error:  # also torch's DistError
-            raise LostRankError(f"{self.name} did not come within {self._timeout.total_seconds():.0f} s") from error
+            reason = str(error).partition("\n")[0]
+            limit = f"{self._timeout.total_seconds():.0f} s"
+            raise LostRankError(
+                f"{self.name} did not come within {limit}, or the job's store is lost ({reason})"
+            ) from error
         if theirs != own_digest:
             raise LaunchError(
                 f"{self.name} has read another run file or other data than training rank {self._trainer}; start all "
