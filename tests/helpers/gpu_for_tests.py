@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +39,21 @@ class Left(NamedTuple):
 def weft(*arguments: object, seconds: float = SECONDS, **environ: str) -> Left:
     """`weft ARGUMENTS` in a process of its own, as a user starts it."""
     return _run([sys.executable, "-m", "weft", *map(str, arguments)], seconds, environ)
+
+
+def timed_weft(*arguments: object, seconds: float = SECONDS) -> list[tuple[float, str]]:
+    """The lines that `weft ARGUMENTS` prints, each with the time at which it came; the command must succeed."""
+    command = [sys.executable, "-u", "-m", "weft", *map(str, arguments)]
+    with subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as own:
+        timer = threading.Timer(seconds, own.kill)
+        timer.start()
+        assert own.stdout is not None
+        lines = [(time.monotonic(), line) for line in own.stdout]
+        timer.cancel()
+    assert own.returncode == 0, "".join(line for _, line in lines)[-3000:]
+    return lines
 
 
 def run_program(path: Path, seconds: float = SECONDS) -> Left:
