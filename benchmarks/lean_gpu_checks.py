@@ -15,7 +15,7 @@ from weft.serve.four_bit_cache import FourBitFormat, FourBitLayer
 from weft.serve.layer_cache import CacheSizes
 from weft.serve.paged_attention import PagedBatch, decode_attention
 from weft.serve.request import Request, Sampling
-from weft.serve.weight_formats import FORMATS
+from weft.serve.weight_formats import FORMATS, AfterProduct
 
 Found = Iterator[tuple[str, float, float]]  # what is compared, the largest difference of the largest number, the most
 
@@ -87,7 +87,11 @@ def products(device: torch.device) -> Found:
         decoded = form.decode(parts, torch.float64)
         for num_rows in (1, 2, 5, 16, 33, 256):
             hidden = torch.randn(num_rows, 4096, dtype=torch.bfloat16, device=device)
-            yield f"{kind} {num_rows} rows", difference(form.product(hidden, parts), hidden.double() @ decoded.T), 0.04
+            yield (
+                f"{kind} {num_rows} rows",
+                difference(form.product(hidden, parts, AfterProduct()), hidden.double() @ decoded.T),
+                0.04,
+            )
 
 
 def engines(device: torch.device) -> Found:

@@ -27,7 +27,7 @@ from weft.models.vision.pool_kernel import kernel_pools
 from weft.optim import update_kernel
 from weft.optim.update import update
 from weft.optim.update_kernel import update_by_kernel
-from weft.serve import decode_attention_kernel, fused, sampling_kernel
+from weft.serve import decode_attention_kernel, fused, packed_product_kernel, sampling_kernel
 from weft.serve.decode_attention_kernel import decode_attention_by_kernel
 from weft.serve.four_bit_attention_kernel import four_bit_attention_by_kernel
 from weft.serve.four_bit_cache import FourBitLayer
@@ -37,11 +37,12 @@ from weft.serve.fused_kernel import (
     rotate_and_store_by_kernel,
     row_linear_by_kernel,
 )
+from weft.serve.group_codes import size_of_block
 from weft.serve.layer_cache import CacheSizes
-from weft.serve.packed_product_kernel import grouped_product_by_kernel
+from weft.serve.packed_product_kernel import fp8_product_by_kernel, grouped_product_by_kernel
 from weft.serve.paged_attention import PagedBatch, decode_attention
 from weft.serve.sampling import draw
-from weft.serve.weight_formats import Grouped
+from weft.serve.weight_formats import AfterProduct, Grouped, WeightFormat, weight_format
 from weft.sharding import gradient_kernel as take_kernel
 from weft.sharding.gradient_kernel import copy_with_squares
 
@@ -250,18 +251,42 @@ def four_bits() -> dict[str, dict[str, float]]:
 
 
 def packed() -> dict[str, dict[str, float]]:
-    """Of products with weights in 4 and 8 bits."""
+    """Of products with weights in fewer bits, and what follows them; of other scales, as a control."""
     found = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        for bits, group, num_in, num_out in ((4, 32, 96, 21), (4, 64, 64, 16), (8, 16, 48, 5)):
-            hidden, form = torch.randn(3, num_in).to(dtype), Grouped(bits, group)
-            codes, scale, least = form.encode(torch.randn(num_out, num_in) + 0.3)
-            parts = (codes, scale.view(torch.float16), least.view(torch.float16))
-            expected = hidden.double() @ form.decode((codes, scale, least), torch.float64).T
-            found[f"{dtype} {bits} {group}"] = {
-                "out": difference(grouped_product_by_kernel(hidden, *parts, bits), expected.to(dtype))
-            }
+    packed_product_kernel._OUTPUTS, packed_product_kernel._COLUMNS = 16, 16
+    for dtype, kind, num_in, num_rows in (
+        (torch.float32, "int4", 256, 3),
+        (torch.float32, "int4", 96, 1),
+        (torch.float32, "int4-128", 640, 17),
+        (torch.float32, "int8", 256, 2),
+        (torch.float32, "fp8", 96, 3),
+        (torch.float16, "int4", 640, 1),
+        (torch.float16, "fp8", 640, 2),
+    ):
+        hidden, form, num_out = torch.randn(num_rows, num_in).to(dtype), weight_format(kind), 42
+        bias, residual = torch.randn(num_out).to(dtype), torch.randn(num_rows, num_out).to(dtype)
+        parts = form.encode(torch.randn(num_out, num_in) + 0.3)
+        plain = hidden.double() @ form.decode(parts, torch.float64).T
+        for name, after in {
+            "out": AfterProduct(),
+            "gated": AfterProduct(bias, None, True),
+            "added": AfterProduct(None, residual),
+        }.items():
+            out = by_kernel(form, hidden, parts, after)
+            found.setdefault(f"{dtype} {kind} {num_in} {num_rows}", {})[name] = difference(out, after.of(plain))
+        other = (parts[0], *(part.roll(1, 0) for part in parts[1:]))
+        wrong = difference(by_kernel(form, hidden, other, AfterProduct()), plain)
+        found[f"{dtype} {kind} {num_in} {num_rows}"]["scales of other outputs"] = wrong
     return found
+
+
+def by_kernel(form: WeightFormat, hidden: Tensor, parts: tuple[Tensor, ...], after: AfterProduct) -> Tensor:
+    if not isinstance(form, Grouped):
+        codes, scale = parts
+        return fp8_product_by_kernel(hidden, codes, scale.view(torch.float32)[:, 0], after)
+    codes, *ranges = parts
+    of_groups = (one.view(torch.float16) for one in ranges)
+    return grouped_product_by_kernel(hidden, codes, *of_groups, form.bits, size_of_block(hidden.shape[1]), after)
 
 
 def serving() -> dict[str, dict[str, float]]:
