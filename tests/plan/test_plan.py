@@ -167,7 +167,7 @@ def test_ranks_are_the_product_of_degrees_and_inner_is_the_stride(plan: Plan) ->
     inside = plan.context.degree * plan.tensor.x * plan.tensor.y
     assert plan.num_batch_ranks == plan.data * plan.shard.degree * plan.expert
     assert plan.num_ranks == plan.num_batch_ranks * plan.pipe.degree * inside
-    assert list(plan.degrees) == ["data", "pipe", "shard", "expert", "rows", "columns", "context", "x", "y"]
+    assert list(plan.degrees) == ["data", "pipe", "shard", "expert", "branch", "rows", "columns", "context", "x", "y"]
     assert (plan.inner("pipe"), plan.inner("shard")) == (plan.shard.degree * plan.inner("shard"), plan.expert * inside)
     assert plan.inner("data") == plan.pipe.degree * plan.inner("pipe")
     assert (plan.inner("context"), plan.inner("x"), plan.inner("y")) == (
