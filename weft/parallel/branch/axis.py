@@ -26,7 +26,7 @@ from weft.errors import PlanError
 from weft.inspection.annotations import Annotation
 from weft.inspection.parameter_cut import Cut
 from weft.mesh import Mesh
-from weft.parallel.branch.owners import Deal, deal, find_branches
+from weft.parallel.branch.owners import Deal, deal, find_branches, total_work
 from weft.parallel.branch.runner import BranchRunner
 from weft.parallel.branch.schedule import BranchSchedule, make_schedule
 from weft.parallel.cut_parameters import cut_parameters
@@ -97,6 +97,17 @@ def mark_branches(model: nn.Module, whole: Profile, plan: Plan) -> None:
     """Store with a model how a plan that was not refused deals out its branches."""
     if plan.branch > 1:
         _DEAL.set(model, _deal(whole, plan))
+
+
+def work_share(profile: Profile, plan: Plan) -> float:
+    """Returns the time of a forward and backward under a plan over that on one rank, without communication.
+
+    In each wave the rank with the most work decides. All ranks run what is outside of branches.
+    """
+    if plan.branch == 1:
+        return 1.0
+    found, total = _deal(profile, plan), total_work(_trace(profile, plan))
+    return 1.0 - (sum(sum(one.work.values()) for one in found.branches) - found.makespan) / total
 
 
 def branch_cuts(shapes: Mapping[str, tuple[int, ...]], found: Deal, index: int) -> dict[str, Cut]:

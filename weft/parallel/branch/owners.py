@@ -55,9 +55,14 @@ class Deal:
         return {name: rank for branch, rank in pairs for name in branch.parameters}
 
     @property
+    def makespan(self) -> float:
+        """The work of the waves, if in each the rank with the most decides."""
+        return makespan(self.branches, self.ranks)
+
+    @property
     def imbalance(self) -> float:
         total = sum(sum(branch.work.values()) for branch in self.branches)
-        return makespan(self.branches, self.ranks) * self.degree / total if total else 1.0
+        return self.makespan * self.degree / total if total else 1.0
 
     def describe(self) -> str:
         """Returns the branches of each rank as text, with the imbalance."""
@@ -70,6 +75,11 @@ class Deal:
 
 def _list(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def total_work(trace: Trace) -> float:
+    """Returns the work of all events of a trace, in the unit of branches."""
+    return sum(work.flops + FLOPS_PER_BYTE * work.num_bytes for work in trace.work.values())
 
 
 def makespan(branches: Sequence[Branch], ranks: Sequence[int]) -> float:
