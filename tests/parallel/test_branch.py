@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,14 @@ from branches_for_tests import Heads, Inception, TwoTowers, ids, images, rows
 from torch import Tensor, nn
 
 from weft.architectures.vision import AmoebaNetDConfig
+from weft.checkpoint import Checkpoint, Saver
 from weft.errors import PlanError
+from weft.launch.local_ranks import run_local
+from weft.mesh import Mesh
 from weft.models.vision.amoebanet import AmoebaNetD
-from weft.parallel.apply import cost, refuse
+from weft.optim import AdamW
+from weft.optim.saved_state import load_state, pieces_to_save
+from weft.parallel.apply import cost, parallelize, refuse
 from weft.parallel.branch import exchange, runner
 from weft.parallel.branch.axis import find_schedule
 from weft.parallel.branch.owners import Branch, deal, find_branches, makespan
@@ -23,6 +29,8 @@ from weft.plan import Context, Memory, Pipe, Plan, Shard, Tile, split_batch
 from weft.plan import Tensor as TensorAxes
 from weft.profiling import Profile, profile
 from weft.proof.prove import verify
+from weft.step.objective import CROSS_ENTROPY
+from weft.step.train_step import train_step
 
 MODELS: dict[str, tuple[Any, Any]] = {
     "inception": (Inception, images),
@@ -238,3 +246,42 @@ def test_a_result_that_counts_twice_fails(monkeypatch: pytest.MonkeyPatch) -> No
     gather = exchange.Exchanger.gather
     monkeypatch.setattr(exchange.Exchanger, "gather", lambda self, own: [2 * one for one in gather(self, own)])
     assert {"loss", "worst gradient"} <= failed(*MODELS["sum"])
+
+
+# --- checkpoints
+
+
+def trained(plan: Plan, steps: range, folder: Path, loads: int | None) -> dict[str, list[float]]:
+    """Trains a few steps from a checkpoint of any plan, saves one, and returns the losses and the buffers."""
+    torch.manual_seed(0)
+    mesh, example = Mesh(plan), partial(images, 0)
+    model = parallelize(Inception().double(), plan, mesh, example=lambda: (example()[0].double(),))
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if plan.num_ranks > 1:
+        optimizer = AdamW(model, lr=1e-2)
+    if loads is not None:
+        load_state(Checkpoint(folder / f"step-{loads:08d}"), model, optimizer)
+    losses = []
+    for step in steps:
+        batch = images(step)[0].double(), images(step)[1]
+        losses.append(train_step(model, optimizer, [batch], mesh, CROSS_ENTROPY, 1.0).loss.item())
+    saver = Saver(folder, mesh.rank, plan.num_ranks, f"token{steps.stop}")
+    saver.save(steps.stop, pieces_to_save(model, optimizer, mesh), {})
+    saver.wait(published=True)
+    return {"losses": losses, **{name: one.flatten().tolist() for name, one in model.named_buffers()}}
+
+
+@pytest.mark.soak
+@pytest.mark.processes
+def test_a_checkpoint_of_any_plan_goes_on_under_any_other(tmp_path: Path) -> None:
+    plans = [Plan(branch=2, precision="fp64"), Plan(branch=3, precision="fp64"), Plan(precision="fp64")]
+    losses = []
+    for index, plan in enumerate(plans):
+        loads = index or None
+        found = run_local(lambda _, p=plan, i=index, n=loads: trained(p, range(i, i + 1), tmp_path, n), plan.num_ranks)
+        assert all(one == found[0] for one in found)  # all ranks have the same losses and buffers
+        losses += found[0]["losses"]
+    (alone,) = run_local(lambda _: trained(plans[-1], range(3), tmp_path / "alone", None), 1)
+    assert losses == pytest.approx(alone["losses"], rel=1e-9)
+    for name, values in alone.items():
+        assert name == "losses" or found[0][name] == pytest.approx(values, rel=1e-9, abs=1e-9), name
