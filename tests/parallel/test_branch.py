@@ -12,6 +12,7 @@ import pytest
 import torch
 from branches_for_tests import Heads, Inception, TwoTowers, ids, images, rows
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from weft.architectures.vision import AmoebaNetDConfig
 from weft.checkpoint import Checkpoint, Saver
@@ -118,15 +119,27 @@ class Siamese(Chain):
         return self.layers(rows) * self.layers(rows.flip(1))
 
 
-class ChangesFork(Heads):
-    def forward(self, rows: Tensor) -> Tensor:
-        hidden = self.trunk(rows)
-        return self.heads[0](hidden) + self.heads[1](hidden.relu_()) + self.heads[2](hidden) + self.heads[3](hidden)
-
-
 class LooksAtValues(Heads):
     def forward(self, rows: Tensor) -> Tensor:
         return super().forward(rows) if rows.sum() > 0 else super().forward(-rows)
+
+
+class Checkpointed(Heads):
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = self.trunk(rows)
+        return sum(checkpoint(head, hidden, use_reentrant=False) for head in self.heads)
+
+
+class ReplacesBuffer(Heads):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(5))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = self.trunk(rows)
+        first = self.heads[0](hidden)
+        self.mean = 0.9 * self.mean + first.detach().mean(0)
+        return first + self.heads[1](hidden) + self.heads[2](hidden) + self.heads[3](hidden)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +154,7 @@ class LooksAtValues(Heads):
         (Plan(branch=2, memory=Memory("full")), "memory.recompute = 'full'"),
         (Plan(branch=2, memory=Memory(activations=0.5)), "memory.activations = 0.5"),
     ],
-    ids=str,
+    ids=lambda value: value.describe_axes() + value.memory.words if isinstance(value, Plan) else "",
 )
 def test_plans_that_do_not_fit_are_refused_in_words(plan: Plan, words: str) -> None:
     with pytest.raises(PlanError, match=words):
@@ -154,11 +167,18 @@ def test_plans_that_do_not_fit_are_refused_in_words(plan: Plan, words: str) -> N
         (Chain, "no independent branches"),
         (Siamese, "no independent branches"),
         (LooksAtValues, "depends on the values"),
+        (Checkpointed, "in a checkpoint of its own"),
     ],
 )
 def test_models_without_branches_are_refused_in_words(make: Any, words: str) -> None:
     with pytest.raises(PlanError, match=words):
         refuse(profile(make(), lambda: (rows(0)[0],)), Plan(branch=2))
+
+
+@pytest.mark.processes
+def test_a_buffer_that_is_replaced_is_refused() -> None:
+    with pytest.raises(PlanError, match="replaces its buffer 'mean'"):
+        verify(ReplacesBuffer, rows, Plan(branch=2), steps=1)
 
 
 def test_a_degree_below_one_is_refused() -> None:

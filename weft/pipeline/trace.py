@@ -165,6 +165,11 @@ class _TraceRecorder(OperationWatch):
                 f"{self.purpose.failure}: its forward computes gradients (torch.autograd.grad), which go back through "
                 f"parts of the model on several ranks; {self.purpose.remedy}"
             )
+        if self.purpose.inside and checkpoint_around():
+            raise PlanError(
+                f"{self.purpose.failure}: its forward runs '{operation_name(func)}' in a checkpoint of its own, whose "
+                f"backward would compute again what other ranks computed; leave it out, or {self.purpose.remedy}"
+            )
         self._refuse_functions(tensors_in((args, kwargs)))
         name, inputs = operation_name(func), [self.numbers[tensor] for tensor in numbered]
         versions = [(tensor, tensor._version) for tensor in (*self.numbers, *tensors_in((args, kwargs)))]

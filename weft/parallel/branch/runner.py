@@ -84,12 +84,18 @@ class BranchRunner(OperationWatch):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._now, self._forms = self._schedule(args, kwargs)
-        self._place = 0
+        self._place, buffers = 0, dict(self.model.named_buffers())
         try:
             with self.watching(dict(self._named_state())):
                 for tensor, number in zip(tensors_in((args, kwargs)), self._now.trace.inputs, strict=True):
                     self.numbers[tensor] = number
                 output = self._forward(*args, **kwargs)
+            for name, buffer in self.model.named_buffers():
+                if buffer is not buffers.get(name):
+                    raise PlanError(
+                        f"the model's forward replaces its buffer '{name}', which only one rank of branch = "
+                        f"{self.axis.degree} may compute; change it in place (copy_), or use branch = 1"
+                    )
             self._reach(END, tensors_in(output))
             return map_tensors(lambda tensor: self._operand(tensor, None), output)
         finally:
