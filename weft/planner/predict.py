@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -124,11 +125,7 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
     staging = stage(whole, plan) if plan.pipe.degree > 1 else None  # split as the run splits: by the uncompiled profile
     if _compiles(run, cluster, whole):
         whole = profile_under(compiled_profile(whole), plan)
-    first = dict.fromkeys(plan.degrees, 0)
-    ranks = [
-        {**first, "pipe": pipe, "branch": branch} for pipe in range(plan.pipe.degree) for branch in range(plan.branch)
-    ]
-    costs = [_with_optimizer(cost(whole, plan, run.split, rank, staging), run, whole) for rank in ranks]
+    costs = [_with_optimizer(cost(whole, plan, run.split, rank, staging), run, whole) for rank in _different(plan)]
     worst = max(range(len(costs)), key=lambda index: costs[index].memory_bytes)
     beside = add_traffic(step_traffic(plan), document_traffic(run))
     levels = level_degrees(plan, cluster.node.num_devices, cluster)
@@ -179,6 +176,12 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
         plan.memory.weights,
         assumptions(whole),
     )
+
+
+def _different(plan: Plan) -> list[dict[str, int]]:
+    """The coordinates of the ranks whose costs differ: each stage, or each rank of `branch`."""
+    first, places = dict.fromkeys(plan.degrees, 0), product(range(plan.pipe.degree), range(plan.branch))
+    return [{**first, "pipe": pipe, "branch": branch} for pipe, branch in places]
 
 
 def _with_optimizer(one: Cost, run: Run, whole: Profile) -> Cost:
