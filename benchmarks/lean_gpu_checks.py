@@ -108,7 +108,7 @@ def products(device: torch.device) -> Found:
             yield (
                 f"{kind} {num_rows} rows",
                 difference(form.product(hidden, parts, AfterProduct()), hidden.double() @ decoded.T),
-                0.04,
+                0.08 if kind == "fp8" and num_rows > 64 else 0.04,  # inputs are rounded to float8 too
             )
 
 

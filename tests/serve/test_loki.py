@@ -69,10 +69,9 @@ def test_the_chosen_tokens_are_those_of_a_search_through_all() -> None:
     places, counts = chosen_tokens(query, keys, slots, lengths, None, SOME)
     for request, length in enumerate(lengths.tolist()):
         for head in range(HEADS):
-            both = (
-                keys[slots[request, :length], head // 2, :4] @ query[request, head // 2 * 2 : head // 2 * 2 + 2, :4].T
-            )
-            scores = both.amax(1).tolist()  # of the two queries that share the key head
+            pair = query[request, head // 2 * 2 :][:2, :4]  # the queries that share the key head
+            both = keys[slots[request, :length], head // 2, :4] @ pair.T
+            scores = (both - both.amax(0)).amax(1).tolist()
             forced = {0, *range(max(0, length - 2), length)}
             number = min(length, max(-(-3 * length // 10), 3))
             ranked = sorted(range(length), key=lambda place: (place not in forced, -scores[place], place))

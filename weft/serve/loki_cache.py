@@ -4,8 +4,8 @@ Keys of a head lie near a subspace of few dims. Calibration finds its axes, most
 (`loki_calibration.py`). Keys are kept along these axes instead of their own, which changes no product with a query
 along the same axes and takes no more memory. A decode
 
-    1. scores all tokens by the first dims of their keys alone; where several queries share a key head, the highest of
-       their scores counts, so that each key and value is read once for all of them,
+    1. scores all tokens by the first dims of their keys alone; where several queries share a key head, each score is
+       taken relative to its query's best, and the highest counts, so that each key and value is read once for all,
     2. takes for each key head the tokens with the highest scores, the newest ones and the first,
     3. attends to these exactly.
 
@@ -126,18 +126,20 @@ def chosen_tokens(
 ) -> tuple[Tensor, Tensor]:
     """The places [requests, key heads, chosen] of the tokens that queries attend to, and which of them count.
 
-    Scores are those of the first dims, the highest by the queries of a key head. Of equal scores, the first token is
-    taken.
+    Scores are those of the first dims, relative to the best of a query, the highest by the queries of a key head. Of
+    equal scores, the first token is taken.
     """
     num_dims, group = choice.num_dims(keys.shape[-1]), query.shape[1] // keys.shape[1]
     first = keys[..., :num_dims][slots]  # [requests, tokens, key heads, dims]
     heads = query[..., :num_dims].unflatten(1, (-1, group))
     wide = torch.promote_types(query.dtype, torch.float32)
-    scores = torch.einsum("bhgd,bthd->bhgt", heads.to(wide), first.to(wide)).amax(2)
+    scores = torch.einsum("bhgd,bthd->bhgt", heads.to(wide), first.to(wide))
     places, ends = torch.arange(slots.shape[1], device=slots.device), lengths[:, None].long()
     begin = torch.zeros_like(ends) if window is None else (ends - window).clamp(min=0)
     always = (places >= ends - choice.newest) | (places == begin)
     outside = (places < begin) | (places >= ends)
+    best = scores.masked_fill(outside[:, None, None], -torch.inf).amax(-1, keepdim=True)
+    scores = (scores - best).amax(2)
     scores = scores.masked_fill(always[:, None], torch.inf).masked_fill(outside[:, None], -torch.inf)
     order = scores.argsort(dim=-1, descending=True, stable=True)[..., : choice.most_tokens(slots.shape[1])]
     number = choice.num_tokens((ends - begin)[:, 0])

@@ -1,6 +1,7 @@
 """Which tokens a decode of Loki attends to (`loki_cache.py`), as Triton kernels.
 
-The first kernel scores all tokens by the first dims of their keys. The second finds the lowest score that is chosen,
+The first kernel scores all tokens by the first dims of their keys, for each query. The second takes for each token the
+highest score relative to the best of a query, by the queries of a key head, and finds the lowest score that is chosen,
 two bits of it at a time, by counting how many scores are at least as high; it then writes where the chosen tokens lie,
 in their order. `decode_attention_kernel.py` attends to these. All shapes follow from the batch and the cache alone.
 """
@@ -20,12 +21,12 @@ _CHUNK = 4096  # scores that the second kernel loads at a time
 
 @triton.jit
 def _scores(
-    query_ptr, key_ptr, table_ptr, length_ptr, score_ptr, query_stride, table_stride, length_stride, score_stride,
-    NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    NUM_DIMS: tl.constexpr, NEWEST: tl.constexpr, WINDOW: tl.constexpr, NUM_PARTS: tl.constexpr,
+    query_ptr, key_ptr, table_ptr, length_ptr, score_ptr, best_ptr, query_stride, table_stride, length_stride,
+    score_stride, NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NUM_DIMS: tl.constexpr, WINDOW: tl.constexpr, NUM_PARTS: tl.constexpr,
     GROUP_ROWS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """The highest score of a token by the queries of a key head; inf of tokens that are always chosen, -inf of none."""
+    """The scores of the tokens of a part by the queries of a key head, and the best of each query."""
     request, key_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     group: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
     length = tl.load(length_ptr + request * length_stride)
@@ -33,8 +34,11 @@ def _scores(
     size = tl.cdiv(tl.cdiv(length, NUM_PARTS), TOKENS) * TOKENS
     rows, columns = tl.arange(0, GROUP_ROWS), tl.arange(0, WIDTH)
     is_row, is_dim = rows < group, columns < NUM_DIMS
-    query_place = request * query_stride + (key_head * group + rows)[:, None] * HEAD_DIM + columns[None, :]
+    heads = key_head * group + rows
+    query_place = request * query_stride + heads[:, None] * HEAD_DIM + columns[None, :]
     query = tl.load(query_ptr + query_place, mask=is_row[:, None] & is_dim[None, :], other=0.0)
+    target = score_ptr + (request * NUM_HEADS + heads)[:, None] * score_stride
+    best = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
     for start in range(part * size, tl.minimum(part * size + size, length), TOKENS):
         token = start + tl.arange(0, TOKENS)
         valid = token < length
@@ -43,10 +47,29 @@ def _scores(
         loaded = valid[:, None] & is_dim[None, :]
         key = tl.load(key_ptr + row[:, None] * HEAD_DIM + columns[None, :], mask=loaded, other=0.0)
         scores = tl.dot(query, tl.trans(key)).to(tl.float32)
-        highest = tl.max(tl.where(is_row[:, None], scores, float("-inf")), 0)
-        highest = tl.where((token >= length - NEWEST) | (token == oldest), float("inf"), highest)
-        highest = tl.where(token < oldest, float("-inf"), highest)
-        tl.store(score_ptr + (request * NUM_KEY_HEADS + key_head) * score_stride + token, highest, mask=valid)
+        counted = (valid & (token >= oldest))[None, :]
+        best = tl.maximum(best, tl.max(tl.where(counted, scores, float("-inf")), 1))
+        tl.store(target + token[None, :], scores, mask=is_row[:, None] & valid[None, :])
+    tl.store(best_ptr + (request * NUM_HEADS + heads) * NUM_PARTS + part, best, mask=is_row)
+
+
+@triton.jit
+def _join(
+    score_ptr, best_ptr, score_stride, oldest, length, NEWEST: tl.constexpr, GROUP: tl.constexpr,
+    NUM_PARTS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Put the joint scores of a group of queries in the place of the first one's; inf of tokens always chosen."""
+    for start in range(oldest // CHUNK * CHUNK, length, CHUNK):
+        token = start + tl.arange(0, CHUNK)
+        valid = (token >= oldest) & (token < length)
+        joint = tl.full([CHUNK], float("-inf"), tl.float32)
+        for member in tl.static_range(GROUP):
+            best = tl.max(tl.load(best_ptr + member * NUM_PARTS + tl.arange(0, NUM_PARTS)), 0)
+            own = tl.load(score_ptr + member * score_stride + token, mask=valid, other=float("-inf"))
+            joint = tl.maximum(joint, own - best)
+        joint = tl.where((token >= length - NEWEST) | (token == oldest), float("inf"), joint)
+        tl.store(score_ptr + token, joint, mask=valid)
+    tl.debug_barrier()  # they are read again
 
 
 @triton.jit
@@ -59,9 +82,10 @@ def _ordered(score_ptr, place, oldest, length):
 
 @triton.jit
 def _choose(
-    score_ptr, table_ptr, length_ptr, chosen_ptr, count_ptr, share, table_stride, length_stride, score_stride,
-    chosen_stride, NUM_KEY_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, NEWEST: tl.constexpr,
-    DENSE_BELOW: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    score_ptr, best_ptr, table_ptr, length_ptr, chosen_ptr, count_ptr, share, table_stride, length_stride, score_stride,
+    chosen_stride, NUM_KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, NUM_PARTS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NEWEST: tl.constexpr, DENSE_BELOW: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write the slots of the tokens with the highest scores, of equal scores the first, and how many they are."""
     request, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -71,7 +95,8 @@ def _choose(
     span = length - oldest
     number = tl.maximum(tl.ceil(share * span.to(tl.float32)).to(tl.int32), NEWEST + 1)
     number = tl.where(span < DENSE_BELOW, span, tl.minimum(number, span))
-    scores = score_ptr + row * score_stride
+    scores = score_ptr + row * GROUP * score_stride
+    _join(scores, best_ptr + row * GROUP * NUM_PARTS, score_stride, oldest, length, NEWEST, GROUP, NUM_PARTS, CHUNK)
     lowest = -2147483648  # the largest integer so far that `number` scores reach
     for digit in range(16):
         step = 1 << (30 - 2 * digit)
@@ -124,20 +149,21 @@ def chosen_slots_by_kernel(
     assert query.stride()[1:] == (head_dim, 1), "the heads of a query lie end to end"
     num_parts = number_of_parts(num_requests, num_key_heads)
     width = tables.shape[1] * block_size
-    scores = torch.empty(num_requests, num_key_heads, width, dtype=torch.float32, device=query.device)
+    scores = torch.empty(num_requests, num_heads, width, dtype=torch.float32, device=query.device)
+    best = torch.empty(num_requests, num_heads, num_parts, dtype=torch.float32, device=query.device)
     chosen = torch.empty(num_requests, num_key_heads, most, dtype=torch.int32, device=query.device)
     counts = torch.empty(num_requests, num_key_heads, dtype=torch.int32, device=query.device)
     _scores[(num_requests, num_key_heads, num_parts)](
-        query, keys, tables, lengths, scores, query.stride(0), tables.stride(0), lengths.stride(0), width,
+        query, keys, tables, lengths, scores, best, query.stride(0), tables.stride(0), lengths.stride(0), width,
         NUM_HEADS=num_heads, NUM_KEY_HEADS=num_key_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, NUM_DIMS=num_dims,
-        NEWEST=newest, WINDOW=window or 0, NUM_PARTS=num_parts,
+        WINDOW=window or 0, NUM_PARTS=num_parts,
         GROUP_ROWS=max(16, triton.next_power_of_2(num_heads // num_key_heads)),  # tensor cores need 16 rows
         WIDTH=max(16, triton.next_power_of_2(num_dims)), TOKENS=_TOKENS, num_warps=4, num_stages=5,
     )  # fmt: skip
     assert width < 1024 * _CHUNK, "counts have ten bits"
     _choose[(num_requests, num_key_heads)](
-        scores, tables, lengths, chosen, counts, share, tables.stride(0), lengths.stride(0), width, most,
-        NUM_KEY_HEADS=num_key_heads, BLOCK_SIZE=block_size, NEWEST=newest, DENSE_BELOW=dense_below, WINDOW=window or 0,
-        CHUNK=_CHUNK, num_warps=16,
+        scores, best, tables, lengths, chosen, counts, share, tables.stride(0), lengths.stride(0), width, most,
+        NUM_KEY_HEADS=num_key_heads, GROUP=num_heads // num_key_heads, NUM_PARTS=num_parts, BLOCK_SIZE=block_size,
+        NEWEST=newest, DENSE_BELOW=dense_below, WINDOW=window or 0, CHUNK=_CHUNK, num_warps=16,
     )  # fmt: skip
     return chosen, counts
