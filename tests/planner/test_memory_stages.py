@@ -13,7 +13,7 @@ from weft.commands.run_planning import catalog_run, with_plan
 from weft.models import GPT2Config
 from weft.plan import Memory, Pipe, Plan, Shard
 from weft.planner.answer import ask
-from weft.planner.closed_form_memory import RESERVE_BYTES
+from weft.planner.closed_form_memory import RESERVE_BYTES, working
 from weft.planner.model import planned_model
 from weft.planner.predict import predict
 from weft.planner.question import Question, parse_constraints
@@ -139,6 +139,17 @@ def test_interleaved_stages_recompute_where_needed() -> None:
         counts.append(found.memory.recompute_stages or 0)
     assert counts == sorted(counts)
     assert counts[0] < counts[-1]
+
+
+@pytest.mark.parametrize("shard", [Shard(1), Shard(2, 1), Shard(2, 2), Shard(2, 3)], ids=str)
+def test_memory_of_a_rank_with_any_stages_is_that_of_the_plan(shard: Shard) -> None:
+    plan = replace(PLAN, shard=shard, memory=Memory(offload=0.25))
+    choice = model().stage_choice(plan, COUNT, 1e12)
+    assert choice is not None
+    stages = model().steps.stage_units(plan)
+    ranks = working(choice.costs.sizes, plan, stages, COUNT)
+    assert max(map(choice.rank_bytes, ranks)) == pytest.approx(model().held(plan, COUNT).total_bytes, rel=1e-12)
+    assert choice.costs.working(1, 0, False, stages[1].num_blocks) in ranks
 
 
 @pytest.mark.parametrize("pipe", [Pipe(4), Pipe(2, "interleaved")], ids=lambda pipe: pipe.schedule)

@@ -54,9 +54,16 @@ class StageCosts:
             self._working[key] = rank_working(self.sizes, self.plan, own, rank, self.num_micro_batches)
         return self._working[key]
 
+    @cached_property
+    def _may_fit(self) -> dict[float, bool]:
+        return {}
+
     def may_fit(self, limit_bytes: float) -> bool:
         """May any of the plans fit, if all of its stages recompute and its state takes no memory?"""
-        return StageChoice(self, self.plan, limit_bytes, least_bytes).may_fit(self.plan.pipe.num_stages)
+        if limit_bytes not in self._may_fit:
+            choice = StageChoice(self, self.plan, limit_bytes, least_bytes)
+            self._may_fit[limit_bytes] = choice.may_fit(self.plan.pipe.num_stages)
+        return self._may_fit[limit_bytes]
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,7 @@ class StageChoice:
         Of equally fast ones, fewer stages recompute. Returns None if it does not fit, or if all stages must recompute.
         """
         num_stages = self.plan.pipe.num_stages
-        if not self.may_fit(num_stages):
+        if not self.costs.may_fit(self.limit_bytes) or not self.may_fit(num_stages):
             return None
         low, high = 1, num_stages  # more stages that recompute need less memory
         while low < high:
