@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from gpu_for_tests import Case, prove, succeeded, weft, write_run
 from tensor_for_tests import SHIPPED, token_batch
+from test_expert import batch as routed_batch
+from test_expert import make, make_balanced
+from torch import nn
 
 from weft.launch.fork_server import ForkServer
-from weft.plan import Context, Memory, Plan, Shard, Tensor
+from weft.plan import Context, Memory, Pipe, Plan, Shard, Tensor
 
 TIED = SHIPPED["tied"]
 
 
 def text(**plan: object) -> Case:
     return Case(TIED, token_batch, Plan(**{"micro_batch": 2, **plan}))  # type: ignore[arg-type]
+
+
+def experts(model: Callable[[], nn.Module] = make_balanced, **plan: object) -> Case:
+    return Case(model, routed_batch, Plan(**plan))  # type: ignore[arg-type]
 
 
 CASES: dict[str, Case] = {
@@ -38,6 +46,12 @@ CASES: dict[str, Case] = {
     "context 2, ring × data 2": text(context=Context(2), data=2),
     "context 4, ring": text(context=Context(4)),
     "context 2, all-to-all × shard 2": text(context=Context(2, "all-to-all"), shard=Shard(2, 3)),
+    "expert 4": experts(expert=4),
+    "expert 2 × data 2": experts(expert=2, data=2, micro_batch=1),
+    "expert 2 × shard 2": experts(expert=2, shard=Shard(2, 3), memory=Memory("full")),
+    "expert 2 over x 2": experts(expert=2, tensor=Tensor(2), expert_over=("x",)),
+    "expert over context 2 × data 2": experts(make, context=Context(2), data=2, expert_over=("context",)),
+    "expert 2 × pipe 2": experts(expert=2, pipe=Pipe(2), micro_batch=1, memory=Memory("full", keep_collectives=True)),
 }
 
 

@@ -42,6 +42,11 @@ CASES: dict[str, Case] = {
         DEEP, token_batch, Plan(pipe=Pipe(2), tensor=Tensor(2), micro_batch=2, memory=Memory("full"))
     ),
     "pipe 2 × context 2": Case(DEEP, token_batch, Plan(pipe=Pipe(2), context=Context(2), micro_batch=2)),
+    "pipe 2 × x 2, recompute of a stage": Case(
+        DEEP,
+        token_batch,
+        Plan(pipe=Pipe(2), tensor=Tensor(2), micro_batch=2, memory=Memory("full", recompute_stages=1)),
+    ),
     "tiles 2 × 2, gather": tiles("2 × 2"),
     "tiles 2 × 2, batch": tiles("batch"),
     "tiles 2 × 2, until": tiles("until"),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from gpu_for_tests import IMAGES, ROOT, TEXT, losses, run_program, succeeded, weft, write_run
+from gpu_for_tests import IMAGES, ROOT, TEXT, losses, run_program, succeeded, timed_weft, weft, write_run
 
 QWEN = """
 name = "qwen"
@@ -38,13 +39,16 @@ PREDICTED = re.compile(r"total +(\d+\.\d) GiB")
 
 
 @pytest.mark.xdist_group("large")
-def test_a_model_of_one_and_a_half_billion_parameters(tmp_path: Path) -> None:
-    """Planned, proved and trained; the printed memory is what is measured, and the sample does not take long."""
+def test_a_model_of_one_and_a_half_billion_parameters(tmp_path: Path, record_property: Callable[..., None]) -> None:
+    """Planned, proved and trained; the printed memory is what is measured. How long samples take is recorded."""
     run = write_run(tmp_path, QWEN)
-    left = succeeded(weft("train", run))
-    assert "bf16 (usual on " in left.out
-    assert "the first step compiles" in left.out
-    peak, predicted = PEAK.search(left.out), PREDICTED.search(left.out)
+    lines = timed_weft("train", run)
+    out = "".join(line for _, line in lines)
+    assert "bf16 (usual on " in out
+    assert "the first step compiles" in out
+    trained, sampled = (next(at for at, line in lines if text in line) for text in ("step 6/6", "the model continues"))
+    record_property("seconds_from_the_last_step_to_the_sample", round(sampled - trained, 1))
+    peak, predicted = PEAK.search(out), PREDICTED.search(out)
     assert peak is not None
     assert predicted is not None
     assert float(predicted[1]) == pytest.approx(float(peak[1]), rel=0.03)
@@ -54,7 +58,8 @@ def test_a_model_of_one_and_a_half_billion_parameters(tmp_path: Path) -> None:
     began = time.monotonic()
     text = succeeded(weft("generate", tmp_path / "qwen", "--tokens", 100, "--json")).json["text"]
     assert text
-    assert time.monotonic() - began < 60  # with the start of the process
+    record_property("seconds_of_weft_generate", round(time.monotonic() - began, 1))
+    record_property("memory_gib", [float(predicted[1]), float(peak[1])])
 
 
 @pytest.mark.parametrize("example", ["quickstart", "pathology"])

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +39,21 @@ class Left(NamedTuple):
 def weft(*arguments: object, seconds: float = SECONDS, **environ: str) -> Left:
     """`weft ARGUMENTS` in a process of its own, as a user starts it."""
     return _run([sys.executable, "-m", "weft", *map(str, arguments)], seconds, environ)
+
+
+def timed_weft(*arguments: object, seconds: float = SECONDS) -> list[tuple[float, str]]:
+    """The lines that `weft ARGUMENTS` prints, each with the time at which it came; the command must succeed."""
+    command = [sys.executable, "-u", "-m", "weft", *map(str, arguments)]
+    with subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as own:
+        timer = threading.Timer(seconds, own.kill)
+        timer.start()
+        assert own.stdout is not None
+        lines = [(time.monotonic(), line) for line in own.stdout]
+        timer.cancel()
+    assert own.returncode == 0, "".join(line for _, line in lines)[-3000:]
+    return lines
 
 
 def run_program(path: Path, seconds: float = SECONDS) -> Left:
@@ -185,7 +202,36 @@ def _about_gpus() -> dict[str, Any]:
     return {"device": torch.cuda.get_device_name(), "collectives": describe_backend("cuda", 4)}
 
 
-JOBS = {**OWN_JOBS, "prove": _prove}
+def _tokens(
+    architecture: str, device: str, weights: str | None = None, cache: str | None = None, speculate: str | None = None
+) -> dict[str, list[int]]:
+    """What an engine answers to some requests, in fp32."""
+    from serving_for_tests import GREEDY, serve_all, tokens_of
+
+    from weft.models import DecoderConfig, build, initialise
+    from weft.serve.cache_formats import block_size_of, cache_format
+    from weft.serve.engine import Engine, EngineOptions
+    from weft.serve.packed_linear import pack_model
+    from weft.serve.request import Request
+    from weft.serve.weight_formats import FORMATS
+
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    more = {"num_experts": 4, "num_experts_per_tok": 2} if architecture == "mixtral" else {}
+    model = build(DecoderConfig(architecture, **sizes, num_attention_heads=4, num_key_value_heads=2, **more))  # type: ignore[arg-type]
+    initialise(model, 0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():  # the likeliest tokens are likelier than others by more than rounding
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    if weights:
+        pack_model(model, FORMATS[weights])
+    kept = cache_format(cache)
+    options = EngineOptions(context_length=256, cache=kept, block_size=block_size_of(kept), speculate=speculate)  # type: ignore[arg-type]
+    requests = [Request(str(i), tuple((7 * i + j * j) % 512 for j in range(1 + 23 * i)), 40, GREEDY) for i in range(5)]
+    return tokens_of(serve_all(Engine(model.eval().to(device), options), requests))
+
+
+JOBS = {**OWN_JOBS, "prove": _prove, "tokens": _tokens}
 
 
 def ran(what: str) -> dict[str, Any]:

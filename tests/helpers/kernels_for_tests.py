@@ -29,14 +29,17 @@ from weft.optim.update import update
 from weft.optim.update_kernel import update_by_kernel
 from weft.serve import decode_attention_kernel, fused, sampling_kernel
 from weft.serve.decode_attention_kernel import decode_attention_by_kernel
+from weft.serve.four_bit_attention_kernel import four_bit_attention_by_kernel
+from weft.serve.four_bit_cache import FourBitLayer
 from weft.serve.fused_kernel import (
     gated_by_kernel,
     norm_by_kernel,
     rotate_and_store_by_kernel,
     row_linear_by_kernel,
 )
+from weft.serve.layer_cache import CacheSizes
 from weft.serve.packed_product_kernel import grouped_product_by_kernel
-from weft.serve.paged_attention import decode_attention
+from weft.serve.paged_attention import PagedBatch, decode_attention
 from weft.serve.sampling import draw
 from weft.serve.weight_formats import Grouped
 from weft.sharding import gradient_kernel as take_kernel
@@ -207,6 +210,45 @@ def decodes() -> dict[str, dict[str, float]]:
     return found
 
 
+def four_bits() -> dict[str, dict[str, float]]:
+    """Of attention over a cache of 4 bits, and of what a decode adds to it; without the tail, as a control."""
+    found = {}
+    for dtype, (num_heads, num_key_heads, head_dim), window, num_programs in (
+        (torch.float32, (4, 2, 8), None, 1),
+        (torch.float32, (2, 1, 72), 70, 32),
+        (torch.float16, (3, 1, 20), None, 16),  # the interpreter multiplies no matrices of bf16
+    ):
+        decode_attention_kernel._PROGRAMS = num_programs
+        sizes = CacheSizes(13, 64, 4, num_key_heads, head_dim, dtype, torch.device("cpu"))
+        layers = [FourBitLayer(sizes) for _ in range(2)]
+        lengths = torch.tensor([1, 64, 130, 192], dtype=torch.int32)
+        tables = torch.randperm(12, dtype=torch.int32).reshape(4, 3)
+        rows = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
+        both = ((*layer.pages, layer._tails) for layer in layers)
+        for page, other in zip(*both, strict=True):
+            fill = torch.randint(0, 256, page.shape) if page.dtype == torch.uint8 else torch.rand(page.shape) - 0.3
+            page.copy_(fill)
+            other.copy_(fill)
+        query = torch.randn(4, num_heads, head_dim).to(dtype)
+        key, value = (torch.randn(4, num_key_heads, head_dim).to(dtype) for _ in range(2))
+        places = lengths - 1
+        slots = tables.gather(1, (places // 64)[:, None].long())[:, 0].long() * 64 + places % 64
+        batch = PagedBatch(places, places, slots, tables, lengths, rows, 64, 4)
+        mixed = [layer(query, key, value, batch, window) for layer in (layers[0]._decode_by_kernel, layers[1]._decode)]
+        name = f"{dtype} {num_heads} {num_key_heads} {head_dim} {window} {num_programs}"
+        # Plain functions write what is not full, and the other half of a page, to the last page.
+        pairs = [(mine[:-1], plain[:-1]) for mine, plain in zip(layers[0].pages, layers[1].pages, strict=True)]
+        pairs.append((layers[0]._tails, layers[1]._tails))
+        found[name] = {
+            "mixed": difference(*mixed),
+            "pages": float(sum((one != other).sum() for one, other in pairs)),
+        }
+        layers[0]._tails.zero_()
+        given = (layers[0].pages, layers[0]._tails, tables, lengths, rows, window)
+        found[name]["without a tail"] = difference(four_bit_attention_by_kernel(query, *given), mixed[1])
+    return found
+
+
 def packed() -> dict[str, dict[str, float]]:
     """Of products with weights in 4 and 8 bits."""
     found = {}
@@ -280,6 +322,7 @@ if __name__ == "__main__":
                 "labels": labels,
                 "offsets": offsets,
                 "decodes": decodes,
+                "four_bits": four_bits,
                 "packed": packed,
                 "serving": serving,
             }[sys.argv[1]]()

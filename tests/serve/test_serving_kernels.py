@@ -8,10 +8,13 @@ from test_triton_kernels import BF16_STEP, differences
 pytestmark = pytest.mark.processes
 
 
-@pytest.mark.parametrize(("case", "number"), [("decodes", 8), ("serving", 13), ("packed", 6)])
+@pytest.mark.parametrize(("case", "number"), [("decodes", 8), ("serving", 13), ("packed", 6), ("four_bits", 3)])
 def test_kernels_are_the_plain_functions(case: str, number: int) -> None:
     found = differences(case)
     assert len(found) == number
     for name, parts in found.items():
+        if "without a tail" in parts:  # the control: keys of the last page are lost
+            assert parts.pop("without a tail") > 0.03, name
+            assert parts.pop("pages") == 0, name
         for part, difference in parts.items():
             assert difference <= (1e-5 if "float32" in name else 2 * BF16_STEP), (name, part)

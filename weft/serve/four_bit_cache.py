@@ -8,18 +8,20 @@ A query attends to the keys of its own page as they are, and to those of all pag
 decoded. So results do not depend on which tokens are computed together, and equal attention over the decoded cache.
 
 A tail has room for two pages: drafts that run into the next page and are rejected leave this one's keys in place.
+
+On GPUs, tokens of decodes are added by one kernel (`four_bit_append_kernel.py`) and attended to by another
+(`four_bit_attention_kernel.py`), for which codes lie as they do. Prompts, and all on a CPU, are plain functions.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from weft.errors import ConfigError
-from weft.serve.group_codes import GroupCodes, decode, encode
+from weft.serve.group_codes import codes_of, group_range, pack_halves, unpack_halves
 from weft.serve.layer_cache import CacheSizes, LayerCache, staging
 from weft.serve.paged_attention import PagedBatch, masked_attention
 
@@ -35,7 +37,7 @@ class FourBitFormat:
     keeps_whole_blocks = True  # a tail belongs to a running request
     is_chunked_alike = True
     needs_one_rank = False
-    has_kernel = False
+    has_kernel = True
 
     def refuse(self, model: nn.Module) -> None:
         return
@@ -45,16 +47,16 @@ class FourBitFormat:
 
     def bytes_per_token(self, num_key_heads: int, head_dim: int, item_bytes: int) -> float:
         codes = head_dim  # half a byte for each key and value
-        of_keys, of_values = 4 * head_dim / GROUP, 4 * head_dim / value_group(head_dim)
+        of_keys, of_values = 4 * head_dim / GROUP, 4 * value_groups(head_dim)
         return num_key_heads * (codes + of_keys + of_values)
 
     def bytes_per_row(self, num_key_heads: int, head_dim: int, item_bytes: int) -> int:
         return 2 * GROUP * num_key_heads * head_dim * item_bytes
 
 
-def value_group(head_dim: int) -> int:
-    """Channels of a value that share a scale."""
-    return head_dim if head_dim <= GROUP else math.gcd(head_dim, GROUP)
+def value_groups(head_dim: int) -> int:
+    """How many scales a value has: one, or one for each half of a head of more than 64."""
+    return 1 if head_dim <= GROUP else 2
 
 
 class FourBitLayer:
@@ -72,28 +74,26 @@ class FourBitLayer:
         def zeros(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=sizes.device)
 
-        self._keys = GroupCodes(
-            zeros(blocks, heads, dim, GROUP // 2, dtype=torch.uint8),  # two tokens of a channel in a byte
-            zeros(blocks, heads, dim, 1),
-            zeros(blocks, heads, dim, 1),
-        )
-        self._values = GroupCodes(
-            zeros(blocks, GROUP, heads, dim // 2, dtype=torch.uint8),
-            zeros(blocks, GROUP, heads, dim // value_group(dim)),
-            zeros(blocks, GROUP, heads, dim // value_group(dim)),
-        )
-        self.pages: Sequence[Tensor] = (*self._keys, *self._values)
+        # A byte has two channels of a key, half a head apart, or two tokens of a value's channel, half a page apart.
+        # Ranges are scales and least values.
+        self._key_codes = zeros(blocks, heads, GROUP, dim // 2, dtype=torch.uint8)
+        self._key_ranges = zeros(blocks, heads, 2, dim)
+        self._value_codes = zeros(blocks, heads, dim, GROUP // 2, dtype=torch.uint8)
+        self._value_ranges = zeros(blocks, heads, 2, value_groups(dim), GROUP)
+        self.pages: Sequence[Tensor] = (self._key_codes, self._key_ranges, self._value_codes, self._value_ranges)
         self._tails = zeros(sizes.num_rows + 1, 2, GROUP, heads, dim, dtype=sizes.dtype)  # the last row is for padding
 
     def room(self, batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor]:
         return staging(batch, self._sizes)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
-        self._keep_values(values, batch.slots)
         parts, number = [], batch.num_decodes
         if number:
-            self._keep_decoded_keys(keys[:number], batch)
-            parts.append(self._attend_decodes(query[:number], batch, window))
+            by_kernel = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+            decode = self._decode_by_kernel if by_kernel else self._decode
+            parts.append(decode(query[:number], keys[:number], values[:number], batch, window))
+        if batch.prompt_queries:
+            self._keep_values(values[number:], batch.slots[number:])
         begin = number
         for index, count in enumerate(batch.prompt_queries, number):
             end = begin + count
@@ -104,10 +104,36 @@ class FourBitLayer:
             begin = end
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def _decode(self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
+        self._keep_values(values, batch.slots[: batch.num_decodes])
+        self._keep_decoded_keys(keys, batch)
+        return self._attend_decodes(query, batch, window)
+
+    def _decode_by_kernel(
+        self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None
+    ) -> Tensor:
+        from weft.serve.four_bit_append_kernel import append_by_kernel
+        from weft.serve.four_bit_attention_kernel import four_bit_attention_by_kernel
+
+        number = batch.num_decodes
+        rows, tables, lengths = batch.rows[:number], batch.tables[:number], batch.lengths[:number]
+        append_by_kernel(keys, values, self.pages, self._tails, batch.positions[:number], batch.slots[:number], rows)
+        return four_bit_attention_by_kernel(query, self.pages, self._tails, tables, lengths, rows, window)
+
     def _keep_values(self, values: Tensor, slots: Tensor) -> None:
-        coded = encode(values, value_group(values.shape[-1]), 4)
-        for kept, new in zip(self._values, coded, strict=True):
-            kept.flatten(0, 1)[slots] = new
+        """Code values. A byte has two tokens, which are written one after the other: in both turns, tokens of the other
+        half of a page go to the page for padding.
+        """
+        grouped = values.unflatten(-1, (self._value_ranges.shape[3], -1))
+        scale, least = group_range(grouped, 4)
+        codes = codes_of(grouped, scale, least, 4).flatten(-2)
+        blocks, places = slots // GROUP, slots % GROUP
+        self._value_ranges[blocks, :, 0, :, places] = scale
+        self._value_ranges[blocks, :, 1, :, places] = least
+        for half in range(2):
+            own = torch.where(places // (GROUP // 2) == half, blocks, self._sizes.num_blocks - 1)
+            others = self._value_codes[own, :, :, places % (GROUP // 2)] & (240 >> 4 * half)
+            self._value_codes[own, :, :, places % (GROUP // 2)] = others | (codes << 4 * half)
 
     def _keep_decoded_keys(self, keys: Tensor, batch: PagedBatch) -> None:
         """Add one token to each tail. Pages that are full now are coded; codes of others go to the page for padding."""
@@ -137,16 +163,22 @@ class FourBitLayer:
 
     def _code_pages(self, pages: Tensor, blocks: Tensor) -> None:
         """Code keys [pages, GROUP, key heads, head_dim] into blocks."""
-        coded = encode(pages.permute(0, 2, 3, 1), GROUP, 4)
-        for kept, new in zip(self._keys, coded, strict=True):
-            kept[blocks] = new
+        grouped = pages.permute(0, 2, 3, 1)
+        scale, least = group_range(grouped, 4)
+        self._key_codes[blocks] = pack_halves(codes_of(grouped, scale, least, 4).transpose(-1, -2))
+        self._key_ranges[blocks] = torch.stack([scale, least], dim=2)
 
     def decoded(self, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The decoded keys and values of blocks [...]: [..., GROUP, key heads, head_dim]."""
         wide = torch.promote_types(dtype, torch.float32)
-        keys = decode(GroupCodes(*(one[blocks] for one in self._keys)), 4, wide).movedim(-1, -3)
-        values = decode(GroupCodes(*(one[blocks] for one in self._values)), 4, wide)
-        return keys.to(dtype), values.to(dtype)
+        scale, least = self._key_ranges[blocks].to(wide).unbind(-2)  # [..., key heads, head_dim]
+        keys = unpack_halves(self._key_codes[blocks]).to(wide) * scale[..., None, :] + least[..., None, :]
+        scale, least = self._value_ranges[blocks].to(wide).unbind(-3)  # [..., key heads, groups, GROUP]
+        codes = unpack_halves(self._value_codes[blocks]).unflatten(-2, (scale.shape[-2], -1)).to(wide)
+        values = (codes * scale[..., None, :] + least[..., None, :]).flatten(
+            -3, -2
+        )  # [..., key heads, head_dim, GROUP]
+        return keys.movedim(-3, -2).to(dtype), values.movedim(-1, -3).to(dtype)
 
     def _attend_decodes(self, query: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
         """Attention of decodes, some requests at a time, so that few keys and values are decoded at once."""

@@ -63,6 +63,17 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     return packed if bits == 8 else torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
 
 
+def pack_halves(codes: Tensor) -> Tensor:
+    """Codes of 4 bits in bytes: those of the first half of the last dim lie low, those of the second half high."""
+    low, high = codes.chunk(2, dim=-1)
+    return low | (high << 4)
+
+
+def unpack_halves(packed: Tensor) -> Tensor:
+    """One code in each element, of bytes of `pack_halves`."""
+    return torch.cat([packed & 15, packed >> 4], dim=-1)
+
+
 def _not_above(values: Tensor) -> Tensor:
     """The largest numbers of float16 that are not above these."""
     half = values.to(torch.float16)

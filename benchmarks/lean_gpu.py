@@ -1,0 +1,253 @@
+"""Measures lean inference on one GPU: each way against the engine's own 16-bit path, in the same run.
+
+    python benchmarks/lean_gpu.py                  an 8B Llama with random weights; some minutes on an H200
+    python benchmarks/lean_gpu.py --only loki      some parts alone
+    python benchmarks/lean_gpu.py --check          every kernel against its plain function; nothing is timed
+    python benchmarks/lean_gpu.py --sweep          4-bit attention with other numbers of warps, stages and programs
+    python benchmarks/lean_gpu.py --tiny           tiny sizes, to try the benchmark itself, also on a CPU
+
+Attention is one layer of the cache, of 16 requests with 32,768 tokens each, recorded as a CUDA graph, with what a
+decode adds to the cache. Decodes are those of the engine, of one request. Floors are the bytes that a token reads, at
+the measured rate of a copy. Speculation has a model whose likeliest next token follows from the last one, in cycles
+of 32 tokens, with blocks as large as the others'. Writes benchmarks/results/lean-gpu.json after every part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lean_gpu_checks import check_kernels
+from serve_gpu import LLAMA_8B, TINY, copy_rate, random_model, synchronize
+from torch import Tensor, nn
+
+from weft.models import Decoder
+from weft.serve import decode_attention_kernel, four_bit_attention_kernel
+from weft.serve.cache_formats import DEFAULT_BLOCK_SIZE
+from weft.serve.decode_graph import GraphRecorder
+from weft.serve.engine import Engine, EngineOptions
+from weft.serve.four_bit_cache import FourBitFormat
+from weft.serve.layer_cache import CacheFormat, CacheSizes, PlainFormat
+from weft.serve.loki_cache import LokiChoice, LokiFormat
+from weft.serve.packed_linear import pack_model
+from weft.serve.paged_attention import PagedBatch
+from weft.serve.request import Request, Sampling
+from weft.serve.weight_formats import FORMATS
+
+RESULT = Path(__file__).parent / "results" / "lean-gpu.json"
+GREEDY = Sampling(temperature=0)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured."""
+
+    num_requests: int
+    num_tokens: int
+    num_heads: int
+    num_key_heads: int
+    head_dim: int
+    outputs: int  # tokens of a decode
+
+
+LARGE, SMALL = Sizes(16, 32768, 32, 8, 128, 256), Sizes(2, 256, 4, 2, 16, 40)
+
+
+def seconds_of(compute: Callable[[], Tensor], device: torch.device, number: int = 20) -> float:
+    """Seconds of a function, recorded as a CUDA graph: the least of three times `number` calls."""
+    compute()
+    replay: Callable[[], Any] = GraphRecorder()(compute)[1] if device.type == "cuda" else compute
+    best = float("inf")
+    for _ in range(3):
+        synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(number):
+            replay()
+        synchronize(device)
+        best = min(best, (time.perf_counter() - begin) / number)
+    return best
+
+
+@torch.inference_mode()
+def attention_seconds(form: CacheFormat, sizes: Sizes, device: torch.device, number: int = 20) -> float:
+    """Of one layer's attention of decodes, over pages of random numbers."""
+    block_size = form.block_size or DEFAULT_BLOCK_SIZE
+    blocks_each = sizes.num_tokens // block_size
+    num_blocks = sizes.num_requests * blocks_each
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    shape = (num_blocks + 1, block_size, sizes.num_requests, sizes.num_key_heads, sizes.head_dim)
+    layer = form.layer(0, CacheSizes(*shape, dtype, device))
+    for page in layer.pages:
+        if page.dtype == torch.uint8:
+            page.random_(0, 256)
+        else:
+            page.uniform_(-1, 1)
+    tables = torch.randperm(num_blocks, device=device).view(sizes.num_requests, blocks_each).to(torch.int32)
+    lengths = torch.full((sizes.num_requests,), sizes.num_tokens - 5, dtype=torch.int32, device=device)
+    places = lengths - 1
+    slots = tables[:, -1].long() * block_size + places % block_size
+    rows = torch.arange(sizes.num_requests, dtype=torch.int32, device=device)
+    batch = PagedBatch(places, places, slots, tables, lengths, rows, block_size, sizes.num_requests)
+    query = torch.randn(sizes.num_requests, sizes.num_heads, sizes.head_dim, dtype=dtype, device=device)
+    _, keys, values = layer.room(batch)
+    if len(keys) == sizes.num_requests:  # otherwise keys go to the cache itself
+        keys.normal_()
+        values.normal_()
+    return seconds_of(lambda: layer.attend(query, keys, values, batch, None), device, number)
+
+
+def attention_result(form: CacheFormat, sizes: Sizes, device: torch.device) -> dict[str, float]:
+    """The attention of a format beside that of the plain one."""
+    plain = attention_seconds(PlainFormat(), sizes, device)
+    own = attention_seconds(form, sizes, device)
+    kept = [one.bytes_per_token(sizes.num_key_heads, sizes.head_dim, 2) for one in (PlainFormat(), form)]
+    return {
+        "requests": sizes.num_requests,
+        "tokens_each": sizes.num_tokens,
+        "plain_seconds": plain,
+        "seconds": own,
+        "times_as_fast": plain / own,
+        "plain_bytes_per_second": kept[0] * sizes.num_requests * sizes.num_tokens / plain,
+        "cache_bytes_ratio": kept[0] / kept[1],
+    }
+
+
+def measure_four_bits(sizes: Sizes, device: torch.device) -> dict[str, float]:
+    form, found = FourBitFormat(), attention_result(FourBitFormat(), sizes, device)
+    heads = (sizes.num_key_heads, sizes.head_dim, 2)
+    memory = PlainFormat().bytes_per_token(*heads) * sizes.num_requests * sizes.num_tokens
+    held = (memory - (sizes.num_requests + 1) * form.bytes_per_row(*heads)) / form.bytes_per_token(*heads)
+    found["times_the_tokens_held"] = held / (sizes.num_requests * sizes.num_tokens)
+    found["bytes_per_second"] = form.bytes_per_token(*heads) * sizes.num_requests * sizes.num_tokens / found["seconds"]
+    return found
+
+
+def sweep_four_bits(sizes: Sizes, device: torch.device) -> None:
+    """Print the times of the kernel as it could be launched."""
+    print(f"plain: {1e6 * attention_seconds(PlainFormat(), sizes, device):.0f} us", flush=True)
+    for warps, stages, programs in (
+        *((2, 5, number) for number in (256, 512, 1024, 2048)),
+        *((4, 5, number) for number in (256, 512, 1024, 2048)),
+        *((warps, stages, 1024) for warps in (2, 4) for stages in (3, 4, 6)),
+        (1, 5, 2048),
+    ):
+        four_bit_attention_kernel._WARPS, four_bit_attention_kernel._STAGES = warps, stages
+        decode_attention_kernel._PROGRAMS = programs
+        seconds = attention_seconds(FourBitFormat(), sizes, device)
+        print(f"{warps} warps, {stages} stages, {programs} programs: {1e6 * seconds:.0f} us", flush=True)
+
+
+def measure_loki(sizes: Sizes, device: torch.device) -> dict[str, float]:
+    axes = torch.linalg.qr(torch.randn(1, sizes.num_key_heads, sizes.head_dim, sizes.head_dim))[0]
+    choice = LokiChoice() if sizes.num_tokens > 4096 else LokiChoice(newest=4, dense_below=32)
+    return attention_result(LokiFormat(axes, choice), sizes, device)
+
+
+def decode_rate(model: nn.Module, num_out: int, prompt: tuple[int, ...], **options: Any) -> dict[str, float]:
+    """Tokens a second of one request, after its first tokens."""
+    sizes = {"max_running": 1, "num_blocks": 64, "prefix_cache": False, **options}
+    engine = Engine(model, EngineOptions(**sizes))
+    engine.add(Request("warm", prompt, num_out // 2, GREEDY))
+    while engine.has_work():
+        engine.step()
+    engine.add(Request("one", prompt, num_out, GREEDY))
+    times: list[float] = []
+    num_steps = 0
+    while engine.has_work():
+        times += [time.perf_counter()] * len(engine.step())
+        num_steps += 1
+    first = times.count(times[0])
+    return {"tokens_per_second": (len(times) - first) / (times[-1] - times[0]), "steps": num_steps}
+
+
+def bytes_read(model: nn.Module) -> int:
+    """Bytes of weights that a token reads: all but the embedding."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return sum(one.numel() * one.element_size() for name, one in named if "embed_tokens" not in name)
+
+
+def measure_weights(config: Any, sizes: Sizes, device: torch.device, rate: float) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in (None, "int4", "fp8", "int8"):
+        model = random_model(config, device)
+        if name is not None:
+            pack_model(model, FORMATS[name])
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*cannot be captured")
+            one = decode_rate(model, sizes.outputs, tuple(range(16)))
+        read = bytes_read(model)
+        one |= {"bytes_read_per_token": read, "share_of_floor": one["tokens_per_second"] * read / rate}
+        found[name or "bf16"] = one
+        one["times_as_fast"] = one["tokens_per_second"] / found["bf16"]["tokens_per_second"]
+        del model
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return found
+
+
+def cyclic_model(config: Any, device: torch.device) -> Decoder:
+    """A model whose likeliest next token is the next one in a cycle of 32, whatever its blocks compute."""
+    model = random_model(config, device)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.01)
+            layer.mlp.down_proj.weight.mul_(0.01)
+        embedding = model.model.embed_tokens.weight
+        ids = torch.arange(len(embedding), device=device)
+        model.lm_head.weight.copy_(embedding[ids // 32 * 32 + (ids - 1) % 32])
+    return model
+
+
+def measure_speculation(config: Any, sizes: Sizes, device: torch.device) -> dict[str, Any]:
+    prompt = tuple(range(32)) * 2
+    model = cyclic_model(config, device)
+    plain = decode_rate(model, sizes.outputs, prompt)
+    drafted = decode_rate(model, sizes.outputs, prompt, speculate="ngram")
+    ratio = drafted["tokens_per_second"] / plain["tokens_per_second"]
+    return {"without": plain, "ngram": drafted, "times_as_fast": ratio}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes; results are printed, not written")
+    parser.add_argument("--check", action="store_true", help="compare kernels with plain functions")
+    parser.add_argument("--sweep", action="store_true", help="time ways to launch the kernel of 4-bit attention")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", nargs="+", choices=("four_bits", "loki", "weights", "speculation"))
+    parser.add_argument("--out", type=Path, default=RESULT)
+    given = parser.parse_args()
+    device = torch.device(given.device)
+    sizes, config = (SMALL, TINY) if given.tiny else (LARGE, LLAMA_8B)
+    if given.check or given.sweep:
+        check_kernels(device) if given.check else sweep_four_bits(sizes, device)
+        return
+    rate = copy_rate(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    results: dict[str, Any] = {"device": name, "torch": torch.__version__, "copy_bytes_per_second": rate}
+    if given.out.exists() and not given.tiny:
+        before = json.loads(given.out.read_text())
+        results = {**before, **results} if before["device"] == name else results
+    measures: dict[str, Callable[[], Any]] = {
+        "four_bits": lambda: measure_four_bits(sizes, device),
+        "loki": lambda: measure_loki(sizes, device),
+        "weights": lambda: measure_weights(config, sizes, device, rate),
+        "speculation": lambda: measure_speculation(config, sizes, device),
+    }
+    for key, measure in measures.items():
+        if given.only is None or key in given.only:
+            begin = time.perf_counter()
+            results[key] = measure()
+            print(f"{key} ({time.perf_counter() - begin:.0f} s): {json.dumps(results[key], indent=1)}", flush=True)
+            if not given.tiny:
+                given.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

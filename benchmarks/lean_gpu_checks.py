@@ -1,0 +1,129 @@
+"""Compares the kernels of lean inference with their plain functions, on the GPU, for `lean_gpu.py --check`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from weft.serve.decode_attention_kernel import decode_attention_by_kernel
+from weft.serve.decode_graph import GraphRecorder
+from weft.serve.engine import Engine, EngineOptions
+from weft.serve.four_bit_cache import FourBitFormat, FourBitLayer
+from weft.serve.layer_cache import CacheSizes
+from weft.serve.paged_attention import PagedBatch, decode_attention
+from weft.serve.request import Request, Sampling
+from weft.serve.weight_formats import FORMATS
+
+Found = Iterator[tuple[str, float, float]]  # what is compared, the largest difference of the largest number, the most
+
+
+def difference(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other.double()).abs().max() / other.double().abs().max().clamp(min=1e-30))
+
+
+def pages_of(lengths: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Block tables of requests of these lengths, and the slots of their last tokens."""
+    width = -(-int(lengths.max()) // block_size)
+    tables = torch.randperm(len(lengths) * width, device=lengths.device).view(len(lengths), width).to(torch.int32)
+    places = (lengths - 1).long()
+    return tables, tables.gather(1, places[:, None] // block_size)[:, 0].long() * block_size + places % block_size
+
+
+def attention(device: torch.device) -> Found:
+    for dtype, heads, window in ((torch.bfloat16, (32, 8, 128), None), (torch.float16, (8, 2, 64), 300)):
+        lengths = torch.tensor([1, 64, 700, 1024, 2000], dtype=torch.int32, device=device)
+        tables, _ = pages_of(lengths, 16)
+        query = torch.randn(5, heads[0], heads[2], dtype=dtype, device=device)
+        keys, values = (torch.randn(tables.numel() * 16, *heads[1:], dtype=dtype, device=device) for _ in range(2))
+        given = (query, keys, values, tables, lengths, 16, window)
+        yield (
+            f"attention {dtype} {heads} {window}",
+            difference(decode_attention_by_kernel(*given), decode_attention(*given)),
+            0.02,
+        )
+
+
+def four_bits(device: torch.device) -> Found:
+    """A decode by kernels and one by plain functions, from the same pages: what they give and what they keep."""
+    for dtype, heads, window in (
+        (torch.bfloat16, (32, 8, 128), None),
+        (torch.float16, (32, 8, 128), 300),
+        (torch.bfloat16, (8, 2, 64), None),
+        (torch.bfloat16, (4, 4, 96), None),
+    ):
+        lengths = torch.tensor([1, 64, 700, 1024, 2000], dtype=torch.int32, device=device)
+        tables, slots = pages_of(lengths, 64)
+        sizes = CacheSizes(tables.numel() + 1, 64, 5, *heads[1:], dtype, device)
+        layers = [FourBitLayer(sizes) for _ in range(2)]
+        for mine, other in zip((*layers[0].pages, layers[0]._tails), (*layers[1].pages, layers[1]._tails), strict=True):
+            mine.random_(0, 256) if mine.dtype == torch.uint8 else mine.uniform_(-0.5, 1)
+            other.copy_(mine)
+        rows = torch.tensor([3, 0, 4, 1, 2], dtype=torch.int32, device=device)
+        batch = PagedBatch(lengths - 1, lengths - 1, slots, tables, lengths, rows, 64, 5)
+        query = torch.randn(5, heads[0], heads[2], dtype=dtype, device=device)
+        key, value = (torch.randn(5, *heads[1:], dtype=dtype, device=device) for _ in range(2))
+        recorded, replay = GraphRecorder()(
+            lambda query=query, key=key, value=value, batch=batch, window=window, layer=layers[0]: layer.attend(
+                query, key, value, batch, window
+            )
+        )
+        replay()
+        expected = layers[1]._decode(query, key, value, batch, window)
+        kept = zip(layers[0].pages, layers[1].pages, strict=True)
+        wrong = sum(int((one[:-1] != two[:-1]).sum()) for one, two in kept)
+        wrong += int((layers[0]._tails != layers[1]._tails).sum())
+        name = f"four bits {dtype} {heads} {window}"
+        yield name, difference(recorded, expected), 0.02
+        yield name + ", kept bits that differ", float(wrong), 0.0
+
+
+def products(device: torch.device) -> Found:
+    for kind, form in FORMATS.items():
+        weight = torch.randn(1536, 4096, device=device) * 0.02
+        parts = form.encode(weight)
+        decoded = form.decode(parts, torch.float64)
+        for num_rows in (1, 2, 5, 16, 33, 256):
+            hidden = torch.randn(num_rows, 4096, dtype=torch.bfloat16, device=device)
+            yield f"{kind} {num_rows} rows", difference(form.product(hidden, parts), hidden.double() @ decoded.T), 0.04
+
+
+def engines(device: torch.device) -> Found:
+    """Tokens of engines with CUDA graphs against those without; whether graphs were recorded."""
+    from serve_gpu import TINY, random_model
+
+    for name, options in (("int4", {"cache": FourBitFormat(), "block_size": 64}),):
+        tokens = []
+        for graphs in (False, True):
+            engine = Engine(random_model(TINY, device), EngineOptions(num_blocks=40, graphs=graphs, **options))  # type: ignore[arg-type]
+            for index in range(4):  # a batch that graphs do not pad
+                engine.add(Request(str(index), tuple(range(3, 60 + index)), 20, Sampling(temperature=0)))
+            found: dict[str, list[int]] = {}
+            while engine.has_work():
+                for one in engine.step():
+                    found.setdefault(one.request, []).append(one.token)
+            tokens.append(found)
+            if graphs:
+                missing = engine._graphs is None or engine._graphs._has_failed
+                yield f"engine with cache {name}: no graphs", float(missing), 0.0
+        differ = sum(a != b for key in tokens[0] for a, b in zip(tokens[0][key], tokens[1][key], strict=True))
+        yield f"engine with cache {name}: tokens that differ with graphs", float(differ), 0.0
+
+
+@torch.inference_mode()
+def check_kernels(device: torch.device) -> None:
+    """Print each comparison; SystemExit if one is off."""
+    torch.manual_seed(0)
+    begin, num_bad = time.perf_counter(), 0
+    for compare in (attention, four_bits, products, engines):
+        try:
+            for name, found, most in compare(device):
+                num_bad += not found <= most
+                print(f"{'ok ' if found <= most else 'BAD'} {found:9.2e} (at most {most:g})  {name}", flush=True)
+        except Exception as error:
+            num_bad += 1
+            print(f"BAD {compare.__name__}: {type(error).__name__}: {str(error)[:2000]}", flush=True)
+    print(f"{num_bad} comparisons are off; {time.perf_counter() - begin:.0f} s")
+    raise SystemExit(num_bad > 0)

@@ -1,0 +1,101 @@
+"""Serving on the GPU: an engine there answers what it answers on a CPU, and the commands serve a run."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from gpu_for_tests import environment, succeeded, weft, write_run
+
+from weft.launch.fork_server import ForkServer
+
+pytestmark = pytest.mark.xdist_group("serving")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"architecture": "llama"},
+        {"architecture": "qwen3"},
+        {"architecture": "mixtral"},
+        {"architecture": "llama", "weights": "fp8"},
+        {"architecture": "llama", "weights": "int8"},
+        {"architecture": "llama", "weights": "int4"},
+        {"architecture": "llama", "cache": "int4"},
+        {"architecture": "llama", "speculate": "ngram"},
+    ],
+    ids=lambda options: " ".join(options.values()),
+)
+def test_an_engine_on_the_gpu_answers_as_on_a_cpu(options: dict[str, str], fork_server: ForkServer) -> None:
+    here, there = (fork_server.call("tokens", device=device, **options) for device in ("cuda", "cpu"))
+    assert here == there
+    assert len({tuple(tokens) for tokens in here.values()}) == len(here)  # requests differ in their answers
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    succeeded(weft("train", write_run(folder), "--no-verify", "plan.micro_batch=8"))
+    return folder / "text"
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--weights", "fp8"], ["--weights", "int4"], ["--cache", "int4"], ["--speculate", "ngram"]]
+)
+def test_weft_generate(options: list[str], run: Path) -> None:
+    found = succeeded(weft("generate", run, "--tokens", 60, "--temperature", 0, "--json", *options)).json
+    assert found["text"]
+
+
+def test_weft_calibrate_and_loki(run: Path) -> None:
+    axes = run.parent / "axes.safetensors"
+    text = run.parent / "text.txt"
+    text.write_text("def main():\n    return 0\n" * 400)
+    succeeded(weft("calibrate", run, "--data", text, "--out", axes, "--dense-below", 8))
+    assert succeeded(weft("generate", run, "--tokens", 60, "--json", "--cache", f"loki={axes}")).json["text"]
+
+
+@pytest.fixture(scope="module")
+def server(run: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    if find_spec("uvicorn") is None or find_spec("starlette") is None:
+        pytest.skip("starlette and uvicorn are not installed: pip install weft[serve]")
+    command = [sys.executable, "-m", "weft", "serve", str(run), "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as process:
+        assert process.stdout is not None
+        try:
+            about = json.loads(process.stdout.readline())
+            assert about["device"].startswith("cuda")
+            yield process, about["url"]
+        finally:
+            process.kill()
+
+
+def post(url: str, body: object) -> tuple[int, dict[str, object]]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_weft_serve(server: tuple[subprocess.Popen[str], str]) -> None:
+    """Answers repeat, bad requests are refused in words, and SIGTERM ends it."""
+    process, url = server
+    asked = {"prompt": "def main", "max_tokens": 30, "temperature": 0.7, "seed": 3}
+    answers = [post(f"{url}/v1/completions", asked) for _ in range(2)]
+    assert [status for status, _ in answers] == [200, 200]
+    texts = [answer["choices"][0]["text"] for _, answer in answers]  # type: ignore[index]
+    assert texts[0] == texts[1]
+    status, refused = post(f"{url}/v1/completions", {**asked, "max_tokens": -1})
+    assert status == 400, refused
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0

@@ -1,0 +1,159 @@
+"""Adds the keys and values of decodes to the cache of 4 bits (`four_bit_cache.py`), as one Triton kernel.
+
+A program handles one key head of one request: its value is coded into the page, its key goes to the tail, and if the
+page is full now, its keys are coded. The bits are those of the plain functions. A step that is computed again writes
+the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: a number of float32 this large has no bits behind the point
+
+
+@triton.jit
+def _not_above(values):
+    """The largest numbers of float16 that are not above these."""
+    near = values.to(tl.float16)
+    bits = near.to(tl.int16, bitcast=True)
+    below = tl.where(near > 0, bits - 1, tl.where(near < 0, bits + 1, -32767)).to(tl.int16)
+    return tl.where(near.to(tl.float32) > values, below.to(tl.float16, bitcast=True), near)
+
+
+@triton.jit
+def _scale(lowest, highest):
+    """The scale and least value (float16) of a group, from its lowest and highest numbers."""
+    least = _not_above(lowest)
+    return -_not_above(tl.div_rn(-(highest - least.to(tl.float32)), tl.full(highest.shape, 15.0, tl.float32))), least
+
+
+@triton.jit
+def _codes(numbers, scale, least):
+    """Codes of numbers; half to even."""
+    wide = scale.to(tl.float32)
+    codes = tl.div_rn(numbers - least.to(tl.float32), tl.where(wide > 0, wide, 1.0) + numbers * 0.0)
+    codes = (codes + _ROUND) - _ROUND
+    return tl.minimum(tl.maximum(codes, 0.0), 15.0).to(tl.int32)
+
+
+@triton.jit
+def _keep_value(
+    low, high, code_ptr, range_ptr, token, HALF_DIM: tl.constexpr, WIDTH: tl.constexpr, NUM_GROUPS: tl.constexpr
+):
+    """Code both halves of a value into a page, as the token of this number."""
+    channel, one = tl.arange(0, WIDTH), tl.zeros([1], tl.int32)
+    exists = channel < HALF_DIM
+    low_lowest = tl.min(tl.where(exists, low, float("inf")), 0)
+    low_highest = tl.max(tl.where(exists, low, float("-inf")), 0)
+    high_lowest = tl.min(tl.where(exists, high, float("inf")), 0)
+    high_highest = tl.max(tl.where(exists, high, float("-inf")), 0)
+    if NUM_GROUPS == 1:
+        low_lowest, low_highest = tl.minimum(low_lowest, high_lowest), tl.maximum(low_highest, high_highest)
+        high_lowest, high_highest = low_lowest, low_highest
+    low_scale, low_least = _scale(one + low_lowest, one + low_highest)  # of one element
+    high_scale, high_least = _scale(one + high_lowest, one + high_highest)
+    ranges = range_ptr + token + one
+    tl.store(ranges, low_scale)
+    tl.store(ranges + NUM_GROUPS * 64, low_least)
+    if NUM_GROUPS == 2:
+        tl.store(ranges + 64, high_scale)
+        tl.store(ranges + NUM_GROUPS * 64 + 64, high_least)
+    shift = token // 32 * 4
+    kept = 240 >> shift  # the half of a byte of the other token
+    place = code_ptr + channel * 32 + token % 32
+    old = tl.load(place, mask=exists, other=0).to(tl.int32)
+    tl.store(place, ((old & kept) | (_codes(low, low_scale, low_least) << shift)).to(tl.uint8), mask=exists)
+    place += HALF_DIM * 32
+    old = tl.load(place, mask=exists, other=0).to(tl.int32)
+    tl.store(place, ((old & kept) | (_codes(high, high_scale, high_least) << shift)).to(tl.uint8), mask=exists)
+
+
+@triton.jit
+def _keep_keys(
+    low_key, high_key, tail_ptr, code_ptr, range_ptr, token_stride, HALF_DIM: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Code a page of keys, from 63 tokens in the tail and the two halves of the last one."""
+    channel, tokens = tl.arange(0, WIDTH), tl.arange(0, 64)
+    exists = channel < HALF_DIM
+    places = tail_ptr + tokens[:, None] * token_stride + channel[None, :]
+    older = (tokens < 63)[:, None] & exists[None, :]
+    low_keys = tl.where(older, tl.load(places, mask=older, other=0.0), low_key[None, :]).to(tl.float32)
+    high_keys = tl.where(older, tl.load(places + HALF_DIM, mask=older, other=0.0), high_key[None, :]).to(tl.float32)
+    low_scale, low_least = _scale(tl.min(low_keys, 0), tl.max(low_keys, 0))
+    high_scale, high_least = _scale(tl.min(high_keys, 0), tl.max(high_keys, 0))
+    tl.store(range_ptr + channel, low_scale, mask=exists)
+    tl.store(range_ptr + HALF_DIM + channel, high_scale, mask=exists)
+    tl.store(range_ptr + 2 * HALF_DIM + channel, low_least, mask=exists)
+    tl.store(range_ptr + 3 * HALF_DIM + channel, high_least, mask=exists)
+    low = _codes(low_keys, low_scale[None, :], low_least[None, :])
+    high = _codes(high_keys, high_scale[None, :], high_least[None, :])
+    places = code_ptr + tokens[:, None] * HALF_DIM + channel[None, :]
+    tl.store(places, (low | (high << 4)).to(tl.uint8), mask=exists[None, :] & (tokens >= 0)[:, None])
+
+
+@triton.jit
+def _append(
+    key_ptr, value_ptr, key_code_ptr, key_range_ptr, value_code_ptr, value_range_ptr, tail_ptr, position_ptr, slot_ptr,
+    row_ptr, position_stride, slot_stride, row_stride,
+    NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    request, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    half: tl.constexpr = HEAD_DIM // 2
+    channel = tl.arange(0, WIDTH)
+    exists = channel < half
+    slot = tl.load(slot_ptr + request * slot_stride).to(tl.int64)
+    position = tl.load(position_ptr + request * position_stride)
+    row = tl.load(row_ptr + request * row_stride).to(tl.int64)
+    block, token = (slot // 64) * NUM_KEY_HEADS + key_head, (position % 64).to(tl.int32)
+    given = (request * NUM_KEY_HEADS + key_head) * HEAD_DIM + channel
+
+    low = tl.load(value_ptr + given, mask=exists, other=0.0).to(tl.float32)
+    high = tl.load(value_ptr + given + half, mask=exists, other=0.0).to(tl.float32)
+    codes, ranges = value_code_ptr + block * HEAD_DIM * 32, value_range_ptr + block * 2 * NUM_GROUPS * 64
+    _keep_value(low, high, codes, ranges, token, half, WIDTH, NUM_GROUPS)
+
+    low_key = tl.load(key_ptr + given, mask=exists, other=0.0)
+    high_key = tl.load(key_ptr + given + half, mask=exists, other=0.0)
+    stride: tl.constexpr = NUM_KEY_HEADS * HEAD_DIM
+    page = tail_ptr + (row * 2 + position // 64 % 2) * 64 * stride + key_head * HEAD_DIM
+    tl.store(page + token * stride + channel, low_key, mask=exists)
+    tl.store(page + token * stride + half + channel, high_key, mask=exists)
+    if token == 63:
+        codes, ranges = key_code_ptr + block * 64 * half, key_range_ptr + block * 2 * HEAD_DIM
+        _keep_keys(low_key, high_key, page, codes, ranges, stride, half, WIDTH)
+
+
+def append_by_kernel(
+    keys: Tensor,
+    values: Tensor,
+    pages: Sequence[Tensor],
+    tails: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    rows: Tensor,
+) -> None:
+    """Add keys and values [requests, key heads, head_dim] of one token each; see `four_bit_cache.py` for the pages."""
+    num_requests, num_key_heads, head_dim = keys.shape
+    assert keys.is_contiguous() and values.is_contiguous(), "the heads of all tokens lie end to end"  # noqa: PT018
+    _append[(num_requests, num_key_heads)](
+        keys,
+        values,
+        *pages,
+        tails,
+        positions,
+        slots,
+        rows,
+        positions.stride(0),
+        slots.stride(0),
+        rows.stride(0),
+        NUM_KEY_HEADS=num_key_heads,
+        HEAD_DIM=head_dim,
+        NUM_GROUPS=pages[3].shape[3],
+        WIDTH=max(16, triton.next_power_of_2(head_dim // 2)),
+        num_warps=4,
+    )
