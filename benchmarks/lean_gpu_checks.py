@@ -13,9 +13,11 @@ from weft.serve.decode_graph import GraphRecorder
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.four_bit_cache import FourBitFormat, FourBitLayer
 from weft.serve.layer_cache import CacheSizes
+from weft.serve.loki_cache import LokiChoice, LokiFormat, chosen_attention, chosen_attention_by_kernel
+from weft.serve.packed_linear import pack_model
 from weft.serve.paged_attention import PagedBatch, decode_attention
 from weft.serve.request import Request, Sampling
-from weft.serve.weight_formats import FORMATS
+from weft.serve.weight_formats import FORMATS, AfterProduct
 
 Found = Iterator[tuple[str, float, float]]  # what is compared, the largest difference of the largest number, the most
 
@@ -80,6 +82,22 @@ def four_bits(device: torch.device) -> Found:
         yield name + ", kept bits that differ", float(wrong), 0.0
 
 
+def chosen(device: torch.device) -> Found:
+    for dtype, heads, window in ((torch.bfloat16, (32, 8, 128), None), (torch.float16, (8, 8, 64), 700)):
+        lengths = torch.tensor([1, 64, 700, 1024, 6000], dtype=torch.int32, device=device)
+        tables, _ = pages_of(lengths, 16)
+        query = torch.randn(5, heads[0], heads[2], dtype=dtype, device=device)
+        keys, values = (torch.randn(tables.numel() * 16, *heads[1:], dtype=dtype, device=device) for _ in range(2))
+        keys *= torch.linspace(2, 0, heads[2], dtype=dtype, device=device)  # the first dims say most
+        given = (query, keys, values, tables, lengths, 16, window, LokiChoice(newest=16, dense_below=256))
+        expected = chosen_attention(*given)
+        name = f"chosen tokens {dtype} {heads} {window}"
+        # Scores that are nearly equal may be chosen either way.
+        yield name, difference(chosen_attention_by_kernel(*given), expected), 0.03
+        all_tokens = difference(decode_attention_by_kernel(*given[:-1]), expected)
+        yield name + ", 1 over the difference to all tokens", 1 / max(all_tokens, 1e-9), 25
+
+
 def products(device: torch.device) -> Found:
     for kind, form in FORMATS.items():
         weight = torch.randn(1536, 4096, device=device) * 0.02
@@ -87,17 +105,29 @@ def products(device: torch.device) -> Found:
         decoded = form.decode(parts, torch.float64)
         for num_rows in (1, 2, 5, 16, 33, 256):
             hidden = torch.randn(num_rows, 4096, dtype=torch.bfloat16, device=device)
-            yield f"{kind} {num_rows} rows", difference(form.product(hidden, parts), hidden.double() @ decoded.T), 0.04
+            yield (
+                f"{kind} {num_rows} rows",
+                difference(form.product(hidden, parts, AfterProduct()), hidden.double() @ decoded.T),
+                0.04,
+            )
 
 
 def engines(device: torch.device) -> Found:
     """Tokens of engines with CUDA graphs against those without; whether graphs were recorded."""
     from serve_gpu import TINY, random_model
 
-    for name, options in (("int4", {"cache": FourBitFormat(), "block_size": 64}),):
+    axes = torch.linalg.qr(torch.randn(2, 2, 16, 16))[0]
+    for name, options in (
+        ("int4", {"cache": FourBitFormat(), "block_size": 64}),
+        ("loki", {"cache": LokiFormat(axes, LokiChoice(newest=4, dense_below=16))}),
+        *((kind, {}) for kind in FORMATS),
+    ):
         tokens = []
         for graphs in (False, True):
-            engine = Engine(random_model(TINY, device), EngineOptions(num_blocks=40, graphs=graphs, **options))  # type: ignore[arg-type]
+            model = random_model(TINY, device)
+            if name in FORMATS:
+                pack_model(model, FORMATS[name])
+            engine = Engine(model, EngineOptions(num_blocks=40, graphs=graphs, **options))  # type: ignore[arg-type]
             for index in range(4):  # a batch that graphs do not pad
                 engine.add(Request(str(index), tuple(range(3, 60 + index)), 20, Sampling(temperature=0)))
             found: dict[str, list[int]] = {}
@@ -107,9 +137,9 @@ def engines(device: torch.device) -> Found:
             tokens.append(found)
             if graphs:
                 missing = engine._graphs is None or engine._graphs._has_failed
-                yield f"engine with cache {name}: no graphs", float(missing), 0.0
+                yield f"engine with {name}: no graphs", float(missing), 0.0
         differ = sum(a != b for key in tokens[0] for a, b in zip(tokens[0][key], tokens[1][key], strict=True))
-        yield f"engine with cache {name}: tokens that differ with graphs", float(differ), 0.0
+        yield f"engine with {name}: tokens that differ with graphs", float(differ), 0.0
 
 
 @torch.inference_mode()
@@ -117,7 +147,7 @@ def check_kernels(device: torch.device) -> None:
     """Print each comparison; SystemExit if one is off."""
     torch.manual_seed(0)
     begin, num_bad = time.perf_counter(), 0
-    for compare in (attention, four_bits, products, engines):
+    for compare in (attention, four_bits, chosen, products, engines):
         try:
             for name, found, most in compare(device):
                 num_bad += not found <= most

@@ -352,8 +352,9 @@ def test_doctor_sees_a_broken_launcher(weft: Weft, monkeypatch: pytest.MonkeyPat
 # --- train, with one process
 
 
-def test_a_run_from_its_start_to_fresh(run_file: Path, weft: Weft) -> None:
+def test_a_run_from_its_start_to_fresh(run_file: Path, weft: Weft, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training, resuming with more steps, running again when finished, and starting anew."""
+    monkeypatch.setattr("weft.train.checkpoints.LONG_SECONDS", -1.0)
     own = [run_file, "folder=run", "train.schedule=constant"]
     left = weft("train", *own, "train.steps=5")
     assert left.status == 0, left.err
@@ -362,7 +363,7 @@ def test_a_run_from_its_start_to_fresh(run_file: Path, weft: Weft) -> None:
         assert words in left.out, words
     assert left.out.count("predicted memory per device") == 1
     assert "not done under a launcher" not in left.out
-    assert "the model continues 'def '" in left.out
+    assert re.search(r"saved step 5 in \d s\n[^a-z]*the model continues 'def ' \(in \d+ s\):", left.out)
     assert left.out.index("held out") < left.out.index("step 1/5")
     first = losses(Path("run"))
 

@@ -27,7 +27,7 @@ from weft.models.vision.pool_kernel import kernel_pools
 from weft.optim import update_kernel
 from weft.optim.update import update
 from weft.optim.update_kernel import update_by_kernel
-from weft.serve import decode_attention_kernel, fused, sampling_kernel
+from weft.serve import decode_attention_kernel, fused, loki_kernel, packed_product_kernel, sampling_kernel
 from weft.serve.decode_attention_kernel import decode_attention_by_kernel
 from weft.serve.four_bit_attention_kernel import four_bit_attention_by_kernel
 from weft.serve.four_bit_cache import FourBitLayer
@@ -37,11 +37,14 @@ from weft.serve.fused_kernel import (
     rotate_and_store_by_kernel,
     row_linear_by_kernel,
 )
+from weft.serve.group_codes import size_of_block
 from weft.serve.layer_cache import CacheSizes
-from weft.serve.packed_product_kernel import grouped_product_by_kernel
-from weft.serve.paged_attention import PagedBatch, decode_attention
+from weft.serve.loki_cache import LokiChoice, chosen_attention, chosen_attention_by_kernel, chosen_tokens
+from weft.serve.loki_kernel import chosen_slots_by_kernel
+from weft.serve.packed_product_kernel import fp8_product_by_kernel, grouped_product_by_kernel
+from weft.serve.paged_attention import PagedBatch, decode_attention, slots_of
 from weft.serve.sampling import draw
-from weft.serve.weight_formats import Grouped
+from weft.serve.weight_formats import AfterProduct, Grouped, WeightFormat, weight_format
 from weft.sharding import gradient_kernel as take_kernel
 from weft.sharding.gradient_kernel import copy_with_squares
 
@@ -249,19 +252,81 @@ def four_bits() -> dict[str, dict[str, float]]:
     return found
 
 
-def packed() -> dict[str, dict[str, float]]:
-    """Of products with weights in 4 and 8 bits."""
+def chosen() -> dict[str, dict[str, float]]:
+    """Of the tokens that Loki chooses, with many equal scores, and of attention to them."""
     found = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        for bits, group, num_in, num_out in ((4, 32, 96, 21), (4, 64, 64, 16), (8, 16, 48, 5)):
-            hidden, form = torch.randn(3, num_in).to(dtype), Grouped(bits, group)
-            codes, scale, least = form.encode(torch.randn(num_out, num_in) + 0.3)
-            parts = (codes, scale.view(torch.float16), least.view(torch.float16))
-            expected = hidden.double() @ form.decode((codes, scale, least), torch.float64).T
-            found[f"{dtype} {bits} {group}"] = {
-                "out": difference(grouped_product_by_kernel(hidden, *parts, bits), expected.to(dtype))
-            }
+    decode_attention_kernel._TOKENS, loki_kernel._TOKENS, loki_kernel._CHUNK = 16, 16, 32
+    for dtype, (num_heads, num_key_heads, head_dim), window, choice, num_programs in (
+        (torch.float32, (4, 2, 8), None, LokiChoice(0.5, 0.3, 2, 1), 1),
+        (torch.float32, (3, 1, 24), 40, LokiChoice(0.25, 0.25, 3, 20), 16),
+        (torch.float16, (2, 2, 16), None, LokiChoice(0.25, 0.4, 5, 30), 16),
+    ):
+        decode_attention_kernel._PROGRAMS = num_programs
+        lengths = torch.tensor([1, 17, 50], dtype=torch.int32)
+        tables = torch.randperm(48, dtype=torch.int32).reshape(3, 16)[:, :13]  # rows lie apart
+        query = torch.randn(3, num_heads, head_dim).to(dtype)
+        keys, values = (torch.randn(48 * 4, num_key_heads, head_dim).to(dtype) for _ in range(2))
+        keys[..., 0], keys[..., 1:6] = keys[..., 0].round(), 0
+        given = (query, keys, values, tables, lengths, 4, window, choice)
+        numbers = (choice.num_dims(head_dim), *(choice.tokens, choice.newest, choice.dense_below))
+        slots, counts = chosen_slots_by_kernel(
+            query, keys, tables, lengths, 4, window, (*numbers, choice.most_tokens(52))
+        )
+        every = slots_of(tables, 52, 4).long()
+        places, taken = chosen_tokens(query, keys, every, lengths, window, choice)
+        wrong = 0
+        for request in range(3):
+            for head in range(num_key_heads):
+                mine = slots[request, head, : int(counts[request, head])].tolist()
+                plain = every[request][places[request, head][taken[request, head]].sort()[0]].tolist()
+                wrong += mine != plain
+        name = f"{dtype} {num_heads} {num_key_heads} {head_dim} {window}"
+        expected = chosen_attention(*given)
+        found[name] = {
+            "mixed": difference(chosen_attention_by_kernel(*given), expected),
+            "choices that differ": float(wrong),
+            "to all tokens": difference(decode_attention(*given[:-1]), expected),
+        }
     return found
+
+
+def packed() -> dict[str, dict[str, float]]:
+    """Of products with weights in fewer bits, and what follows them; of other scales, as a control."""
+    found = {}
+    packed_product_kernel._OUTPUTS, packed_product_kernel._COLUMNS = 16, 16
+    for dtype, kind, num_in, num_rows in (
+        (torch.float32, "int4", 256, 3),
+        (torch.float32, "int4", 96, 1),
+        (torch.float32, "int4-128", 640, 17),
+        (torch.float32, "int8", 256, 2),
+        (torch.float32, "fp8", 96, 3),
+        (torch.float16, "int4", 640, 1),
+        (torch.float16, "fp8", 640, 2),
+    ):
+        hidden, form, num_out = torch.randn(num_rows, num_in).to(dtype), weight_format(kind), 42
+        bias, residual = torch.randn(num_out).to(dtype), torch.randn(num_rows, num_out).to(dtype)
+        parts = form.encode(torch.randn(num_out, num_in) + 0.3)
+        plain = hidden.double() @ form.decode(parts, torch.float64).T
+        for name, after in {
+            "out": AfterProduct(),
+            "gated": AfterProduct(bias, None, True),
+            "added": AfterProduct(None, residual),
+        }.items():
+            out = by_kernel(form, hidden, parts, after)
+            found.setdefault(f"{dtype} {kind} {num_in} {num_rows}", {})[name] = difference(out, after.of(plain))
+        other = (parts[0], *(part.roll(1, 0) for part in parts[1:]))
+        wrong = difference(by_kernel(form, hidden, other, AfterProduct()), plain)
+        found[f"{dtype} {kind} {num_in} {num_rows}"]["scales of other outputs"] = wrong
+    return found
+
+
+def by_kernel(form: WeightFormat, hidden: Tensor, parts: tuple[Tensor, ...], after: AfterProduct) -> Tensor:
+    if not isinstance(form, Grouped):
+        codes, scale = parts
+        return fp8_product_by_kernel(hidden, codes, scale.view(torch.float32)[:, 0], after)
+    codes, *ranges = parts
+    of_groups = (one.view(torch.float16) for one in ranges)
+    return grouped_product_by_kernel(hidden, codes, *of_groups, form.bits, size_of_block(hidden.shape[1]), after)
 
 
 def serving() -> dict[str, dict[str, float]]:
@@ -323,6 +388,7 @@ if __name__ == "__main__":
                 "offsets": offsets,
                 "decodes": decodes,
                 "four_bits": four_bits,
+                "chosen": chosen,
                 "packed": packed,
                 "serving": serving,
             }[sys.argv[1]]()

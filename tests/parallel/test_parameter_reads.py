@@ -174,3 +174,50 @@ def test_other_reads_are_refused_by_name(model: Callable[[], nn.Module], plan: s
 def test_a_penalty_in_the_objective_is_refused_by_name(plan: str, words: str) -> None:
     with pytest.raises(PlanError, match=words):
         weft.verify(Model, batch, PLANS[plan], objective=PENALTY)
+
+
+# --- writes
+
+
+class Clamped(nn.Linear):
+    """Keeps its weight small, as critics of some adversarial models do."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(hidden)
+
+
+class Emptied(nn.Linear):
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight[0] = 0.0
+        return super().forward(hidden)
+
+
+def with_linears(kind: type[nn.Linear]) -> nn.Module:
+    torch.manual_seed(0)
+    model = Model()
+    for block in model.blocks:
+        block.down_proj = kind(2 * WIDTH, WIDTH)
+    return model
+
+
+@pytest.mark.parametrize("name", ["data", "stage 1", "x", "pipe"])
+def test_a_parameter_that_its_forward_changes_is_exact_where_it_is_no_copy(name: str) -> None:
+    weft.verify(lambda: with_linears(Clamped), batch, PLANS[name]).require()
+
+
+@pytest.mark.parametrize("kind", [Clamped, Emptied])
+def test_a_change_that_would_be_lost_is_refused(kind: type[nn.Linear]) -> None:
+    words = "'blocks.0.down_proj' changes parameter 'blocks.0.down_proj.weight' in place, where shard.stage = 3 gathers"
+    with pytest.raises(PlanError, match=words):
+        weft.verify(lambda: with_linears(kind), batch, PLANS["stage 3"])
+
+
+def test_a_change_beside_master_weights_is_refused_when_it_is_trained() -> None:
+    """A proof computes in float64, without master weights."""
+    plan = weft.Plan(precision="bf16")
+    mesh = weft.Mesh(plan, "cpu")
+    model = weft.parallelize(with_linears(Clamped), plan, mesh, example=lambda: (batch(0)[0],))
+    with pytest.raises(PlanError, match=r"the optimizer has master weights of its own.* use precision 'fp32'"):
+        weft.train_step(model, weft.AdamW(model, lr=1e-2), [batch(0)], mesh)

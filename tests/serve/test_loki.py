@@ -69,12 +69,15 @@ def test_the_chosen_tokens_are_those_of_a_search_through_all() -> None:
     places, counts = chosen_tokens(query, keys, slots, lengths, None, SOME)
     for request, length in enumerate(lengths.tolist()):
         for head in range(HEADS):
-            scores = (keys[slots[request, :length], head // 2, :4] @ query[request, head, :4]).tolist()
+            both = (
+                keys[slots[request, :length], head // 2, :4] @ query[request, head // 2 * 2 : head // 2 * 2 + 2, :4].T
+            )
+            scores = both.amax(1).tolist()  # of the two queries that share the key head
             forced = {0, *range(max(0, length - 2), length)}
             number = min(length, max(-(-3 * length // 10), 3))
             ranked = sorted(range(length), key=lambda place: (place not in forced, -scores[place], place))
             expected = sorted(ranked[:number])
-            assert sorted(places[request, head][counts[request, head]].tolist()) == expected
+            assert sorted(places[request, head // 2][counts[request, head // 2]].tolist()) == expected
             found = chosen_attention(query, keys, values, tables, lengths, SIZE, None, SOME)[request, head]
             rows = slots[request][torch.tensor(expected)]
             weights = (keys[rows, head // 2] @ query[request, head] / DIM**0.5).softmax(0)

@@ -69,6 +69,11 @@ KeysValuesOption = Annotated[
     typer.Option(help="read fewer bytes of keys and values: int4, or loki=FILE; changes answers", show_default=False),
 ]
 
+StreamOption = Annotated[
+    int,
+    typer.Option(help="keep weights in host memory, and copy those of so many blocks ahead; 0: on the device", min=0),
+]
+
 
 def serve_command(
     source: Annotated[Path, typer.Argument(help="a run folder, a checkpoint or a Hugging Face folder")],
@@ -92,6 +97,7 @@ def serve_command(
     speculate: SpeculateOption = None,
     weights: WeightsOption = None,
     cache: KeysValuesOption = None,
+    stream_weights: StreamOption = 0,
     calibration: Annotated[Path | None, typer.Option(help="a text by which int4 and int8 are rounded better")] = None,
     body_bytes: Annotated[int, typer.Option(help="of a request; beyond, clients get 413", min=1)] = 4 << 20,
     request_seconds: Annotated[float, typer.Option(help="until an answer is whole", min=0.1)] = 600.0,
@@ -100,12 +106,10 @@ def serve_command(
 ) -> None:
     """Serve a model over HTTP with OpenAI's API, and a page to chat at /. Ends on Ctrl-C or SIGTERM."""
     _refuse_address(host, api_key or [])
-    plan = serving_plan(overrides or [])
     kind = chosen_device(device)
     with _needs_extra():
         from weft.serve.http_guard import ServerLimits
         from weft.serve.run_server import ServeOptions
-    usual_running, usual_budget = (256, 2048) if kind == "cuda" else (64, 512)
     options = ServeOptions(
         host=host,
         port=port,
@@ -116,20 +120,21 @@ def serve_command(
         tokenizer=tokenizer,
         template=None if chat_template is None else str(chat_template),
         context_length=context,
-        max_running=max_running or usual_running,
+        max_running=max_running or (256 if kind == "cuda" else 64),
         max_waiting=max_waiting,
-        token_budget=token_budget or usual_budget,
+        token_budget=token_budget or (2048 if kind == "cuda" else 512),
         num_blocks=cache_blocks,
         swap_blocks=swap_blocks,
         speculate=speculate,
         weights=weights,
         cache=cache,
+        stream_weights=stream_weights,
         calibration=None if calibration is None else str(calibration),
         adapters=named_adapters(adapter or []),
         merged_adapter=None if merge_adapter is None else str(merge_adapter),
         limits=ServerLimits(body_bytes=body_bytes, request_seconds=request_seconds, drain_seconds=drain_seconds),
     )
-    _serve(source, options, plan, partial(_announce, as_json=as_json))
+    _serve(source, options, serving_plan(overrides or []), partial(_announce, as_json=as_json))
 
 
 @contextmanager

@@ -286,9 +286,10 @@ def _show_sample(
 ) -> None:
     options = {"prompt": PROMPT, "num_tokens": 240, "seconds": SAMPLE_SECONDS}
     try:
+        began = time.monotonic()
         with console.status("generating"):
             text = fork_server.call("sample", folder=str(run.folder), device=device_type(run), options=options)
-        console.print(f"\n[bold]the model continues[/] {PROMPT!r}:")
+        console.print(f"\n[bold]the model continues[/] {PROMPT!r} (in {time.monotonic() - began:.0f} s):")
         print_text(PROMPT + text)
     except LocalError as error:  # the model may be too large for one GPU; the run is finished all the same
         say(console, f"\n[yellow]no sample[/]  {escape(str(error).splitlines()[0])}")

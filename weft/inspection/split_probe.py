@@ -206,15 +206,14 @@ def _equals_linear(module: nn.Linear) -> bool:
     small = copy.copy(module)
     weight = torch.randn(3, 5, dtype=torch.float64, generator=generator)
     bias = None if module.bias is None else torch.randn(3, dtype=torch.float64, generator=generator)
-    small._parameters = {
-        "weight": nn.Parameter(weight),
-        "bias": None if bias is None else nn.Parameter(bias),
-    }
+    own = nn.Parameter(weight.clone())
+    small._parameters = {"weight": own, "bias": None if bias is None else nn.Parameter(bias.clone())}
     small._forward_hooks, small._forward_pre_hooks = OrderedDict(), OrderedDict()
     value = torch.randn(2, 4, 5, dtype=torch.float64, generator=generator)
     try:
         with torch.no_grad():
-            return _equal(small(value), torch.nn.functional.linear(value, weight, bias))
+            result = small(value)  # which may also change its weight
+            return _equal(result, torch.nn.functional.linear(value, weight, bias)) and torch.equal(own, weight)
     except Exception:  # anything that the user's code may raise: it is not taken for a linear
         return False
 

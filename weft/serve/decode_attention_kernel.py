@@ -4,6 +4,8 @@ A program handles the queries that share one key head of one request, over a par
 sequence is split into parts so that all of the GPU works. A part's result and the logarithm of its softmax denominator
 go to memory, and a second kernel adds the parts up. How many parts there are follows from the batch's size alone, so
 the launch is the same in every step and can be recorded in a CUDA graph.
+
+With chosen slots (`loki_kernel.py`), a request's tokens are those in the slots that its key head has chosen.
 """
 
 from __future__ import annotations
@@ -32,30 +34,16 @@ def _bounds(length, part, WINDOW: tl.constexpr, NUM_PARTS: tl.constexpr, TOKENS:
 
 @triton.jit
 def _parts(
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    table_ptr,
-    length_ptr,
-    mixed_ptr,
-    log_ptr,
-    scale,
-    query_stride,
-    table_stride,
-    length_stride,
-    NUM_HEADS: tl.constexpr,
-    NUM_KEY_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    query_ptr, key_ptr, value_ptr, table_ptr, length_ptr, chosen_ptr, mixed_ptr, log_ptr, scale,
+    query_stride, table_stride, length_stride, chosen_stride,
+    NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, NUM_PARTS: tl.constexpr, GROUP_ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr, IS_CHOSEN: tl.constexpr,
+):  # fmt: skip
     request, key_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     group: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
-    length = tl.load(length_ptr + request * length_stride)
+    length_ptr += request * length_stride
+    length = tl.load(length_ptr + key_head) if IS_CHOSEN else tl.load(length_ptr)
     begin, end = _bounds(length, part, WINDOW, NUM_PARTS, TOKENS)
     rows, columns = tl.arange(0, GROUP_ROWS), tl.arange(0, WIDTH)
     heads = key_head * group + rows
@@ -68,8 +56,13 @@ def _parts(
     for start in range(begin, end, TOKENS):
         token = start + tl.arange(0, TOKENS)
         valid = token < end
-        block = tl.load(table_ptr + request * table_stride + token // BLOCK_SIZE, mask=valid, other=0)
-        row = (block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE) * NUM_KEY_HEADS + key_head
+        if IS_CHOSEN:
+            chosen = chosen_ptr + (request * NUM_KEY_HEADS + key_head) * chosen_stride
+            slot = tl.load(chosen + token, mask=valid, other=0).to(tl.int64)
+        else:
+            block = tl.load(table_ptr + request * table_stride + token // BLOCK_SIZE, mask=valid, other=0)
+            slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
+        row = slot * NUM_KEY_HEADS + key_head
         place, loaded = row[:, None] * HEAD_DIM + columns[None, :], valid[:, None] & (columns < HEAD_DIM)[None, :]
         key = tl.load(key_ptr + place, mask=loaded, other=0.0)  # [TOKENS, WIDTH]
         value = tl.load(value_ptr + place, mask=loaded, other=0.0)
@@ -122,9 +115,19 @@ def number_of_parts(num_requests: int, num_key_heads: int) -> int:
 
 
 def decode_attention_by_kernel(
-    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, block_size: int, window: int | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    block_size: int,
+    window: int | None,
+    chosen: Tensor | None = None,
 ) -> Tensor:
-    """Equals `paged_attention.decode_attention`; see there for the arguments."""
+    """Equals `paged_attention.decode_attention`; see there for the arguments.
+
+    With `chosen` slots [requests, key heads, most], `lengths` [requests, key heads] says how many of them there are.
+    """
     num_requests, num_heads, head_dim = query.shape
     num_key_heads = keys.shape[1]
     num_parts = number_of_parts(num_requests, num_key_heads)
@@ -141,12 +144,14 @@ def decode_attention_by_kernel(
         values,
         tables,
         lengths,
+        lengths if chosen is None else chosen,
         parts,
         logs,
         head_dim**-0.5 * _LOG2E,
         query.stride(0),
         tables.stride(0),
         lengths.stride(0),
+        0 if chosen is None else chosen.stride(1),
         NUM_HEADS=num_heads,
         NUM_KEY_HEADS=num_key_heads,
         HEAD_DIM=head_dim,
@@ -156,6 +161,7 @@ def decode_attention_by_kernel(
         GROUP_ROWS=max(16, triton.next_power_of_2(num_heads // num_key_heads)),  # tensor cores need 16 rows
         WIDTH=max(16, width),
         TOKENS=_TOKENS,
+        IS_CHOSEN=chosen is not None,
         num_warps=4,
         num_stages=3,
     )

@@ -101,7 +101,8 @@ class Engine:
         self._overlap = on_gpu if options.overlap is None else options.overlap and ranks is None
         self._overlap = self._overlap and self._speculation is None  # drafts follow tokens that are read
         self._graphs = None
-        if options.graphs and on_gpu and not options.adapters and part.paged.cache_format.has_kernel:
+        has_graphs = options.graphs and not options.adapters and not options.stream_weights
+        if has_graphs and on_gpu and part.paged.cache_format.has_kernel:
             self._graphs = DecodeGraphs(part.paged, part.cache, self._sampler.last, part.layout, self.context_length)
         self._all: dict[str, ActiveRequest] = {}
         self._begun: deque[BegunStep] = deque()

@@ -20,44 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.serve.decode_attention_kernel import _LOG2E, _sum_of_parts, number_of_parts
+from weft.serve.unpacking_kernel import four_bit_numbers
 
 _WARPS = 2
 _STAGES = 5
-
-
-def _unpacking(shift: int, kind: str, magic: str, one: str, minus: str) -> tl.constexpr:
-    """PTX that takes four bytes and gives the codes in the bits from `shift` on, as four numbers of 16 bits.
-
-    Codes are put into the last bits of 128 (bf16) or 1024 (fp16), which is then subtracted, two numbers at a time: GPUs
-    convert integers more slowly.
-    """
-    return tl.constexpr(
-        f"{{ .reg .b32 a, b, c, d, e; shr.b32 c, $2, {shift}; mov.b32 d, {one}; mov.b32 e, {minus}; "
-        f"prmt.b32 a, c, {magic}, 0x4140; prmt.b32 b, c, {magic}, 0x4342; "
-        f"and.b32 a, a, 0xff0fff0f; and.b32 b, b, 0xff0fff0f; "
-        f"fma.rn.{kind} $0, a, d, e; fma.rn.{kind} $1, b, d, e; }}"
-    )
-
-
-_BF16 = ("bf16x2", "0x43434343", "0x3f803f80", "0xc300c300")
-_FP16 = ("f16x2", "0x64646464", "0x3c003c00", "0xe400e400")
-_LOW_BF16, _HIGH_BF16 = _unpacking(0, *_BF16), _unpacking(4, *_BF16)
-_LOW_FP16, _HIGH_FP16 = _unpacking(0, *_FP16), _unpacking(4, *_FP16)
-
-
-@triton.jit
-def _numbers(codes, DTYPE: tl.constexpr, BY_PTX: tl.constexpr):
-    """The codes in the low and in the high halves of bytes, as numbers of a type. Interpreters run no PTX."""
-    if BY_PTX:
-        if tl.bfloat16 == DTYPE:
-            low = tl.inline_asm_elementwise(_LOW_BF16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
-            high = tl.inline_asm_elementwise(_HIGH_BF16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
-        else:
-            low = tl.inline_asm_elementwise(_LOW_FP16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
-            high = tl.inline_asm_elementwise(_HIGH_FP16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
-    else:
-        low, high = (codes & 15).to(DTYPE), (codes >> 4).to(DTYPE)
-    return low, high
 
 
 @triton.jit
@@ -81,7 +47,7 @@ def _half_of_values(
     least_ptr = range_ptr + NUM_GROUPS * 64
     least_first = tl.load(least_ptr + token, mask=has_first, other=0.0).to(tl.float32)
     least_second = tl.load(least_ptr + 32 + token, mask=has_second, other=0.0).to(tl.float32)
-    low, high = _numbers(codes, DTYPE, BY_PTX)
+    low, high = four_bit_numbers(codes, DTYPE, BY_PTX)
     mixed = tl.dot((first * scale_first[None, :]).to(DTYPE), tl.trans(low))
     mixed = tl.dot((second * scale_second[None, :]).to(DTYPE), tl.trans(high), mixed)
     return mixed, first * least_first[None, :] + second * least_second[None, :]
@@ -154,9 +120,9 @@ def _page_scores(
     place = code_ptr + token[:, None] * HALF_DIM + channel[None, :]
     first_codes = tl.load(place, mask=exists[None, :], other=0)  # [32, WIDTH]
     second_codes = tl.load(place + 32 * HALF_DIM, mask=exists[None, :], other=0)
-    low, high = _numbers(first_codes, DTYPE, BY_PTX)
+    low, high = four_bit_numbers(first_codes, DTYPE, BY_PTX)
     first = tl.dot(high_scaled, tl.trans(high), tl.dot(low_scaled, tl.trans(low))) + least
-    low, high = _numbers(second_codes, DTYPE, BY_PTX)
+    low, high = four_bit_numbers(second_codes, DTYPE, BY_PTX)
     second = tl.dot(high_scaled, tl.trans(high), tl.dot(low_scaled, tl.trans(low))) + least
     return first, second
 

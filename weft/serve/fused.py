@@ -29,11 +29,6 @@ def normed(hidden: Tensor, norm: nn.Module) -> Tensor:
     return out
 
 
-def _is_plain(layer: nn.Linear) -> bool:
-    """Has the layer a weight that kernels can read, and no adapters?"""
-    return not hasattr(layer, "updates") and not isinstance(layer, PackedLinear)
-
-
 def product(hidden: Tensor, layer: nn.Linear) -> Tensor:
     """hidden @ weight.T, without the layer's bias."""
     return layer.product(hidden) if isinstance(layer, PackedLinear) else F.linear(hidden, layer.weight)
@@ -49,7 +44,9 @@ def linear(hidden: Tensor, layer: nn.Linear) -> Tensor:
 
 def norm_linear(hidden: Tensor, norm: nn.Module, layer: nn.Linear, is_gated: bool = False) -> Tensor:
     """layer(norm(hidden)) of [tokens, in]. If `is_gated`, silu(gate) * up of its result, which has both end to end."""
-    if not _is_plain(layer):
+    if isinstance(layer, PackedLinear):
+        return layer.fused(normed(hidden, norm), is_gated=is_gated)
+    if hasattr(layer, "updates"):
         out = linear(normed(hidden, norm), layer)
         return gated(out) if is_gated else out
     if len(hidden) == 1 and isinstance(norm, RMSNorm) and _has_kernels(hidden):
@@ -62,7 +59,9 @@ def norm_linear(hidden: Tensor, norm: nn.Module, layer: nn.Linear, is_gated: boo
 
 def add_linear(residual: Tensor, hidden: Tensor, layer: nn.Linear) -> Tensor:
     """residual + layer(hidden)."""
-    if not _is_plain(layer):
+    if isinstance(layer, PackedLinear):
+        return layer.fused(hidden, residual)
+    if hasattr(layer, "updates"):
         return residual + linear(hidden, layer)
     if len(hidden) == 1 and _has_kernels(hidden):
         from weft.serve.fused_kernel import row_linear_by_kernel

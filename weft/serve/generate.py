@@ -87,21 +87,23 @@ def load_for_generation(
     say: Callable[[str], None] = lambda message: None,
     place: RankPlace | None = None,
     weights: WeightFormat | None = None,
+    on_host: bool = False,
 ) -> tuple[nn.Module, Tokenizer, int]:
     """Load the model, tokenizer and context length of a run folder, a checkpoint folder or a Hugging Face folder. On a
     GPU that supports it, the model computes in bf16. `say` is told of damaged checkpoints that are left out. With a
     `place`, the model is the part of the rank there. `weights` is the format of linears, if not the model's dtype.
+    `on_host`: the model stays in host memory, in the dtype in which the device computes.
     """
     device = torch.device(device)
     if (path / "config.json").is_file():
         config = read_config(path)
-        model = _load(config, torch.float32, weight_reader(path, config), device, place, weights)
+        model = _load(config, torch.float32, weight_reader(path, config), device, place, weights, on_host)
         spec = tokenizer or str(path / "tokenizer.json")
         if not tokenizer and not Path(spec).is_file():
             raise ConfigError(f"{path} has no tokenizer.json; pass --tokenizer bytes or a tokenizer.json")
         context = int(getattr(config, "n_positions", 0) or getattr(config, "max_position_embeddings", 1024))
         return model, load_tokenizer(spec), context
-    read = partial(_load_checkpoint, tokenizer=tokenizer, device=device, place=place, weights=weights)
+    read = partial(_load_checkpoint, tokenizer=tokenizer, device=device, place=place, weights=weights, on_host=on_host)
     return with_intact_checkpoint(path, read, say)
 
 
@@ -116,10 +118,11 @@ def _load_checkpoint(
     device: torch.device,
     place: RankPlace | None,
     weights: WeightFormat | None,
+    on_host: bool,
 ) -> tuple[nn.Module, Tokenizer, int]:
     saved, data = saved_model(checkpoint), saved_data(checkpoint)
     dtype = checkpoint.entries("parameter")[0].dtype
-    model = _load(saved, dtype, parameter_reader(checkpoint), device, place, weights)
+    model = _load(saved, dtype, parameter_reader(checkpoint), device, place, weights, on_host)
     end_token = data.end_token if tokenizer is None else None  # another tokenizer has its own end token
     own = load_tokenizer(tokenizer or saved_tokenizer(checkpoint), end_token=end_token)
     return model, own, data.sequence
@@ -132,6 +135,7 @@ def _load(
     device: torch.device,
     place: RankPlace | None,
     weights: WeightFormat | None,
+    on_host: bool,
 ) -> nn.Module:
     """A model, or a rank's part of it, with its weights. It is made without initial values, which would take long."""
     if config.architecture == "deepseek_v3":
@@ -142,5 +146,5 @@ def _load(
     model.to(torch.bfloat16 if has_bf16 else dtype)
     if weights is not None:
         make_room(model, weights)
-    read_part(model, cuts, read, device)
+    read_part(model, cuts, read, torch.device("cpu") if on_host else device)
     return model.eval()

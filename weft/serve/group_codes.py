@@ -4,15 +4,19 @@
 
 The least value is rounded down and the scale up, so that every number of a group lies between the first and the last
 code, and |x - x'| is at most half a scale. A group of equal 16-bit numbers is kept exactly. Two codes of 4 bits lie in
-a byte, the one with the even index in its low half.
+a byte: of each block of 128 numbers, the first half lies in the low halves of bytes, so that a kernel which reads them
+gets neighbours. Where their number is no multiple of 128, a block has the greatest common divisor of both.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+BLOCK = 128
 
 
 class GroupCodes(NamedTuple):
@@ -53,14 +57,23 @@ def codes_of(grouped: Tensor, scale: Tensor, least: Tensor, bits: int) -> Tensor
     return ((wide - least.to(wide.dtype)[..., None]) / divisor).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
 
 
+def size_of_block(number: int) -> int:
+    """Numbers of a block in which codes of 4 bits are packed."""
+    return math.gcd(number, BLOCK)
+
+
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes end to end in bytes."""
-    return codes if bits == 8 else codes[..., 0::2] | (codes[..., 1::2] << 4)
+    if bits == 8:
+        return codes
+    return pack_halves(codes.unflatten(-1, (-1, size_of_block(codes.shape[-1])))).flatten(-2)
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """One code in each element."""
-    return packed if bits == 8 else torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+    if bits == 8:
+        return packed
+    return unpack_halves(packed.unflatten(-1, (-1, size_of_block(2 * packed.shape[-1]) // 2))).flatten(-2)
 
 
 def pack_halves(codes: Tensor) -> Tensor:

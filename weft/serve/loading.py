@@ -123,16 +123,19 @@ def load_model(
     say: Say,
     place: RankPlace | None = None,
     packing: Packing | None = None,
+    on_host: bool = False,
 ) -> LoadedModel:
     """Load the model at a path, of a run folder the newest that is not damaged. `say` is told of damaged ones. With a
-    `place`, the model is the part of the rank there.
+    `place`, the model is the part of the rank there. `on_host`: its weights stay in host memory.
     """
     if packing is not None and packing.calibration is not None and place is not None:
         raise ConfigError("a calibration text needs the whole model on one rank; leave it out, or serve on one rank")
 
     def read(path: Path) -> tuple[nn.Module, Tokenizer, int]:
         weights = None if packing is None else packing.at_reading
-        model, own, context = load_for_generation(path, tokenizer, device, place=place, weights=weights)
+        model, own, context = load_for_generation(
+            path, tokenizer, device, place=place, weights=weights, on_host=on_host
+        )
         if packing is not None:
             packing.correct(model, own, context)
         return model, own, context

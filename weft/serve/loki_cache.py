@@ -4,11 +4,13 @@ Keys of a head lie near a subspace of few dims. Calibration finds its axes, most
 (`loki_calibration.py`). Keys are kept along these axes instead of their own, which changes no product with a query
 along the same axes and takes no more memory. A decode
 
-    1. scores all tokens by the first dims of their keys alone,
-    2. takes the tokens with the highest scores, the newest ones and the first,
+    1. scores all tokens by the first dims of their keys alone; where several queries share a key head, the highest of
+       their scores counts, so that each key and value is read once for all of them,
+    2. takes for each key head the tokens with the highest scores, the newest ones and the first,
     3. attends to these exactly.
 
-Prompts attend to everything, and so do decodes of few tokens. No token is ever lost.
+Prompts attend to everything, and so do decodes of few tokens. No token is ever lost. GPUs run the kernels of
+`loki_kernel.py`; the plain functions below run on a CPU and in other dtypes than fp16 and bf16.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class LokiFormat:
     keeps_whole_blocks = False
     is_chunked_alike = False  # prompts are not approximated
     needs_one_rank = True  # axes are those of all layers and heads
-    has_kernel = False
+    has_kernel = True
 
     def __init__(self, axes: Tensor, choice: LokiChoice = LokiChoice(), identity: str = "") -> None:
         self.axes, self.choice, self.identity = axes, choice, identity
@@ -106,7 +108,9 @@ class LokiLayer:
         parts = []
         if number:
             given = (batch.tables[:number], batch.lengths[:number], batch.block_size, window)
-            parts.append(chosen_attention(query[:number], self._keys, self._values, *given, self._choice))
+            by_kernel = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+            attention = chosen_attention_by_kernel if by_kernel else chosen_attention
+            parts.append(attention(query[:number], self._keys, self._values, *given, self._choice))
         if batch.prompt_queries:
             parts.append(attend_prompts(query[number:], self._keys, self._values, batch, window))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -120,15 +124,16 @@ class LokiLayer:
 def chosen_tokens(
     query: Tensor, keys: Tensor, slots: Tensor, lengths: Tensor, window: int | None, choice: LokiChoice
 ) -> tuple[Tensor, Tensor]:
-    """The places [requests, heads, chosen] of the tokens that each query attends to, and which of them count.
+    """The places [requests, key heads, chosen] of the tokens that queries attend to, and which of them count.
 
-    Scores are those of the first dims. Of equal scores, the first token is taken.
+    Scores are those of the first dims, the highest by the queries of a key head. Of equal scores, the first token is
+    taken.
     """
     num_dims, group = choice.num_dims(keys.shape[-1]), query.shape[1] // keys.shape[1]
     first = keys[..., :num_dims][slots]  # [requests, tokens, key heads, dims]
     heads = query[..., :num_dims].unflatten(1, (-1, group))
     wide = torch.promote_types(query.dtype, torch.float32)
-    scores = torch.einsum("bhgd,bthd->bhgt", heads.to(wide), first.to(wide)).flatten(1, 2)
+    scores = torch.einsum("bhgd,bthd->bhgt", heads.to(wide), first.to(wide)).amax(2)
     places, ends = torch.arange(slots.shape[1], device=slots.device), lengths[:, None].long()
     begin = torch.zeros_like(ends) if window is None else (ends - window).clamp(min=0)
     always = (places >= ends - choice.newest) | (places == begin)
@@ -153,11 +158,32 @@ def chosen_attention(
     """`decode_attention` of `paged_attention.py` over chosen tokens; query and keys are along the same axes."""
     slots = slots_of(tables, tables.shape[1] * block_size, block_size).long()
     order, counts = chosen_tokens(query, keys, slots, lengths, window, choice)
-    num_heads, group = query.shape[1], query.shape[1] // keys.shape[1]
-    rows = slots[:, None].expand(-1, num_heads, -1).gather(2, order)
-    key_heads = (torch.arange(num_heads, device=query.device) // group)[None, :, None]
+    num_key_heads = keys.shape[1]
+    rows = slots[:, None].expand(-1, num_key_heads, -1).gather(2, order)
+    key_heads = torch.arange(num_key_heads, device=query.device)[None, :, None]
     wide = torch.promote_types(query.dtype, torch.float32)
     key, value = keys[rows, key_heads].to(wide), values[rows, key_heads].to(wide)  # [requests, heads, chosen, head_dim]
-    scores = torch.einsum("bhd,bhkd->bhk", query.to(wide), key) / query.shape[-1] ** 0.5
-    weights = scores.masked_fill(~counts, -torch.inf).softmax(-1)
-    return torch.einsum("bhk,bhkd->bhd", weights, value).to(query.dtype)
+    grouped = query.to(wide).unflatten(1, (num_key_heads, -1))
+    scores = torch.einsum("bhgd,bhkd->bhgk", grouped, key) / query.shape[-1] ** 0.5
+    weights = scores.masked_fill(~counts[:, :, None], -torch.inf).softmax(-1)
+    return torch.einsum("bhgk,bhkd->bhgd", weights, value).flatten(1, 2).to(query.dtype)
+
+
+def chosen_attention_by_kernel(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    block_size: int,
+    window: int | None,
+    choice: LokiChoice,
+) -> Tensor:
+    """Equals `chosen_attention`."""
+    from weft.serve.decode_attention_kernel import decode_attention_by_kernel
+    from weft.serve.loki_kernel import chosen_slots_by_kernel
+
+    most = choice.most_tokens(tables.shape[1] * block_size)
+    numbers = (choice.num_dims(keys.shape[-1]), choice.tokens, choice.newest, choice.dense_below, most)
+    chosen, counts = chosen_slots_by_kernel(query, keys, tables, lengths, block_size, window, numbers)
+    return decode_attention_by_kernel(query, keys, values, tables, counts, block_size, None, chosen)

@@ -18,10 +18,11 @@ from weft.serve.grammar import Grammars
 from weft.serve.layer_cache import CacheFormat, LayerCache
 from weft.serve.packed_linear import PackedLinear
 from weft.serve.paged_attention import PagedBatch
-from weft.serve.paged_model import PagedModel
+from weft.serve.paged_model import PagedModel, layers_of
 from weft.serve.ranks import ServingRanks
 from weft.serve.split_layers import ModelAxes
 from weft.serve.step_inputs import PageLayout, StepInputs
+from weft.serve.streamed_weights import move_all_but
 
 GPU_SHARE = 0.92  # of a GPU's free memory, for the cache
 CPU_SHARE = 0.25
@@ -48,6 +49,7 @@ class EngineOptions:
     grammars: Grammars | None = None  # compiles the schemas of requests; None: requests with schemas are refused
     speculate: Literal["ngram"] | nn.Module | None = None  # what drafts tokens (`speculation.py`)
 
+    stream_weights: int = 0  # blocks whose weights are copied ahead from host memory; 0: all stay on the device
     cache: CacheFormat | None = None  # how keys and values are kept (`layer_cache.py`); None: as they are
 
     @property
@@ -78,13 +80,19 @@ class ModelPart:
     ) -> None:
         parameter = next(model.parameters())
         self.device = torch.device(options.device or parameter.device)
-        model = model.to(device=self.device, dtype=options.dtype or parameter.dtype).eval()
+        model = model.to(dtype=options.dtype or parameter.dtype).eval()
+        _refuse_streaming(options, ranks)
+        if options.stream_weights:
+            move_all_but(model, layers_of(model), self.device)
+        else:
+            model = model.to(self.device)
         self.ranks = ranks
         self.load = load
         self.context_length = _context_length(model, options.context_length)
         _refuse_cache(options, model, ranks)
         axes = ModelAxes() if ranks is None else ranks.axes
         self.paged = PagedModel(model, self.context_length, axes, options.cache)
+        self.streamed = self.paged.stream_weights(options.stream_weights) if options.stream_weights else None
         linears = [linear for block in self.paged.blocks for linear in block.linears]
         if options.adapters and any(isinstance(linear, PackedLinear) for linear in linears):
             raise ConfigError("adapters cannot be added to weights in fewer bits; leave out --weights or --adapter")
@@ -144,6 +152,8 @@ class ModelPart:
     def refuse_weights(self, model: nn.Module) -> None:
         """Raise ConfigError if a model is another one than this."""
         own = self.paged.model
+        if self.streamed is not None:
+            raise ConfigError("weights in host memory cannot be replaced while they are served; start another engine")
         if getattr(model, "config", None) != own.config or _names(own) != _names(model):
             raise ConfigError(
                 f"the new weights are of {getattr(model, 'config', type(model).__name__)}, the engine serves "
@@ -174,6 +184,14 @@ class ModelPart:
                 f"tokens a step and {options.max_running} requests fill it; lower token_budget or max_running"
             )
         return min(most, fitting)
+
+
+def _refuse_streaming(options: EngineOptions, ranks: ServingRanks | None) -> None:
+    """Raise ConfigError for options that do not go with weights in host memory."""
+    if options.stream_weights < 0:
+        raise ConfigError(f"stream_weights = {options.stream_weights} is negative; give the blocks to copy ahead, or 0")
+    if options.stream_weights and (ranks is not None or options.adapters):
+        raise ConfigError("weights are streamed on one rank and without adapters; leave out --stream-weights or these")
 
 
 def _refuse_cache(options: EngineOptions, model: nn.Module, ranks: ServingRanks | None) -> None:

@@ -15,7 +15,7 @@ from weft.errors import NumbersError
 from weft.models.decoder import Attention
 from weft.models.experts import SwiGLU
 from weft.models.gpt2 import GPT2MLP, GPT2Attention
-from weft.serve.weight_formats import WeightFormat
+from weft.serve.weight_formats import AfterProduct, WeightFormat
 
 PACKED_OWNERS = (Attention, SwiGLU, GPT2Attention, GPT2MLP)
 
@@ -41,11 +41,14 @@ class PackedLinear(nn.Linear):
 
     def product(self, hidden: Tensor) -> Tensor:
         """hidden @ weight.T."""
-        return self.format.product(hidden, self.parts)
+        return self.format.product(hidden, self.parts, AfterProduct())
+
+    def fused(self, hidden: Tensor, residual: Tensor | None = None, is_gated: bool = False) -> Tensor:
+        """The linear, and what follows it (`AfterProduct`)."""
+        return self.format.product(hidden, self.parts, AfterProduct(self.bias, residual, is_gated))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        out = self.product(hidden)
-        return out if self.bias is None else out + self.bias
+        return self.fused(hidden)
 
     @torch.no_grad()
     def take(self, parts: Sequence[Tensor]) -> None:

@@ -39,6 +39,7 @@ from weft.serve.split_layers import (
     norm_of,
     summed,
 )
+from weft.serve.streamed_weights import StreamedWeights
 
 Transform = Callable[[Tensor], Tensor]
 
@@ -57,6 +58,7 @@ class PagedBlock:
     head_norms: tuple[RMSNorm, RMSNorm] | None
     window: int | None
     mlp_linears: tuple[nn.Linear, ...]  # that `add_mlp` computes with
+    layer: nn.Module  # of the model, which this is made of
 
     @property
     def linears(self) -> tuple[nn.Linear, ...]:
@@ -84,6 +86,7 @@ class PagedModel:
             )
         self.model, self.axes = model, axes
         self.cache_format = cache_format or PlainFormat()
+        self._streamed: StreamedWeights | None = None
         self.vocab_size = int(model.config.vocab_size)
         self.body = model.model if isinstance(model, Decoder) else model.transformer
         weight = next(model.parameters())
@@ -140,7 +143,9 @@ class PagedModel:
 
     def through_blocks(self, residual: Tensor, batch: PagedBatch, cache: Sequence[LayerCache]) -> Tensor:
         """The residual stream after this rank's blocks."""
-        for block, layer in zip(self.blocks, cache, strict=True):
+        for index, (block, layer) in enumerate(zip(self.blocks, cache, strict=True)):
+            if self._streamed is not None:
+                self._streamed.need(index)
             slots, keys, values = layer.room(batch)
             query = rotate_and_store(
                 norm_column(residual, block.input_norm, block.projection, self.axes),
@@ -154,7 +159,16 @@ class PagedModel:
             )
             mixed = layer.attend(query, keys, values, batch, block.window)
             residual = block.add_mlp(add_row(residual, mixed.flatten(1), block.output, self.axes))
+            if self._streamed is not None:
+                self._streamed.done(index)
         return residual
+
+    def stream_weights(self, ahead: int) -> StreamedWeights:
+        """Keep the weights of blocks in host memory, and copy those of `ahead` blocks before they are needed."""
+        with torch.no_grad():
+            blocks = [(block.layer, *block.linears) for block in self.blocks]
+            self._streamed = StreamedWeights(blocks, self.device, ahead)
+        return self._streamed
 
     def logits(self, residual: Tensor) -> Tensor:
         """The logits [rows, vocab] of rows of the residual stream."""
@@ -164,6 +178,13 @@ class PagedModel:
     def hidden_states(self, residual: Tensor) -> Tensor:
         """The hidden states [rows, hidden] that the head is given."""
         return gathered_features(norm_of(residual, self.final_norm, self.axes), self.axes)
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a model that this rank has."""
+    if isinstance(model, Decoder):
+        return [layer for layer in model.model.layers if isinstance(layer, DecoderLayer)]
+    return [layer for layer in model.transformer.h if isinstance(layer, GPT2Layer)] if isinstance(model, GPT2) else []
 
 
 def _decoder_block(layer: DecoderLayer, axes: ModelAxes) -> PagedBlock:
@@ -187,6 +208,7 @@ def _decoder_block(layer: DecoderLayer, axes: ModelAxes) -> PagedBlock:
         norms if isinstance(norms[0], RMSNorm) and isinstance(norms[1], RMSNorm) else None,  # type: ignore[arg-type]
         attention.core.sliding_window,
         mlp_linears,
+        layer,
     )
 
 
@@ -216,7 +238,7 @@ def _gpt2_block(layer: GPT2Layer, axes: ModelAxes) -> PagedBlock:
     num_heads = attention.c_attn.weight.shape[0] // 3 // attention.head_dim
     sizes = (attention.head_dim, num_heads, num_heads)
     add_mlp, mlp_linears = _add_mlp(layer.mlp, layer.ln_2, axes)
-    return PagedBlock(layer.ln_1, attention.c_attn, attention.c_proj, add_mlp, *sizes, None, None, mlp_linears)
+    return PagedBlock(layer.ln_1, attention.c_attn, attention.c_proj, add_mlp, *sizes, None, None, mlp_linears, layer)
 
 
 def join_linears(linears: Sequence[nn.Linear]) -> nn.Linear:

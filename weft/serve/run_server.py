@@ -69,6 +69,7 @@ class ServeOptions:
     weights: str | None = None  # a format of fewer bits
     calibration: str | None = None  # the path of a text by which rounding to it is corrected
     cache: str | None = None  # a format of keys and values
+    stream_weights: int = 0  # blocks whose weights are copied ahead from host memory; 0: none
 
     @property
     def packing(self) -> Packing | None:
@@ -85,6 +86,8 @@ class ServeOptions:
         cache = cache_format(self.cache)
         return EngineOptions(
             cache=cache,
+            device=device,
+            stream_weights=self.stream_weights,
             block_size=block_size_of(cache),
             num_blocks=self.num_blocks,
             max_running=self.max_running,
@@ -103,8 +106,11 @@ def run_server(source: Path, options: ServeOptions, ready: Ready, say: Say) -> N
     """Serve a model until SIGTERM or Ctrl-C. `ready` is told what is served and where, `say` what happens."""
     if options.follows:
         require_run(source)
+    if options.follows and options.stream_weights:
+        raise ConfigError("--follow replaces weights, which --stream-weights does not allow; leave out one of them")
     sock = listen(options.host, options.port)  # before the model is loaded: a port in use is known at once
-    loaded = load_model(source, options.tokenizer, options.device, say, packing=options.packing)
+    on_host = options.stream_weights > 0
+    loaded = load_model(source, options.tokenizer, options.device, say, packing=options.packing, on_host=on_host)
     if options.merged_adapter is not None:
         merge_adapter(loaded.model, Path(options.merged_adapter))
     engine = Engine(loaded.model, options.engine(loaded, options.max_waiting, options.device))

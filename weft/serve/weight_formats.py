@@ -13,18 +13,33 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from weft.errors import ConfigError
-from weft.serve.group_codes import GroupCodes, decode, encode
+from weft.serve.group_codes import GroupCodes, decode, encode, size_of_block
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # the largest number of e4m3
-MAX_KERNEL_ROWS = 8  # of a product by the kernel; more are multiplied by tensor cores, after the weight is decoded
+MAX_KERNEL_ROWS = 64  # of a product by the kernel, which is bound by memory; weights are decoded for more
+
+
+class AfterProduct(NamedTuple):
+    """What follows a product: out + bias; then silu(gate) * up of both end to end, or residual + out."""
+
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    is_gated: bool = False
+
+    def of(self, out: Tensor) -> Tensor:
+        out = out if self.bias is None else out + self.bias
+        if self.is_gated:
+            gate, up = out.chunk(2, dim=-1)
+            out = F.silu(gate) * up
+        return out if self.residual is None else self.residual + out
 
 
 class WeightFormat(Protocol):
@@ -37,8 +52,8 @@ class WeightFormat(Protocol):
 
     def decode(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor: ...
 
-    def product(self, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        """hidden @ weight.T."""
+    def product(self, hidden: Tensor, parts: Sequence[Tensor], after: AfterProduct) -> Tensor:
+        """hidden @ weight.T, and what follows."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +81,15 @@ class Grouped:
         codes, scale, least = parts
         return decode(GroupCodes(codes, scale.view(torch.float16), least.view(torch.float16)), self.bits, dtype)
 
-    def product(self, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        if hidden.is_cuda and hidden.dim() == 2 and len(hidden) <= MAX_KERNEL_ROWS:
+    def product(self, hidden: Tensor, parts: Sequence[Tensor], after: AfterProduct) -> Tensor:
+        num_in = hidden.shape[-1]
+        if is_for_kernel(hidden) and self.size_of_group(num_in) >= 32:
             from weft.serve.packed_product_kernel import grouped_product_by_kernel
 
             codes, scale, least = parts
             of_groups = (scale.view(torch.float16), least.view(torch.float16))
-            return grouped_product_by_kernel(hidden.contiguous(), codes, *of_groups, self.bits)
-        return F.linear(hidden, self.decode(parts, hidden.dtype))
+            return grouped_product_by_kernel(hidden, codes, *of_groups, self.bits, size_of_block(num_in), after)
+        return after.of(F.linear(hidden, self.decode(parts, hidden.dtype)))
 
 
 @dataclass(frozen=True)
@@ -93,9 +109,31 @@ class RowFp8:
         codes, scale = parts
         return codes.view(FP8).to(dtype) * scale.view(torch.float32).to(dtype)
 
-    def product(self, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        codes, scale = parts
-        return F.linear(hidden, codes.view(FP8).to(hidden.dtype)) * scale.view(torch.float32).to(hidden.dtype).T
+    def product(self, hidden: Tensor, parts: Sequence[Tensor], after: AfterProduct) -> Tensor:
+        codes, scale = parts[0].view(FP8), parts[1].view(torch.float32)
+        if is_for_kernel(hidden) and hidden.shape[-1] % 32 == 0:
+            from weft.serve.packed_product_kernel import fp8_product_by_kernel
+
+            return fp8_product_by_kernel(hidden, parts[0], scale[:, 0], after)
+        if has_fp8_products(hidden) and len(codes) % 16 == 0 == hidden.shape[-1] % 16:
+            given = hidden.float().abs().amax(1, keepdim=True).clamp(min=1e-30) / FP8_MAX
+            rounded = (hidden.float() / given).to(FP8)
+            out = torch._scaled_mm(rounded, codes.T, given, scale.T, out_dtype=hidden.dtype, use_fast_accum=True)
+            return after.of(out)
+        return after.of(F.linear(hidden, codes.to(hidden.dtype)) * scale.to(hidden.dtype).T)
+
+
+def is_for_kernel(hidden: Tensor) -> bool:
+    """Are these few enough rows, on a GPU and in 16 bits, for the kernels?"""
+    is_half = hidden.dtype in (torch.float16, torch.bfloat16)
+    return hidden.is_cuda and is_half and hidden.dim() == 2 and len(hidden) <= MAX_KERNEL_ROWS
+
+
+def has_fp8_products(hidden: Tensor) -> bool:
+    """Does the GPU multiply rows of float8, each with a scale of its own, to results of bf16?"""
+    if not (hidden.is_cuda and hidden.dim() == 2 and hidden.dtype == torch.bfloat16):
+        return False
+    return torch.version.hip is None and torch.cuda.get_device_capability(hidden.device) >= (9, 0)
 
 
 FORMATS: dict[str, WeightFormat] = {

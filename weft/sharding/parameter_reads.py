@@ -1,10 +1,11 @@
-"""Watches forwards for reads of parameters by code that cannot see them whole.
+"""Watches forwards for reads of parameters by code that cannot see them whole, and for writes that would be lost.
 
 Between uses a module shows this rank's pieces of its parameters. Under the tensor axes only the forward of a
 parameter's own module knows which part the rank holds, and in a pipeline a stage has no values of another's. Code
 elsewhere (a penalty in the model's forward or in the objective, a weight that another block borrows,
 `block.forward(h)`) would compute with something else. Where the whole parameter is in memory anyway (`data`, shard
-stages 1 and 2) the code is given that; elsewhere the read is refused by name.
+stages 1 and 2) the code is given that; elsewhere the read is refused by name. A forward that changes a parameter in
+place (`self.weight.data.clamp_(-1, 1)`) is refused where the rank computes with a copy of the parameter.
 
 The watch sees every operation, which takes time, so it is on in the first training and the first evaluation only, and
 off in models that torch.compile compiles.
@@ -94,7 +95,8 @@ class _Operations(TorchFunctionMode):
     def __init__(self, model: nn.Module, flats: Mapping[str, Sequence[Flat]], in_model: bool) -> None:
         super().__init__()
         self._model, self._flats = model, flats
-        self._held = {**_own_parameters([flat for own in flats.values() for flat in own]), **_absent_parameters(model)}
+        self._all_flats = [flat for own in flats.values() for flat in own]
+        self._held = {**_own_parameters(self._all_flats), **_absent_parameters(model)}
         self._running = [("", model)] if in_model else []
         self._is_axis = False  # Is the operation one of weft's own axes?
         self.read: dict[int, Flat] = {}  # buffers that were read outside of their blocks, by id
@@ -137,7 +139,32 @@ class _Operations(TorchFunctionMode):
             is_attribute = getattr(func, "__name__", "") == "__get__"  # as .dtype
             self._is_axis = _is_of_an_axis(sys._getframe(1))
             args, kwargs = map_tensors(partial(self._readable, is_attribute), (args, kwargs))
+        if _is_in_place(func) and _is_of_the_model(sys._getframe(1)):
+            for tensor in tensors_in(args[:1]):
+                self._refuse_lost_write(tensor)
         return func(*args, **kwargs)
+
+    def _refuse_lost_write(self, tensor: Tensor) -> None:
+        """Refuse to change a parameter, or a view of one, of which the optimizer would not see the change."""
+        storage = tensor.untyped_storage()._cdata
+        flat = next((one for one in self._all_flats if one.whole.untyped_storage()._cdata == storage), None)
+        if flat is None:
+            return
+        obstacle = None
+        if flat.is_streamed:
+            obstacle = "memory.weights > 0 streams a copy of the block's parameters", "weights = 0"
+        elif flat.frees_whole:
+            obstacle = "shard.stage = 3 gathers a copy of the block's parameters", "stage 1 or 2"
+        elif flat.is_apart:
+            obstacle = "the optimizer has master weights of its own", "precision 'fp32'"
+        if obstacle is not None:
+            inside = zip(flat.layout.parameters, flat.whole_parameters, strict=True)
+            name = next(one.name for one, whole in inside if 0 <= _distance(whole, tensor) < whole.numel())
+            raise PlanError(
+                f"{self._reader} changes parameter '{name}' in place, where "
+                f"{obstacle[0]}, so the change would be lost; change parameters after the optimizer's step, compute "
+                f"with a changed copy (as torch.nn.utils.parametrize does), or use {obstacle[1]}"
+            )
 
     def _readable(self, is_attribute: bool, tensor: Tensor) -> Tensor:
         """Return a parameter as the running code may read it, or refuse the read."""
@@ -205,13 +232,35 @@ def _is_of_an_axis(frame: FrameType | None) -> bool:
 
     A hook on saved tensors, which autograd calls, counts as the code that saves them.
     """
+    return _calling_module(frame).startswith("weft.parallel.")
+
+
+def _is_of_the_model(frame: FrameType | None) -> bool:
+    """Does the code of this frame, or what it calls torch for, belong to the model and not to weft's runtime?"""
+    module = _calling_module(frame)
+    return module.startswith("weft.models.") or not module.startswith("weft.")
+
+
+def _distance(one: Tensor, other: Tensor) -> int:
+    """Return how many elements one tensor begins before another of the same storage."""
+    return int(other.storage_offset() - one.storage_offset())
+
+
+def _is_in_place(func: Any) -> bool:
+    """Does a function of torch change its first argument? `parameter.data = ...` does too."""
+    name = getattr(func, "__name__", "")
+    return name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__"))
+
+
+def _calling_module(frame: FrameType | None) -> str:
+    """Return the name of the module whose code calls torch in this frame."""
     while frame is not None and (
         f"{_module_of(frame)}.".startswith("torch.")
         or frame.f_code.co_name == "__torch_function__"
         or _module_of(frame.f_back) == "torch.autograd.function"
     ):
         frame = frame.f_back
-    return _module_of(frame).startswith("weft.parallel.")
+    return _module_of(frame)
 
 
 def _module_of(frame: FrameType | None) -> str:

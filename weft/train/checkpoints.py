@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,8 @@ from weft.train.saving import save_or_tell
 from weft.train.setup import make_saver, memory_copies
 from weft.train.state import TrainState
 
+LONG_SECONDS = 2.0  # the end of a run says how long its last save took, if longer than this
+
 
 class Checkpoints(TrainingPart):
     """Saves when a save is due, when the run stops and at its end. Copies in memory are saved as well."""
@@ -27,6 +30,7 @@ class Checkpoints(TrainingPart):
         run = state.run
         self.saver: Saver = make_saver(run, state.mesh)
         self._state, self._guard, self._policy = state, guard, policy
+        self._last_save = (0, 0.0)  # its step, and when it began
         self._memory = memory_copies(run, state.run_id, state.mesh, rank_info, state.say)
         # State in host memory is not copied there a second time: it is written while training waits.
         self._is_asynchronous = run.checkpoint.asynchronous and not run.plan.memory.keeps_state_on_host
@@ -62,6 +66,7 @@ class Checkpoints(TrainingPart):
         if not is_due(step, run.checkpoint.every, run.train.steps) and not stops:
             return False
         status.phase(SAVING)
+        self._last_save = (step, time.monotonic())
         pieces = self._pieces()
         self._policy.saved()
         is_last = step == run.train.steps or stops
@@ -71,6 +76,10 @@ class Checkpoints(TrainingPart):
     def end(self) -> None:
         self._state.status.phase(SAVING)
         self.saver.wait(published=True)
+        step, began = self._last_save
+        seconds = time.monotonic() - began
+        if step and seconds > LONG_SECONDS:
+            self._state.say(f"saved step {step} in {seconds:.0f} s")
         if self._memory is not None:
             self._memory.close()
 
