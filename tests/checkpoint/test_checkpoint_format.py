@@ -418,19 +418,36 @@ def test_only_the_needed_parts_are_read_and_each_is_hashed_once(
     tensors = {("parameter", "w"): torch.arange(1000.0)}
     checkpoint = Checkpoint(save_under(LAYOUTS["one"], tmp_path, 1, tensors))
     hashed: list[int] = []
-    real = manifest.chunk_hash
+    real = manifest.chunk_hashes
 
-    def counted(piece: Tensor, chunk: int) -> str:
-        hashed.append(chunk)
-        return real(piece, chunk)
+    def counted(piece: Tensor, chunks: list[int]) -> list[str]:
+        hashed.extend(chunks)
+        return real(piece, chunks)
 
-    monkeypatch.setattr(load, "chunk_hash", counted)
+    monkeypatch.setattr(load, "chunk_hashes", counted)
     for _ in range(2):
         local = checkpoint.read_region("w", "parameter", Region.flat((1000,), 500, 625))
         assert torch.equal(local, torch.arange(500.0, 625.0))
     assert hashed == list(range(31, 40))  # 16 elements a chunk: elements 496 to 639
     checkpoint.read("w", "parameter")
     assert sorted(hashed) == list(range(63))
+
+
+def test_threads_hash_the_same_and_find_a_flipped_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (manifest, load):
+        monkeypatch.setattr(module, "HASH_CHUNK_BYTES", 64)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    numbers = torch.arange(1000.0)
+    expected = [hashlib.sha256(numbers[start : start + 16].numpy().data).hexdigest() for start in range(0, 1000, 16)]
+    assert manifest.chunk_hashes(numbers, range(63)) == expected
+    folder = save_under(LAYOUTS["one"], tmp_path, 1, {("parameter", "w"): numbers})
+    assert torch.equal(Checkpoint(folder).read("w", "parameter"), numbers)
+    (file,) = folder.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-700] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match="do not match their SHA-256"):
+        Checkpoint(folder).read("w", "parameter")
 
 
 # ---------------------------------------------------------------- saving

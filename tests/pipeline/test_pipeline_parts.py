@@ -643,7 +643,7 @@ def test_inputs_of_the_shapes_of_the_example_are_not_traced_again(monkeypatch: p
     staging = staged(models.Chain, Pipe(2))
     routes, num_traces = _RouteFinder(staging, CPU), []
     traced = tracer.trace
-    monkeypatch.setattr(tracer, "trace", lambda *args: (num_traces.append(1), traced(*args))[1])
+    monkeypatch.setattr(tracer, "trace", lambda *args, **more: (num_traces.append(1), traced(*args, **more))[1])
     (example,) = staging.example()
     for training, rows, expected in [(True, 0, 0), (False, 0, 1), (False, 0, 1), (True, 1, 2), (True, 1, 2)]:
         routes.find((torch.cat([example, example[:rows]]),), {}, training)

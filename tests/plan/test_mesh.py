@@ -69,6 +69,7 @@ def test_axes_talk_to_the_ranks_that_differ_in_them_alone() -> None:
         "pipe": [0, [5]],
         "shard": [0, [5, 7]],
         "expert": [0, [5]],
+        "branch": [0, [5]],
         "rows": [0, [5]],
         "columns": [0, [5]],
         "context": [0, [5]],

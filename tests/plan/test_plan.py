@@ -69,8 +69,8 @@ BAD_TABLES = {
     "shard = { degre = 2 }": "unknown key 'plan.shard.degre'; did you mean 'degree'?",
     'memory = { recompute = "selectiv" }': "'plan.memory.recompute' = 'selectiv' (a string) but it expects one of "
     "'none', 'selective', 'full'; did you mean 'selective'?",
-    "zzz = 1": "unknown key 'plan.zzz'; known: communication, context, data, exact, expert, expert_over, hierarchical, "
-    "matmul, memory, micro_batch, pipe, precision, shard, statistics, tensor",
+    "zzz = 1": "unknown key 'plan.zzz'; known: branch, communication, context, data, exact, expert, expert_over, "
+    "hierarchical, matmul, memory, micro_batch, pipe, precision, shard, statistics, tensor",
     'data = "2"': "'plan.data' = '2' (a string) but it expects an integer",
     "data = 2.5": "'plan.data' = 2.5 (a number) but it expects an integer",
     "data = true": "'plan.data' = True (true or false) but it expects an integer",
@@ -167,7 +167,7 @@ def test_ranks_are_the_product_of_degrees_and_inner_is_the_stride(plan: Plan) ->
     inside = plan.context.degree * plan.tensor.x * plan.tensor.y
     assert plan.num_batch_ranks == plan.data * plan.shard.degree * plan.expert
     assert plan.num_ranks == plan.num_batch_ranks * plan.pipe.degree * inside
-    assert list(plan.degrees) == ["data", "pipe", "shard", "expert", "rows", "columns", "context", "x", "y"]
+    assert list(plan.degrees) == ["data", "pipe", "shard", "expert", "branch", "rows", "columns", "context", "x", "y"]
     assert (plan.inner("pipe"), plan.inner("shard")) == (plan.shard.degree * plan.inner("shard"), plan.expert * inside)
     assert plan.inner("data") == plan.pipe.degree * plan.inner("pipe")
     assert (plan.inner("context"), plan.inner("x"), plan.inner("y")) == (

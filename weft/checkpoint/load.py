@@ -28,7 +28,7 @@ from weft.checkpoint.manifest import (
     Manifest,
     StoredPiece,
     TensorEntry,
-    chunk_hash,
+    chunk_hashes,
     decode,
     manifest_hash,
     num_chunks,
@@ -190,12 +190,11 @@ class Checkpoint:
         depth = np.zeros(num_chunks(len(stored), stored.dtype) + 1, np.int64)
         np.add.at(depth, begin, 1)
         np.add.at(depth, last + 1, -1)
-        for chunk in np.flatnonzero(np.cumsum(depth)).tolist():
-            if (piece.file, piece.key, chunk) in self._verified:
-                continue
-            if chunk_hash(stored, chunk) != piece.sha256[chunk]:
-                self._refuse(piece.file, f"the bytes of {piece.key!r} do not match their SHA-256")
-            self._verified.add((piece.file, piece.key, chunk))
+        read = np.flatnonzero(np.cumsum(depth)).tolist()
+        chunks = [chunk for chunk in read if (piece.file, piece.key, chunk) not in self._verified]
+        if chunk_hashes(stored, chunks) != [piece.sha256[chunk] for chunk in chunks]:
+            self._refuse(piece.file, f"the bytes of {piece.key!r} do not match their SHA-256")
+        self._verified.update((piece.file, piece.key, chunk) for chunk in chunks)
 
     def _refuse_unreadable(self, path: Path, mode: int) -> None:
         """Raise CheckpointError if the permission to read is missing. The file is not damaged, so no older checkpoint

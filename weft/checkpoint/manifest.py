@@ -11,6 +11,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 512 * 2**20
 # Each chunk of a piece has its own hash, so that a rank that needs a part of a large piece does not read all of it.
 HASH_CHUNK_BYTES = 4 * 2**20
+MOST_HASH_THREADS = 16
 
 DTYPES = {
     "F64": torch.float64,
@@ -89,8 +91,16 @@ class Manifest:
     entries: tuple[TensorEntry, ...]
 
 
-def chunk_hash(piece: Tensor, chunk: int) -> str:
-    """The SHA-256 of one chunk of a contiguous 1-D host tensor."""
+def chunk_hashes(piece: Tensor, chunks: Sequence[int]) -> list[str]:
+    """The SHA-256 of each of some chunks of a contiguous 1-D host tensor, by as many threads as torch may use here."""
+    num_threads = min(len(chunks), torch.get_num_threads(), MOST_HASH_THREADS)
+    if num_threads <= 1:
+        return [_chunk_hash(piece, chunk) for chunk in chunks]
+    with ThreadPoolExecutor(num_threads) as threads:  # hashlib holds no lock of Python's while it computes
+        return list(threads.map(lambda chunk: _chunk_hash(piece, chunk), chunks))
+
+
+def _chunk_hash(piece: Tensor, chunk: int) -> str:
     part = piece.view(torch.uint8)[chunk * HASH_CHUNK_BYTES : (chunk + 1) * HASH_CHUNK_BYTES]
     return hashlib.sha256(part.numpy().data).hexdigest()
 

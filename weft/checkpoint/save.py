@@ -34,7 +34,7 @@ from weft.checkpoint.manifest import (
     StoredPiece,
     TensorEntry,
     check_name,
-    chunk_hash,
+    chunk_hashes,
     decode,
     encode,
     manifest_hash,
@@ -382,8 +382,8 @@ def _index(file: str, pieces: Sequence[Piece]) -> tuple[tuple[TensorEntry, ...],
         if (entry.dtype, entry.shape) != (dtype, shape):
             raise CheckpointError(f"the pieces of {piece.kind} {piece.name!r} differ in dtype or global shape")
         key = f"{piece.kind}/{piece.name}@{len(entry.pieces)}"  # unique: a kind has no '/', a number no '@'
-        hashes = tuple(chunk_hash(piece.tensor, chunk) for chunk in range(num_chunks(piece.region.size, dtype)))
-        stored = StoredPiece(file, key, piece.region, hashes)
+        hashes = chunk_hashes(piece.tensor, range(num_chunks(piece.region.size, dtype)))
+        stored = StoredPiece(file, key, piece.region, tuple(hashes))
         entries[piece.kind, piece.name] = replace(entry, pieces=(*entry.pieces, stored))
         tensors[key] = piece.tensor
     return tuple(entries.values()), tensors

@@ -202,6 +202,7 @@ PLAN = {
     "shard.degree": "ranks that the state is split over",
     "shard.stage": "1: optimizer state is split; 2: also gradients; 3: also parameters",
     "expert": "ranks that the experts of each layer are split over, each with its samples",
+    "branch": "ranks that independent branches of the model are split over, all with the same samples",
     "expert_over": "axes whose ranks the experts of each layer are split over, too; all else keeps its own layout",
     "tensor": "splits of every matmul; a number sets x",
     "tensor.x": "ranks that outputs of matmuls are split over",

@@ -31,10 +31,10 @@ VARIANTS = 4  # compiled versions of one block: training, evaluation, and a few 
 
 
 def wants_compile(run: Run, device: torch.device) -> bool:
-    """Does a run compile? `train.compile` decides; if it is not set, runs on GPUs do, unless images are split in tiles
-    or K-FAC samples layers.
+    """Does a run compile? `train.compile` decides; if it is not set, runs on GPUs do, unless images are split in tiles,
+    branches lie on different ranks, or K-FAC samples layers.
 
-    Raises ConfigError if `train.compile` is true with tiles.
+    Raises ConfigError if `train.compile` is true with tiles or branches.
     """
     wanted = run.train.compile
     if wanted and run.plan.tile.degree > 1:
@@ -42,9 +42,15 @@ def wants_compile(run: Run, device: torch.device) -> bool:
             f"train.compile = true, but with tile = {run.plan.tile.degree} each function of torch becomes one of "
             f"a tile, which torch.compile does not follow; use false"
         )
+    if wanted and run.plan.branch > 1:
+        raise ConfigError(
+            f"train.compile = true, but with branch = {run.plan.branch} each operation is run or skipped by itself, "
+            f"which torch.compile does not follow; use false"
+        )
     if wanted is not None:
         return wanted
-    return device.type == "cuda" and run.plan.tile.degree == 1 and run.train.kfac is None
+    is_whole = run.plan.tile.degree == 1 and run.plan.branch == 1
+    return device.type == "cuda" and is_whole and run.train.kfac is None
 
 
 def compile_blocks(model: nn.Module, say: Say, backend: str = "inductor") -> None:

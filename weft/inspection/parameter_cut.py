@@ -39,6 +39,12 @@ class Cut:
         """Returns the cut that contains the whole parameter."""
         return Cut(tuple(shape), tuple(((0, size),) for size in shape))
 
+    @staticmethod
+    def nothing(shape: Sequence[int]) -> Cut:
+        """Returns the cut of a rank that holds no element of a parameter. Its local shape has a size of 0."""
+        intervals = tuple(((0, size if dim else 0),) for dim, size in enumerate(shape))
+        return Cut(tuple(shape), intervals or (((0, 0),),))
+
     @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of the part."""
@@ -71,6 +77,8 @@ class Cut:
     def take(self, value: Tensor) -> Tensor:
         """Returns this part of a whole tensor."""
         assert tuple(value.shape) == self.shape, f"{tuple(value.shape)} is not {self.shape}"
+        if 0 in self.local_shape:
+            return value.new_empty(self.local_shape)
         for dim, pieces in enumerate(self.intervals):
             if pieces != ((0, self.shape[dim]),):
                 value = torch.cat([value.narrow(dim, begin, end - begin) for begin, end in pieces], dim)

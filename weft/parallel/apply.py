@@ -20,6 +20,7 @@ from weft.memory.recompute import RecomputePolicy
 from weft.mesh import Mesh
 from weft.models.loss_head import install_loss_head, is_loss_in_head
 from weft.models.vision.pools import fix_average_gradients
+from weft.parallel.branch.axis import BranchAxis, mark_branches
 from weft.parallel.context.axis import ContextAxis
 from weft.parallel.data import DataAxis
 from weft.parallel.expert.axis import ExpertAxis
@@ -42,6 +43,7 @@ from weft.strategy import Cost, Strategy, Values
 STRATEGIES: tuple[Strategy, ...] = (
     TensorAxes(),
     ExpertAxis(),
+    BranchAxis(),
     TileAxis(),
     Fp8Matmuls(),
     RecomputePolicy(),
@@ -70,13 +72,13 @@ def parallelize(
     itself, and every rank must hold the same values. Afterwards `model.parameters()` are this rank's pieces, for any
     element-wise optimizer.
 
-    A plan with `pipe`, `tile` or `statistics = "batch"` also needs `example()`. It returns the arguments of one forward
-    of a micro-batch, with whole sequences and images for any plan, and is called only for shapes. With `pipe`, the
-    result is a `Pipeline` of this rank's stages, which `train_step` runs. `finish(output)` computes the loss, as in
-    `weft.profile`; its memory counts when stages are balanced by memory.
+    A plan with `pipe`, `branch`, `tile` or `statistics = "batch"` also needs `example()`. It returns the arguments of
+    one forward of a micro-batch, with whole sequences and images for any plan, and is called only for shapes. With
+    `pipe`, the result is a `Pipeline` of this rank's stages, which `train_step` runs. `finish(output)` computes the
+    loss, as in `weft.profile`; its memory counts when stages are balanced by memory.
     """
     mesh = mesh or Mesh(plan)
-    is_traced = plan.pipe.degree > 1 or plan.is_viewed
+    is_traced = plan.pipe.degree > 1 or plan.branch > 1 or plan.is_viewed
     if is_loss_in_head(plan):
         install_loss_head(model)
     whole = profile(model, example if is_traced else None, finish, COMPUTE_DTYPE[plan.precision])
@@ -94,6 +96,7 @@ def parallelize(
             )
     if tiling is not None:
         mark(model, tiling)
+    mark_branches(model, whole, plan)
     if plan.pipe.degree == 1:
         return _apply_strategies(plan, model, values, mesh)
     pipeline = build(stage(whole, plan, mesh.device), mesh, values, partial(_apply_strategies, mesh=mesh))

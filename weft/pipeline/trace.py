@@ -4,7 +4,8 @@ A model's *units* are its blocks and the other modules with parameters that hold
 head). The code between units is recorded as operations on their results. Every process records the same list, so a
 tensor's number means the same everywhere, and a cut of the list into stages determines which tensors cross the cut.
 Nothing is computed: units run on fake tensors. Code between units that only uses the model's inputs (positions, masks)
-runs on real tensors and is not recorded, since every rank has the inputs.
+runs on real tensors and is not recorded, since every rank has the inputs. A trace for branches records every operation
+(`FOR_BRANCHES`), with its FLOPs and the bytes that it moves, as if no module was a unit.
 
 A model in tiles is traced under the view of the rank's tile, which lies below this watch: tensors between units are
 tiles, whose layouts other stages learn from the trace, and the collectives of each event are recorded for the costs.
@@ -13,10 +14,10 @@ tiles, whose layouts other stages learn from the trace, and the collectives of e
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +36,26 @@ from weft.inspection.blocks import find_blocks, find_units
 from weft.inspection.checkpoints import checkpoint_around
 from weft.inspection.functional_call import call_with, no_fakes_left
 from weft.inspection.nested_tensors import copy_structure, map_tensors, tensors_in
+from weft.pipeline.event_work import EventWork, WorkCounter
 from weft.pipeline.trace_watch import OperationWatch, operation_name, outcome
 from weft.spatial.recorded_calls import CallRecorder, RecordedCall
 from weft.spatial.tile_layout import BatchShare, TileLayout, layout_of, set_layout
 from weft.spatial.tiled_model import TiledModel
 
 END = "the end of the forward"
+
+
+class TracePurpose(NamedTuple):
+    """What a trace is for: whether it looks inside of units, and what a refusal says."""
+
+    inside: bool
+    failure: str
+    between: str
+    remedy: str
+
+
+FOR_STAGES = TracePurpose(False, "the model cannot be cut into stages", " between blocks", "use pipe = 1")
+FOR_BRANCHES = TracePurpose(True, "the model cannot be split into branches", "", "use branch = 1")
 
 
 @dataclass(frozen=True)
@@ -80,21 +95,31 @@ class Trace:
     events: tuple[TraceEvent, ...]
     values: tuple[TracedTensor, ...]
     parameters: Mapping[str, int]
-    # the parameters, as fake tensors
+    # the parameters, and buffers of which operations are recorded, as fake tensors
     fakes: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
     calls: tuple[RecordedCall, ...] = ()  # collectives of the rank's tiles
+    inputs: tuple[int, ...] = ()  # the model's inputs, if operations on them are recorded
+    work: Mapping[int, EventWork] = field(default_factory=dict, compare=False, repr=False)  # by event, if recorded
+
+    @cached_property
+    def parameter_numbers(self) -> dict[int, str]:
+        """The names of the parameters by number, without buffers."""
+        found = ((number, name) for name, number in self.parameters.items())
+        return {number: name for number, name in found if isinstance(self.fakes[name], nn.Parameter)}
 
 
 class _TraceRecorder(OperationWatch):
     """Numbers tensors and appends events."""
 
-    def __init__(self, fake: FakeTensorMode, ledger: CallRecorder) -> None:
+    def __init__(self, fake: FakeTensorMode, ledger: CallRecorder, purpose: TracePurpose) -> None:
         super().__init__()
-        self.fake, self.ledger = fake, ledger
+        self.fake, self.ledger, self.purpose = fake, ledger, purpose
         self.events: list[TraceEvent] = []
         self.values: list[TracedTensor] = []
         # number -> parameters that a tensor is computed from, if from nothing else
         self.lineage: dict[int, frozenset[str]] = {}
+        self.given: list[Tensor] = []  # the model's inputs as fake tensors, if operations on them are recorded
+        self.inputs: list[int] = []  # their numbers
         self._functions: dict[int, Any] = {}  # number -> what autograd calls for a tensor, when it was numbered
 
     def find(self, value: Any) -> list[int]:
@@ -103,6 +128,7 @@ class _TraceRecorder(OperationWatch):
 
     def _refuse_functions(self, tensors: Sequence[Tensor]) -> None:
         """Refuse results of the user's autograd.Function between units: only its forward is watched."""
+        purpose = self.purpose
         for tensor in tensors:
             if not isinstance(tensor, FakeTensor):
                 continue
@@ -110,9 +136,10 @@ class _TraceRecorder(OperationWatch):
             is_known = tensor in self.numbers and function is self._functions[self.numbers[tensor]]
             if not is_known and (tensor not in self.numbers or isinstance(function, BackwardCFunction)):
                 name = "" if function is None else f" ('{function.name().removesuffix('Backward')}')"
+                way_out = f"call it inside of a block, or {purpose.remedy}" if purpose.between else purpose.remedy
                 raise PlanError(
-                    f"the model cannot be cut into stages: its forward uses a torch.autograd.Function{name} between "
-                    f"blocks, whose backward no stage would run; call it inside of a block, or use pipe = 1"
+                    f"{purpose.failure}: its forward uses a torch.autograd.Function{name}{purpose.between}, whose "
+                    f"backward no rank could follow; {way_out}"
                 )
 
     def without_results(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -130,12 +157,18 @@ class _TraceRecorder(OperationWatch):
     def begin(self, parameters: Mapping[str, Tensor]) -> None:
         for name, parameter in parameters.items():
             self.lineage[self.number(parameter)] = frozenset([name])
+        self.inputs = [self.number(tensor) for tensor in self.given]
 
     def operation(self, func: Any, args: Any, kwargs: Any, numbered: list[Tensor]) -> Any:
         if func is torch.autograd.grad:
             raise PlanError(
-                "the model cannot be cut into stages: its forward computes gradients (torch.autograd.grad), which go "
-                "back through several stages; use pipe = 1, or compute them inside a block"
+                f"{self.purpose.failure}: its forward computes gradients (torch.autograd.grad), which go back through "
+                f"parts of the model on several ranks; {self.purpose.remedy}"
+            )
+        if self.purpose.inside and checkpoint_around():
+            raise PlanError(
+                f"{self.purpose.failure}: its forward runs '{operation_name(func)}' in a checkpoint of its own, whose "
+                f"backward would compute again what other ranks computed; leave it out, or {self.purpose.remedy}"
             )
         self._refuse_functions(tensors_in((args, kwargs)))
         name, inputs = operation_name(func), [self.numbers[tensor] for tensor in numbered]
@@ -146,8 +179,8 @@ class _TraceRecorder(OperationWatch):
         changed = [tensor for tensor, before in versions if tensor._version != before]
         if any(tensor not in self.numbers for tensor in changed):
             raise PlanError(
-                f"the model cannot be cut into stages: its forward writes a result into a tensor that is none "
-                f"('{name}'), which not every rank can follow; write into one made from a result (new_zeros, torch.cat)"
+                f"{self.purpose.failure}: its forward writes a result into a tensor that is none ('{name}'), which not "
+                f"every rank can follow; write into one made from a result (new_zeros, torch.cat)"
             )
         found = tensors_in(result)
         if found and not any(isinstance(tensor, FakeTensor) for tensor in found):
@@ -281,6 +314,7 @@ def trace(
     device: torch.device,
     y: int = 1,
     tiles: tuple[TiledModel, CallRecorder] | None = None,
+    purpose: TracePurpose = FOR_STAGES,
 ) -> Trace:
     """Record one forward of a model on fake tensors.
 
@@ -290,29 +324,39 @@ def trace(
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     tiled, ledger = tiles or (None, CallRecorder())
-    recorder = _TraceRecorder(fake, ledger)
+    recorder = _TraceRecorder(fake, ledger, purpose)
     args, kwargs = map_tensors(
         lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, (args, kwargs)
     )
-    units = find_units(model)
-    state = _fake_state(model, units, fake, dtype, device, y)
+    units = {} if purpose.inside else find_units(model)
+    state = _fake_state(model, {"": model} if purpose.inside else units, fake, dtype, device, y)
+    if purpose.inside:
+        args, kwargs = map_tensors(fake.from_tensor, (args, kwargs))
+        recorder.given = tensors_in((args, kwargs))
+    work = WorkCounter(lambda: len(recorder.events))
     hooks = _UnitHooks(model, recorder, y)
     hooks.install(units)
     try:
-        with no_fakes_left(model), _in_tiles((args, kwargs), tiled, ledger), recorder.watching(state):
+        with (
+            no_fakes_left(model),
+            _in_tiles((args, kwargs), tiled, ledger),
+            work if purpose.inside else nullcontext(),
+            recorder.watching(state),
+        ):
             output = call_with(model, {**state, **_other_buffers(model, state, device)}, args, kwargs)
             recorder.write(END, False, recorder.find(output), None)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         last = next((event.name for event in reversed(recorder.events) if event.is_call), "its start")
         where = f"inside '{hooks.unit}'" if hooks.unit else f"after '{last}'"
         raise PlanError(
-            f"the model cannot be cut into stages: {where} its forward depends on the values of a result ({error}), "
-            f"which are not known beforehand; use pipe = 1, or compute it without a look at values"
+            f"{purpose.failure}: {where} its forward depends on the values of a result ({error}), "
+            f"which are not known beforehand; {purpose.remedy}, or compute it without a look at values"
         ) from error
     finally:
         hooks.remove()
     numbers = {name: number for number, name in enumerate(state)}
-    return Trace(tuple(recorder.events), tuple(recorder.values), numbers, state, tuple(ledger.calls))
+    events, values, inputs = tuple(recorder.events), tuple(recorder.values), tuple(recorder.inputs)
+    return Trace(events, values, numbers, state, tuple(ledger.calls), inputs, work.found)
 
 
 @contextmanager
@@ -339,7 +383,7 @@ def _fake_state(
     y: int,
 ) -> dict[str, Tensor]:
     """Return parameters, and buffers of units (which a forward may write), as fake tensors; parameters first."""
-    in_units = {f"{name}.{key}" for name, module in units.items() for key in module.state_dict(keep_vars=True)}
+    in_units = {_path(name, key) for name, module in units.items() for key in module.state_dict(keep_vars=True)}
     state: dict[str, Tensor] = {}
     with fake:
         for name, parameter in model.named_parameters():
@@ -351,8 +395,12 @@ def _fake_state(
         for key, buffer in module.named_buffers():
             made = fake.from_tensor(buffer)
             with fake:
-                state[f"{name}.{key}"] = made.to(device)
+                state[_path(name, key)] = made.to(device)
     return state
+
+
+def _path(module: str, key: str) -> str:
+    return f"{module}.{key}" if module else key
 
 
 def _other_buffers(model: nn.Module, state: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

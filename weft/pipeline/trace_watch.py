@@ -30,6 +30,11 @@ class TensorNumbers:
         assert tensor in self
         return self._found[id(tensor)][1]
 
+    def get(self, tensor: Tensor) -> int | None:
+        """Return the number of a tensor; None if it has none."""
+        reference, number = self._found.get(id(tensor), (None, 0))
+        return number if reference is not None and reference() is tensor else None
+
     def __iter__(self) -> Iterator[Tensor]:
         alive = [reference() for reference, _ in self._found.values()]
         return iter([tensor for tensor in alive if tensor is not None])

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 from weft.inspection.functional_call import arguments
 from weft.inspection.nested_tensors import map_tensors
-from weft.pipeline.trace import Trace, trace
+from weft.pipeline.trace import FOR_STAGES, Trace, TracePurpose, trace
 from weft.plan import Plan
 from weft.sharding.layout import COMPUTE_DTYPE
 from weft.spatial.dry_run import cut_images, dry_stages
@@ -40,6 +40,7 @@ class Tracer:
     plan: Plan
     over_y: int
     tiling: Tiling | None = None
+    purpose: TracePurpose = FOR_STAGES
     _traces: dict[Hashable, Trace] = field(default_factory=dict, compare=False, repr=False)
 
     def example(self, example: Callable[[], Any], device: torch.device, at: TilePosition = FIRST) -> Trace:
@@ -61,7 +62,7 @@ class Tracer:
         dtype = COMPUTE_DTYPE[self.plan.precision]
         with torch.enable_grad():
             if self.tiling is None:
-                return trace(self.model, args, kwargs, dtype, device, self.over_y)
+                return trace(self.model, args, kwargs, dtype, device, self.over_y, purpose=self.purpose)
             with dry_stages(self.model, self.plan, at, self.tiling.sizes, self.tiling.extras) as tiles:
                 return trace(self.model, args, kwargs, dtype, device, self.over_y, tiles)
 

@@ -53,6 +53,7 @@ AXES: dict[str, AxisField] = {
     "pipe": AxisField("pipe.degree", ("stages",)),
     "shard": AxisField("shard.degree", ("samples", "weights")),
     "expert": AxisField("expert", ("samples", "weights")),
+    "branch": AxisField("branch", ("weights",)),
     "rows": AxisField("tile.rows", ("pixels",)),
     "columns": AxisField("tile.columns", ("pixels",)),
     "context": AxisField("context.degree", ("tokens",)),
@@ -83,6 +84,7 @@ class Plan:
     micro-batches of all ranks together.
     `hierarchical`: collectives on axes that cross nodes have two levels, inside each node and between nodes, as
     `communication` says.
+    `branch`: independent branches of the model lie on different ranks, which have the same samples.
     `expert_over`: axes over whose ranks the experts of each layer are split, too. All else keeps its own layout.
     """
 
@@ -91,6 +93,7 @@ class Plan:
     shard: Shard = field(default_factory=Shard)
     expert: int = 1
     expert_over: tuple[Literal["context", "x", "y"], ...] = ()
+    branch: int = 1
     tensor: Tensor = field(default_factory=Tensor)
     context: Context = field(default_factory=Context)
     tile: Tile = field(default_factory=Tile)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from weft.optim.kfac_layers import find_layers
 from weft.optim.kfac_placement import kfac_state_bytes, kfac_traffic
 from weft.optim.sign_compression import compressed_traffic
 from weft.parallel.apply import cost, local_cost, localise, refuse
+from weft.parallel.branch.axis import work_share
 from weft.pipeline.build import Staging, stage
 from weft.pipeline.cost import edge_bytes
 from weft.plan import Plan
@@ -123,21 +125,21 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
     staging = stage(whole, plan) if plan.pipe.degree > 1 else None  # split as the run splits: by the uncompiled profile
     if _compiles(run, cluster, whole):
         whole = profile_under(compiled_profile(whole), plan)
-    ranks = [{**dict.fromkeys(plan.degrees, 0), "pipe": index} for index in range(plan.pipe.degree)]
-    costs = [_with_optimizer(cost(whole, plan, run.split, rank, staging), run, whole) for rank in ranks]
+    costs = [_with_optimizer(cost(whole, plan, run.split, rank, staging), run, whole) for rank in _different(plan)]
     worst = max(range(len(costs)), key=lambda index: costs[index].memory_bytes)
     beside = add_traffic(step_traffic(plan), document_traffic(run))
     levels = level_degrees(plan, cluster.node.num_devices, cluster)
     traffic = [expand(add_traffic(one.traffic, beside), levels) for one in costs]
     communication_by_rank = [_communication_seconds(one, plan, cluster) for one in traffic]
     rate, timeline, compute, step = _flops_per_second(run, cluster), None, None, None
-    modelled = is_known(cluster, plan.precision)
+    modelled, share = is_known(cluster, plan.precision), work_share(whole, plan)
     if modelled:
         steps = _step_model(run, cluster, _compiles(run, cluster, whole))
-        timed = steps.step(replace(plan, micro_batch=run.split.micro_batch), run.split.accumulation)
-        timeline, compute, step = timed.timeline, timed.where["compute"], timed.seconds
+        timed = steps.step(replace(plan, micro_batch=run.split.micro_batch, branch=1), run.split.accumulation)
+        timeline, compute = timed.timeline, timed.where["compute"] * share
+        step = timed.seconds - (timed.where["compute"] - compute) + communication_by_rank[worst].get("branch", 0.0)
     elif rate is not None:
-        compute = max(one.flops for one in costs) / rate
+        compute = share * max(one.flops for one in costs) / rate
         if staging is None:
             step = compute + _not_hidden(sum(communication_by_rank[0].values()), compute, cluster)
         else:
@@ -174,6 +176,12 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
         plan.memory.weights,
         assumptions(whole),
     )
+
+
+def _different(plan: Plan) -> list[dict[str, int]]:
+    """The coordinates of the ranks whose costs differ: each stage, or each rank of `branch`."""
+    first, places = dict.fromkeys(plan.degrees, 0), product(range(plan.pipe.degree), range(plan.branch))
+    return [{**first, "pipe": pipe, "branch": branch} for pipe, branch in places]
 
 
 def _with_optimizer(one: Cost, run: Run, whole: Profile) -> Cost:

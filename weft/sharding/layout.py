@@ -108,11 +108,13 @@ def flat_layouts(parameters: Sequence[Parameter], degree: int) -> tuple[FlatLayo
 
     Parameters share a buffer if they are all trained or all frozen, have gradients that are partial sums over the same
     axes, are held by as many ranks of x × y, are split by the same axes, and are in one pipeline stage only. A
-    parameter that several stages hold has a buffer of its own.
+    parameter that several stages hold has a buffer of its own. Parameters of which this rank holds nothing have none.
     """
     groups: dict[tuple[bool, tuple[str, ...], int, tuple[str, ...], str], list[Parameter]] = {}
     for parameter in parameters:
         cut = parameter.cut
+        if cut is not None and not parameter.numel and not cut.sums and 0 not in cut.shape:
+            continue
         key = (
             not parameter.trainable,
             cut.sums if cut else (),

@@ -8,7 +8,6 @@ order, the root last, so they agree even if gradients arrive in another order or
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from weft.profiling import Block, ParameterUses, find_parameters, profile
 from weft.sharding.flat_buffer import Flat
 from weft.sharding.parameter_reads import ReadWatch
 from weft.sharding.way_agreement import WayAgreement
+from weft.sharding.weak_hook import weakly
 
 MakeFlats = Callable[[Block, Mapping[str, ParameterUses]], Sequence[Flat]]
 
@@ -94,6 +94,7 @@ class Units:
         self._is_streamed = any(unit.is_streamed for unit in units)
         self.rehearses = False  # if True, backward drops its gradients and keeps sums of earlier ones
         self._in_step = False  # see begin_step
+        self._open: Unit | None = None  # the block whose forward runs
         self._forward_order: list[Unit] = []  # of the current pass, as recorded so far
         # Units of the last complete pass, in order. Before the first pass only copies from the host are started ahead:
         # a collective for a block that is never called would not be predicted.
@@ -208,6 +209,7 @@ class Units:
         unit.finish_gather()
         if unit.in_backward:  # the user's own checkpointing recomputes the block
             return
+        self._open = unit
         self._fetch_ahead(unit, +1)
         self._forward_order.append(unit)
         if torch.is_grad_enabled() and len(unit.trained) < len(unit.flats):
@@ -216,6 +218,7 @@ class Units:
     def _after_block(self, unit: Unit, _: nn.Module, __: Any, output: Any) -> None:
         if unit.in_backward:
             return
+        self._open = None
         tensors = tensors_in(output)
         if torch.is_grad_enabled() and not tensors:
             raise PlanError(
@@ -245,7 +248,12 @@ class Units:
             self.status.enters(self.root.backward_words)
         self.root.finish_gather()  # an evaluation between forward and backward may have released it
 
-    def _before_backward(self, unit: Unit, use: BlockUse, _: Tensor) -> None:
+    def backward_entry(self) -> Callable[[], None] | None:
+        """Returns what to call where backward enters the block that runs now by another way than its outputs."""
+        unit = self._open
+        return None if unit is None else partial(self._before_backward, unit, unit.use)
+
+    def _before_backward(self, unit: Unit, use: BlockUse, _: Tensor | None = None) -> None:
         if unit.is_done and use.inputs_left == 0:  # an output that is also an input: its gradient comes last
             return
         if self._in_step and not self._in_backward:
@@ -403,19 +411,7 @@ class Units:
         for number, unit in enumerate(self.all):
             for place, flat in enumerate(unit.trained):
                 for index, parameter in enumerate(flat.whole_parameters):
-                    parameter.register_post_accumulate_grad_hook(_weakly(self._take, number, place, index))
-
-
-def _weakly(method: Callable[..., None], *numbers: int) -> Callable[[Tensor], None]:
-    """Return a parameter hook that does not keep its owner alive. Python cannot collect cycles through tensors."""
-    reference = weakref.WeakMethod(method)
-
-    def call(tensor: Tensor) -> None:
-        owner = reference()
-        if owner is not None:
-            owner(*numbers, tensor)
-
-    return call
+                    parameter.register_post_accumulate_grad_hook(weakly(self._take, number, place, index))
 
 
 PARALLEL_ALREADY = "the model is parallel already; build it anew to apply another plan"

@@ -1,0 +1,1 @@
+"""Axis `branch`: independent branches of a model on different ranks (`axis.py`)."""

@@ -1,0 +1,187 @@
+"""Axis `branch`: independent branches of a model on different ranks, which have the same samples.
+
+Branches are the arms of a cell of convolutions, towers, heads, members of an ensemble: any operations with parameters
+that do not need each other's results (`owners.py`). They are found in a trace of the unedited model, and each is given
+to one rank, which alone holds its parameters. All other parameters are on every rank, with equal gradients.
+
+For results of v bytes that ranks exchange (v is that of the rank with the most), and a tensor of u bytes that branches
+use, one micro-batch on D ranks has these collectives:
+
+    forward    all-gather of D · v, for each exchange (where results of several ranks meet, or at the end)
+    backward   all-reduce of u, for each tensor that all ranks have and branches use, if it needs a gradient
+
+Running statistics of batch norms in a branch are part of the exchange, so every rank has all buffers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from weft.errors import PlanError
+from weft.inspection.annotations import Annotation
+from weft.inspection.parameter_cut import Cut
+from weft.mesh import Mesh
+from weft.parallel.branch.owners import Deal, deal, find_branches, total_work
+from weft.parallel.branch.runner import BranchRunner
+from weft.parallel.branch.schedule import BranchSchedule, make_schedule
+from weft.parallel.cut_parameters import cut_parameters
+from weft.pipeline.stand_in import skeleton
+from weft.pipeline.trace import FOR_BRANCHES, Trace
+from weft.pipeline.tracer import Tracer
+from weft.plan import BatchSplit, Plan
+from weft.profiling import Block, Profile
+from weft.strategy import Cost, Strategy, Values, tally
+
+logger = logging.getLogger("weft")
+_DEAL = Annotation[Deal]("branches")  # on a model that is about to be split
+
+
+class BranchAxis(Strategy):
+    """Gives the branches of a model to the ranks of `branch`."""
+
+    name = "branch"
+    axes = ("branch",)
+
+    def refuse(self, profile: Profile, plan: Plan) -> str | None:
+        if plan.branch == 1:
+            return None
+        if (reason := _refuse_beside(plan)) is not None:
+            return reason
+        if profile.example is None:
+            return f"branch = {plan.branch} needs an example of the inputs; pass example=, the arguments of one forward"
+        try:
+            found = _deal(profile, plan)
+            find_schedule(profile, plan)
+        except PlanError as error:
+            return str(error)
+        return _refuse_number(profile, found)
+
+    def localise(self, profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Profile:
+        if plan.branch == 1:
+            return profile
+        shapes = {parameter.name: parameter.shape for block in profile.all for parameter in block.parameters}
+        cuts = branch_cuts(shapes, _deal(profile, plan), coordinates["branch"])
+
+        def local(block: Block) -> Block:
+            parameters = (replace(p, shape=cuts[p.name].local_shape, cut=cuts[p.name]) for p in block.parameters)
+            return replace(block, parameters=tuple(parameters))
+
+        return replace(profile, root=local(profile.root), blocks=tuple(local(block) for block in profile.blocks))
+
+    def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
+        if plan.branch == 1:
+            return Cost()
+        calls = find_schedule(profile, plan).calls(plan.branch)
+        return Cost(tally([(("branch", operation), size) for operation, size in calls] * split.accumulation))
+
+    def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
+        found = _DEAL.pop(model)
+        if found is None:
+            return model
+        if mesh.is_first:
+            logger.info(f"branch = {plan.branch}: {found.describe()}")
+        tracer = Tracer(skeleton(model), plan, 1, purpose=FOR_BRANCHES)
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        cut_parameters(model, branch_cuts(shapes, found, mesh["branch"].index))
+        runner = BranchRunner(model, tracer, found.owners, mesh["branch"], mesh.device)
+        setattr(model, "forward", runner)  # noqa: B010 (a method to mypy)
+        return model
+
+
+def mark_branches(model: nn.Module, whole: Profile, plan: Plan) -> None:
+    """Store with a model how a plan that was not refused deals out its branches."""
+    if plan.branch > 1:
+        _DEAL.set(model, _deal(whole, plan))
+
+
+def work_share(profile: Profile, plan: Plan) -> float:
+    """Returns the time of a forward and backward under a plan over that on one rank, without communication.
+
+    In each wave the rank with the most work decides. All ranks run what is outside of branches.
+    """
+    if plan.branch == 1:
+        return 1.0
+    found, total = _deal(profile, plan), total_work(_trace(profile, plan))
+    return 1.0 - (sum(sum(one.work.values()) for one in found.branches) - found.makespan) / total
+
+
+def branch_cuts(shapes: Mapping[str, tuple[int, ...]], found: Deal, index: int) -> dict[str, Cut]:
+    """Returns a rank's part of every parameter: all or nothing of those of a branch, and all of the others."""
+    owners, cuts = found.owners, dict[str, Cut]()
+    for name, shape in shapes.items():
+        owner, whole = owners.get(name), Cut.whole(shape)
+        if owner is None:
+            cuts[name] = replace(whole, replicas=found.degree, is_first=index == 0)
+        else:
+            cuts[name] = whole if owner == index else Cut.nothing(shape)
+    return cuts
+
+
+def _trace(profile: Profile, plan: Plan) -> Trace:
+    key = f"branch trace {plan.precision}"
+    if key not in profile.cache:
+        assert profile.model is not None
+        assert profile.example is not None
+        tracer = Tracer(profile.model, plan, 1, purpose=FOR_BRANCHES)
+        profile.cache[key] = tracer.example(profile.example, torch.device("cpu"))
+    found: Trace = profile.cache[key]
+    return found
+
+
+def _deal(profile: Profile, plan: Plan) -> Deal:
+    key = f"branches {plan.precision} {plan.branch}"
+    if key not in profile.cache:
+        profile.cache[key] = deal(find_branches(_trace(profile, plan)), plan.branch)
+    found: Deal = profile.cache[key]
+    return found
+
+
+def find_schedule(profile: Profile, plan: Plan) -> BranchSchedule:
+    """Returns which ranks run each event of a profile's example under a plan, and where they communicate."""
+    key = f"branch schedule {plan.precision} {plan.branch}"
+    if key not in profile.cache:
+        profile.cache[key] = make_schedule(_trace(profile, plan), _deal(profile, plan).owners)
+    found: BranchSchedule = profile.cache[key]
+    return found
+
+
+def _refuse_beside(plan: Plan) -> str | None:
+    """Returns which other axis or policy `branch` does not run beside; None if there is none."""
+    given = f"branch = {plan.branch}"
+    for axis in ("pipe", "expert", "rows", "columns", "context", "x", "y"):
+        if plan.degree(axis) > 1:
+            return f"{given} beside {axis} = {plan.degree(axis)}, which weft does not do; use {axis} = 1, or branch = 1"
+    if plan.has_batch_statistics:
+        return f"{given} beside statistics = 'batch', which weft does not do; use statistics = 'rank', or branch = 1"
+    if plan.memory.recompute != "none":
+        return (
+            f"{given} beside memory.recompute = '{plan.memory.recompute}': recompute would run a block alone, without "
+            f"the exchanges that its branches need; use 'none', or branch = 1"
+        )
+    for field in ("activations", "weights"):
+        if share := getattr(plan.memory, field):
+            return f"{given} beside memory.{field} = {share:g}, which weft does not do; use 0, or branch = 1"
+    if plan.matmul != "compute":
+        return f"{given} beside matmul = '{plan.matmul}', which weft does not do; use 'compute', or branch = 1"
+    return None
+
+
+def _refuse_number(profile: Profile, found: Deal) -> str | None:
+    """Returns why a model has too few branches; None if every rank has one."""
+    name, num_used = type(profile.model).__name__, len(set(found.ranks))
+    if num_used == found.degree:
+        return None
+    if num_used == 0:
+        return (
+            f"branch = {found.degree}, but {name} has no independent branches: every operation with parameters needs "
+            f"the result of the one before it, or they share parameters; use branch = 1"
+        )
+    return (
+        f"branch = {found.degree}, but {name} has branches for {num_used} ranks only ({found.describe()}); use "
+        f"branch = {num_used}"
+    )

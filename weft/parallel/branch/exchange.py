@@ -1,0 +1,115 @@
+"""The communication of branches, with its backward: fork a tensor to the ranks, and exchange their results.
+
+    fork       forward: nothing                      backward: all-reduce of the gradients
+    exchange   forward: all-gather of all results    backward: nothing; each rank goes on with the gradients of its own
+
+In an exchange every rank gives a part of the same size, which has its results one after another, as bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from weft.comm import Axis, all_gather, all_reduce
+from weft.parallel.branch.schedule import BranchExchange, SentTensor
+
+Enter = Callable[[], None] | None  # called where backward enters a block of the model
+
+
+class _Fork(Function):
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, enter: Enter, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.enter = axis, enter
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.enter is not None:
+            ctx.enter()
+        sums = [gradient.clone(memory_format=torch.contiguous_format) for gradient in gradients]
+        for one in sums:
+            all_reduce(one, ctx.axis).wait()
+        return None, None, *sums
+
+
+def fork(tensors: Sequence[Tensor], axis: Axis, enter: Enter) -> tuple[Tensor, ...]:
+    """Returns tensors that all ranks have, for the branches: backward sums their gradients over the ranks.
+
+    Backward calls `enter` first.
+    """
+    found: tuple[Tensor, ...] = _Fork.apply(axis, enter, *tensors)
+    return found
+
+
+@dataclass(frozen=True)
+class Exchanger:
+    """Carries out one exchange of a schedule. `forms` are tensors without memory that have the results' forms."""
+
+    exchange: BranchExchange
+    forms: Sequence[Tensor]
+    axis: Axis
+    device: torch.device
+
+    def run(self, own: Sequence[Tensor], forks: Sequence[Tensor], enter: Enter) -> tuple[Tensor, ...]:
+        """Returns all tensors of the exchange. `own` are this rank's, and `forks` those forked since the last one.
+
+        On every rank the forks' backward must follow that of the exchange, also where no branch has used them.
+        Backward calls `enter` first.
+        """
+        found: tuple[Tensor, ...] = _ResultExchange.apply(self, enter, len(forks), *forks, *own)
+        return found
+
+    def gather(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """Returns all tensors of the exchange, without a backward."""
+        whole = torch.empty(self.axis.degree, self.exchange.part_bytes, dtype=torch.uint8, device=self.device)
+        part = whole[self.axis.index]
+        for one, tensor in zip(self._own, own, strict=True):
+            if one.num_bytes:
+                _bytes_in(part, one).copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
+        all_gather(whole.view(-1), part, self.axis).wait()
+        return [self._taken(whole[one.rank], one, form) for one, form in zip(self._all, self.forms, strict=True)]
+
+    @property
+    def _all(self) -> tuple[SentTensor, ...]:
+        return self.exchange.tensors
+
+    @property
+    def _own(self) -> list[SentTensor]:
+        return [one for one in self._all if one.rank == self.axis.index]
+
+    def own_of(self, values: Sequence[Any]) -> list[Any]:
+        """Returns those of this rank, of a value for each tensor of the exchange."""
+        return [value for one, value in zip(self._all, values, strict=True) if one.rank == self.axis.index]
+
+    def _taken(self, part: Tensor, one: SentTensor, form: Tensor) -> Tensor:
+        made = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device=self.device)
+        if one.num_bytes:
+            made.copy_(_bytes_in(part, one).view(form.dtype).view(form.shape))
+        return made
+
+
+def _bytes_in(part: Tensor, one: SentTensor) -> Tensor:
+    return part[one.offset : one.offset + one.num_bytes]
+
+
+class _ResultExchange(Function):
+    @staticmethod
+    def forward(ctx: Any, exchanger: Exchanger, enter: Enter, num_forks: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchanger, ctx.enter, ctx.num_forks = exchanger, enter, num_forks
+        ctx.set_materialize_grads(False)
+        found = exchanger.gather(tensors[num_forks:])
+        pairs = zip(exchanger.forms, found, strict=True)
+        ctx.mark_non_differentiable(*(tensor for form, tensor in pairs if not form.requires_grad))
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.enter is not None:
+            ctx.enter()
+        return None, None, None, *[None] * ctx.num_forks, *ctx.exchanger.own_of(gradients)
