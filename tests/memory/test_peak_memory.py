@@ -57,6 +57,8 @@ PLANS: dict[str, Plan] = {
     "x 2, sequence, full": Plan(tensor=TensorPlan(2, sequence=True), memory=Memory("full"), micro_batch=8),
     "context 2": Plan(context=Context(2), micro_batch=8),
     "pipe 2": Plan(pipe=Pipe(2), micro_batch=4),
+    "pipe 2, three blocks first": Plan(pipe=Pipe(2, split=("model.layers.3",)), micro_batch=4),
+    "pipe 2, by memory": Plan(pipe=Pipe(2, balance="memory"), micro_batch=4),
     "pipe 2, 1 in flight": Plan(pipe=Pipe(2, in_flight=1), micro_batch=4),
     "pipe 2, interleaved, full": Plan(pipe=Pipe(2, "interleaved"), memory=Memory("full"), micro_batch=4),
     # Its first rank holds 8 micro-batches of one block, and one of the results that it has sent.
@@ -73,6 +75,7 @@ PLANS: dict[str, Plan] = {
 SMALLER = {
     "recompute in the first stage": ("pipe 2", "pipe 2, first stage"),
     "a cap of micro-batches in flight": ("pipe 2", "pipe 2, 1 in flight"),
+    "stages by memory": ("pipe 2, three blocks first", "pipe 2, by memory"),
     "recompute in two of four stages": ("pipe 2, interleaved", "pipe 2, interleaved, 2 stages"),
 }
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import pytest
 
 from weft.cluster.hardware import Cluster, load
 from weft.models import GPT2Config
-from weft.plan import Plan
+from weft.plan import Plan, Recompute
 from weft.planner.candidate import Candidate, SearchResult
 from weft.planner.closed_form_memory import RankMemory, memory, plan_sizes, working
 from weft.planner.common_costs import CommonCosts, TextCosts
+from weft.planner.memory_stages import StageCosts
 from weft.planner.model import planned_model
 from weft.planner.question import Question, parse_constraints
 from weft.planner.search import Model, TextSearch, search
@@ -33,7 +34,15 @@ class EachAlone(Model):
         return memory(ranks, own, plan, num_micro_batches)
 
     def common(self, plan: Plan, num_micro_batches: int) -> CommonCosts:
-        return CommonCosts(plan, num_micro_batches, self.steps.estimate, self.held)
+        costs = CommonCosts(plan, num_micro_batches, self.steps.estimate, self.held)
+
+        def stage_costs(recompute: Recompute) -> StageCosts | None:
+            return TextCosts(plan, num_micro_batches, self.steps, partial(plan_sizes, self.profile)).stage_costs(
+                recompute
+            )
+
+        costs.stage_costs = stage_costs  # type: ignore[method-assign]
+        return costs
 
 
 @lru_cache(maxsize=1)

@@ -51,3 +51,10 @@ def test_a_run_is_compared_with_wefts_best_by_the_same_model() -> None:
     told = json.loads(json.dumps(found.to_json()))
     assert told["like"]["predicted_seconds"] == found.theirs.seconds
     assert told["plans"][0]["seconds"] == best.seconds
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", famous_runs())
+def test_wefts_best_is_no_slower_than_theirs(name: str) -> None:
+    found = compare(famous_run(name))
+    assert not found.fits or found.answer.best.seconds <= found.theirs.seconds * 1.0001

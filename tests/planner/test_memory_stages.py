@@ -11,8 +11,9 @@ import pytest
 from weft.cluster.hardware import Cluster, load
 from weft.commands.run_planning import catalog_run, with_plan
 from weft.models import GPT2Config
-from weft.plan import Memory, Pipe, Plan
+from weft.plan import Memory, Pipe, Plan, Shard
 from weft.planner.answer import ask
+from weft.planner.closed_form_memory import RESERVE_BYTES, working
 from weft.planner.model import planned_model
 from weft.planner.predict import predict
 from weft.planner.question import Question, parse_constraints
@@ -48,6 +49,12 @@ def slowest(plan: Plan) -> float:
     return sum(model().steps._busiest(plan)[0])
 
 
+def stages_that_fit(plan: Plan, num_micro_batches: int, limit_bytes: float) -> Plan | None:
+    choice = model().stage_choice(plan, num_micro_batches, limit_bytes)
+    assert choice is not None
+    return choice.with_stages()
+
+
 def sizes_of(plan: Plan) -> dict[Plan, float]:
     """The memory of the plan with all of its stages."""
     choices = [replace(plan, pipe=one) for one in all_stages(plan.pipe)]
@@ -59,18 +66,18 @@ def test_stages_that_fit_are_the_fastest() -> None:
     equal, least = model().held(PLAN, COUNT).total_bytes, min(sizes.values())
     assert least < equal
     for limit in (equal - 1, (equal + least) / 2, least * 1.001):
-        found = model().with_stages_that_fit(PLAN, COUNT, limit)
+        found = stages_that_fit(PLAN, COUNT, limit)
         best = min(slowest(one) for one, size in sizes.items() if size <= limit)
         assert found is not None
         assert sizes[found] <= limit
         assert slowest(found) == pytest.approx(best)
-    assert model().with_stages_that_fit(PLAN, COUNT, least * 0.99) is None
+    assert stages_that_fit(PLAN, COUNT, least * 0.99) is None
 
 
 def test_interleaved_stages_fit() -> None:
     plan = replace(PLAN, pipe=Pipe(2, "interleaved"))
     sizes, equal = sizes_of(plan), model().held(plan, COUNT).total_bytes
-    found = model().with_stages_that_fit(plan, COUNT, equal - 1)
+    found = stages_that_fit(plan, COUNT, equal - 1)
     assert found is not None
     assert sizes[found] < equal
 
@@ -103,7 +110,7 @@ def test_recompute_in_some_stages_is_the_fastest_that_fits() -> None:
     some = [replace(PLAN, memory=Memory("full", recompute_stages=count)) for count in (1, 2, 3)]
     sizes = {plan: size for one in some for plan, size in sizes_of(one).items()}
     for limit in (least * 0.99, (least + min(sizes.values())) / 2, min(sizes.values()) * 1.001):
-        assert model().with_stages_that_fit(PLAN, COUNT, limit) is None
+        assert stages_that_fit(PLAN, COUNT, limit) is None
         choice = model().stage_choice(some[0], COUNT, limit)
         assert choice is not None
         found = choice.with_recompute()
@@ -132,6 +139,39 @@ def test_interleaved_stages_recompute_where_needed() -> None:
         counts.append(found.memory.recompute_stages or 0)
     assert counts == sorted(counts)
     assert counts[0] < counts[-1]
+
+
+@pytest.mark.parametrize("shard", [Shard(1), Shard(2, 1), Shard(2, 2), Shard(2, 3)], ids=str)
+def test_memory_of_a_rank_with_any_stages_is_that_of_the_plan(shard: Shard) -> None:
+    plan = replace(PLAN, shard=shard, memory=Memory(offload=0.25))
+    choice = model().stage_choice(plan, COUNT, 1e12)
+    assert choice is not None
+    stages = model().steps.stage_units(plan)
+    ranks = working(choice.costs.sizes, plan, stages, COUNT)
+    assert max(map(choice.rank_bytes, ranks)) == pytest.approx(model().held(plan, COUNT).total_bytes, rel=1e-12)
+    assert choice.costs.working(1, 0, False, stages[1].num_blocks) in ranks
+
+
+@pytest.mark.parametrize("pipe", [Pipe(4), Pipe(2, "interleaved")], ids=lambda pipe: pipe.schedule)
+def test_bounds_of_stages_are_below_what_they_bound(pipe: Pipe) -> None:
+    plan = replace(PLAN, pipe=pipe, memory=Memory("full", recompute_stages=1))
+    sharded = replace(plan, pipe=replace(pipe, degree=2), shard=Shard(2, 3)) if pipe.degree == 4 else plan
+    large, small = (model().held(replace(plan, memory=Memory(kind)), COUNT).total_bytes for kind in ("none", "full"))
+    found = 0
+    for limit in (small * 0.5, small * 0.9, (small + large) / 2, small * 0.1 + large * 0.9):
+        for one in (plan, sharded):
+            choice = model().stage_choice(one, COUNT, limit)
+            assert choice is not None
+            stages = choice.recompute()
+            assert stages is None or choice.costs.may_fit(limit)
+            if stages is not None:
+                found += 1
+                seconds = model().steps.estimate(choice.plan_of(*stages), COUNT)
+                assert 0.5 * seconds < choice.bound(*stages) <= seconds
+    assert found > 1
+    nothing = model().stage_choice(plan, COUNT, RESERVE_BYTES)
+    assert nothing is not None
+    assert not nothing.costs.may_fit(RESERVE_BYTES)
 
 
 def test_the_search_recomputes_in_the_stages_that_need_it_and_says_so() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from weft.cluster.hardware import Node
 from weft.plan import Plan
 from weft.planner.closed_form_memory import RankMemory
 from weft.planner.common_costs import CommonCosts
 from weft.planner.step import StepTime
+from weft.sharding.host_memory import KEPT_FREE_BYTES
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,8 @@ class Candidate:
 @dataclass(frozen=True)
 class SearchResult:
     """The best plans, plans that would be as fast but do not fit (the nearest to fit first), and the number of plans
-    tried. `least_device_seconds`: no plan takes fewer seconds times devices.
+    tried. `least_device_seconds`: no plan takes fewer seconds times devices. `unmet`: by the text of each constraint
+    that no plan satisfied, the reason.
     """
 
     best: tuple[Candidate, ...]
@@ -32,12 +36,34 @@ class SearchResult:
     refused: tuple[tuple[str, str], ...]  # (plans that the model does not allow, reason)
     num_considered: int
     least_device_seconds: float = 0.0
+    unmet: Mapping[str, str] = field(default_factory=dict)
 
 
 def with_share(candidate: Candidate, share: float, common: CommonCosts) -> Candidate:
     """Returns the candidate with a share of its state in host memory."""
     plan = replace(candidate.plan, memory=replace(candidate.plan.memory, offload=share))
     return replace(candidate, plan=plan, memory=common.memory(plan))
+
+
+def offloaded(candidate: Candidate, common: CommonCosts, shares: Sequence[float], node: Node) -> Candidate | None:
+    """Returns the candidate with the smallest of the shares of its state in host memory with which it fits.
+
+    Returns None if there is no such share.
+    """
+    limit_bytes = node.device.memory_bytes
+    if node.host_link_bytes_per_second is None or not shares or candidate.memory.least_bytes > limit_bytes:
+        return None
+    held = candidate.memory.total_bytes
+    hosted = held - with_share(candidate, 1.0, common).memory.total_bytes
+    least = max(0.0, (held - limit_bytes) / hosted) if hosted > 0 else 2.0
+    share = next((share for share in shares if share >= least), None)
+    room = node.host_memory_bytes / node.num_devices - KEPT_FREE_BYTES
+    if share is None or hosted * share > room:
+        return None
+    found = with_share(candidate, share, common)
+    if found.memory.total_bytes > limit_bytes:
+        return None
+    return replace(found, seconds=common.seconds(found.plan))
 
 
 def rank(candidate: Candidate) -> tuple[float, float, str]:

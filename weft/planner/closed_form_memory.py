@@ -10,7 +10,7 @@ memory is counted at the peak: at the loss, in the backward of the head, or in t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -102,15 +102,18 @@ class Sizes:
 
         Logits have `compute` bytes an element, and `wide` bytes where the loss widens them. Without a loss in the head,
         all logits exist at once. With it, only one part of them exists, and the peak is either at that part's loss or
-        at the gradient of the weight. The first part has no gradient to add to yet. A compiled loss widens no logits.
+        at the gradient of the weight. At the first part there is no gradient to add to yet: if it is the only one, the
+        bytes of that gradient are taken off, as they are counted among those that are saved. A compiled loss widens no
+        logits.
         """
         if not self.loss_rows:
             return self.at_loss * num_sequences
         found = row_slices(math.ceil(self.loss_rows * num_sequences), self.num_classes)
         logits = found[0].stop * self.num_classes
         widened = wide if wide > compute and not self.is_compiled else 0
-        at_rows = logits * (compute + widened) - (self.kept_gradient if len(found) == 1 else 0)
-        return float(max(at_rows, (logits + self.head_numel) * compute))
+        absent = self.kept_gradient if len(found) == 1 else 0
+        copied = absent if wide > compute else 0  # the weight's gradient, which is widened into the one that is kept
+        return float(max(logits * (compute + widened), (logits + self.head_numel) * compute + copied) - absent)
 
 
 @dataclass(frozen=True)
@@ -181,12 +184,13 @@ def working(
         ranks.setdefault(stages[rank::degree], []).append(rank)
     chosen = {rank for same in ranks.values() for rank in (same[0], same[-1])}
     own = {rank: stages[rank::degree] for rank in sorted(chosen)}
-    return tuple(_working(sizes, plan, of, rank, num_micro_batches, kept_bytes) for rank, of in own.items())
+    return tuple(rank_working(sizes, plan, of, rank, num_micro_batches, kept_bytes) for rank, of in own.items())
 
 
-def _working(
+def rank_working(
     sizes: Sizes, plan: Plan, own: tuple[StageUnits, ...], rank: int, num_micro_batches: int, kept_bytes: float = 0.0
 ) -> WorkingMemory:
+    """Returns the working memory of one pipeline rank that has these stages."""
     per_micro_batch = (plan.micro_batch or 1) / plan.num_parts("tokens")
     compute = COMPUTE_DTYPE[plan.precision].itemsize
     sizes, counts = sizes.of_stages(own)
@@ -203,8 +207,9 @@ def _working(
     if sizes.is_compiled:  # all gradients appear at once, after the saved activations are freed
         backward = max(backward, (sizes.stream_bytes - kept) * per_micro_batch + sizes.block_numel * compute)
     backward -= is_last * (sizes.behind_saved * per_micro_batch + sizes.kept_gradient)
-    if late:  # the last linear's gradients exist when its block's backward reaches its peak
+    if late:  # the last linear's gradients exist at the peak of its block's backward; counted at the loss, too
         backward += sizes.last_late * per_micro_batch
+        loss += is_last * sizes.last_late * per_micro_batch
     if places := offloaded_blocks(blocks, plan.memory.activations):
         # In every backward, the activations of one offloaded block are back on the device.
         saved -= len(places) * sizes.block_sent * per_micro_batch
@@ -230,11 +235,27 @@ def _sent_results(pipe: Pipe, rank: int, alive: float) -> float:
     return alive
 
 
-def rank_memory(
-    sizes: Sizes, plan: Plan, stages: tuple[StageUnits, ...], rank: int, num_micro_batches: int
-) -> RankMemory:
-    """Returns the memory of one pipeline rank that has these stages."""
-    return _of_rank(_working(sizes, plan, stages, rank, num_micro_batches), sizes, plan, num_micro_batches)
+def bytes_of_rank(sizes: Sizes, plan: Plan, num_micro_batches: int) -> Callable[[WorkingMemory], float]:
+    """Returns the function from a pipeline rank's working memory to its device memory, including state.
+
+    It gives what `memory` gives for plans with a pipeline, without a second replica or streamed weights, in less time.
+    """
+    compute, master = COMPUTE_DTYPE[plan.precision].itemsize, MASTER_DTYPE[plan.precision].itemsize
+    is_sharded = plan.shard.degree > 1 and plan.shard.stage > 1
+    gathered = compute if is_sharded and plan.shard.stage == 3 else 0
+    of_parameter = sum(state(plan, 1.0, num_micro_batches)) + (master if is_sharded else 0)
+    of_backward = 2 * sizes.block_numel * gathered
+
+    def total(rank: WorkingMemory) -> float:
+        transient = rank.throughout + rank.ends * gathered + max(rank.loss, rank.backward + of_backward)
+        return (rank.numel * of_parameter + rank.saved + transient) * SLACK + RESERVE_BYTES
+
+    return total
+
+
+def least_bytes(rank: WorkingMemory) -> float:
+    """Device memory of a rank whose state takes no memory."""
+    return (rank.saved + rank.throughout + max(rank.loss, rank.backward)) * SLACK + RESERVE_BYTES
 
 
 def memory(ranks: Sequence[WorkingMemory], sizes: Sizes, plan: Plan, num_micro_batches: int) -> RankMemory:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from weft.plan import Plan
-from weft.planner.closed_form_memory import RESERVE_BYTES, SLACK, RankMemory, Sizes, WorkingMemory, memory, working
+from weft.plan import Plan, Recompute
+from weft.planner.closed_form_memory import RankMemory, Sizes, WorkingMemory, least_bytes, memory, working
+from weft.planner.memory_stages import StageCosts
 from weft.planner.step import CommonTimes, StepModel
 
 
@@ -19,9 +20,12 @@ class CommonCosts:
     """Times and memory of plans that differ from `plan` only in `data`, `shard` and `memory.offload`.
 
     `estimate` and `held` compute the time and the memory of any plan. `smaller_forms` are the costs of the same plans
-    with other settings that need less memory: in each list, each form needs at most as much as the one before. The
-    search fills it when it needs them.
+    with other settings that need less memory: in each list, each form needs at most as much as the one before.
+    `is_hopeless`: no plan with these costs fits in any form. The search fills both when it needs them.
     """
+
+    smaller_forms: list[list[CommonCosts]] | None = None
+    is_hopeless: bool | None = None
 
     def __init__(
         self,
@@ -31,7 +35,6 @@ class CommonCosts:
         held: Callable[[Plan, int], RankMemory],
     ) -> None:
         self.num_micro_batches = num_micro_batches
-        self.smaller_forms: list[list[CommonCosts]] | None = None
         self._plan, self._estimate, self._held = plan, estimate, held
 
     @property
@@ -43,6 +46,13 @@ class CommonCosts:
     def halved_floor_bytes(self) -> float:
         """A lower bound of `memory` less half of the saved activations."""
         return 0.0
+
+    def stage_costs(self, recompute: Recompute) -> StageCosts | None:
+        """Costs of pipeline ranks for any number of blocks, if the first stages recompute this.
+
+        With "none", all stages follow the plan's own policy. Returns None if the model's blocks are not equal.
+        """
+        return None
 
     def form_of(self, plan: Plan) -> Plan:
         """Returns a plan with the data, shard and memory policy of `plan`, and all other settings of these costs."""
@@ -65,7 +75,6 @@ class TextCosts(CommonCosts):
 
     def __init__(self, plan: Plan, num_micro_batches: int, steps: StepModel, sizes_of: Callable[[Plan], Sizes]) -> None:
         self.num_micro_batches = num_micro_batches
-        self.smaller_forms = None
         self._plan, self._steps, self._sizes_of = plan, steps, sizes_of
 
     @cached_property
@@ -84,11 +93,23 @@ class TextCosts(CommonCosts):
 
     @cached_property
     def floor_bytes(self) -> float:
-        return max(_least_bytes(rank) for rank in self._working)
+        return max(least_bytes(rank) for rank in self._working)
 
     @cached_property
     def halved_floor_bytes(self) -> float:
-        return min(_least_bytes(rank) - rank.saved / 2 for rank in self._working)
+        return min(least_bytes(rank) - rank.saved / 2 for rank in self._working)
+
+    @cached_property
+    def _stage_costs(self) -> dict[Recompute, StageCosts | None]:
+        return {}
+
+    def stage_costs(self, recompute: Recompute) -> StageCosts | None:
+        if recompute not in self._stage_costs:
+            plan = self._plan
+            if recompute != "none":
+                plan = replace(plan, memory=replace(plan.memory, recompute=recompute, recompute_stages=1))
+            self._stage_costs[recompute] = costs_of_stages(plan, self.num_micro_batches, self._steps, self._sizes_of)
+        return self._stage_costs[recompute]
 
     def seconds(self, plan: Plan) -> float:
         return self._steps.estimate(plan, self.num_micro_batches, self._times)
@@ -96,6 +117,15 @@ class TextCosts(CommonCosts):
     def memory(self, plan: Plan) -> RankMemory:
         # The state follows from data, shard, the memory policy and the number of stages, which all forms share.
         return memory(self._working, self._sizes, plan, self.num_micro_batches)
+
+
+def costs_of_stages(
+    plan: Plan, num_micro_batches: int, steps: StepModel, sizes_of: Callable[[Plan], Sizes]
+) -> StageCosts | None:
+    """Returns the costs of the plan's pipeline ranks for any stages; None if the model's blocks are not equal."""
+    if steps.units is None:
+        return None
+    return StageCosts(plan, sizes_of(plan), steps.units, steps.unit_seconds(plan), num_micro_batches)
 
 
 def largest(ranks: Sequence[WorkingMemory]) -> tuple[WorkingMemory, ...]:
@@ -109,11 +139,6 @@ def largest(ranks: Sequence[WorkingMemory]) -> tuple[WorkingMemory, ...]:
             continue
         found = [other for other in found if not _is_within(other, rank)] + [rank]
     return tuple(found)
-
-
-def _least_bytes(rank: WorkingMemory) -> float:
-    """Device memory of a rank whose state takes no memory."""
-    return (rank.saved + rank.throughout + max(rank.loss, rank.backward)) * SLACK + RESERVE_BYTES
 
 
 def _is_within(rank: WorkingMemory, other: WorkingMemory) -> bool:

@@ -110,7 +110,10 @@ def why_none(model: Model, question: Question, found: SearchResult) -> str:
         rest = tuple(one for one in question.constraints if one != constraint)
         without = search(model, replace(question, constraints=rest), keep=1)
         if without.best:
-            return f"No plan satisfies '{constraint.text}'. Without it the best is {short(without.best[0].plan)}."
+            reason = found.unmet.get(constraint.text)
+            because = "" if reason is None else f": {reason}"
+            best = short(without.best[0].plan)
+            return f"No plan satisfies '{constraint.text}'{because}. Without it the best is {best}."
     if not found.too_large:
         samples = "sequences" if question.shape is None else "images"
         batches = f"a batch of {question.batch} {samples} over {model.cluster.num_devices} devices"
@@ -239,8 +242,8 @@ def _changed(change: str, candidates: Sequence[Candidate], before: float) -> Sen
 
 
 def fewer_nodes(cluster: Cluster) -> list[Cluster]:
-    """Returns parts of the cluster, the largest first: up to 8 nodes, and numbers that batches divide well over."""
-    counts = {*range(1, 9), *(base << shift for base in (1, 3) for shift in range(cluster.num_nodes.bit_length()))}
+    """Returns parts of the cluster, the largest first: up to 16 nodes, and numbers that batches divide well over."""
+    counts = {*range(1, 17), *(base << shift for base in (1, 3) for shift in range(cluster.num_nodes.bit_length()))}
     fewer = sorted((count for count in counts if count < cluster.num_nodes), reverse=True)
     return [replace(cluster, num_nodes=count) for count in fewer]
 

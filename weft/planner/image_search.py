@@ -52,7 +52,7 @@ class ImageSearch(Search):
                 for hand_over in ("gather", "batch"):
                     tile = Tile(rows, columns, until, hand_over, fused)  # type: ignore[arg-type]
                     is_whole = sections.handed_over_at(tile) < len(sections.whole)
-                    if (hand_over == "batch" and not is_whole) or not self._is_asked(Plan(tile=tile), "tile."):
+                    if (hand_over == "batch" and not is_whole) or not self._asked.holds_inner(Plan(tile=tile), "tile."):
                         continue
                     try:
                         sections.under(tile)
@@ -60,10 +60,6 @@ class ImageSearch(Search):
                         self._refused.setdefault(str(error), name)
                         return
                     yield tile
-
-    def _is_asked(self, plan: Plan, fields: str) -> bool:
-        """Does the plan satisfy the constraints whose field starts with `fields`?"""
-        return all(one.holds(plan) for one in self._inner if one.name.startswith(fields))
 
     def _pipes(self, degree: int, inner: Plan) -> list[Pipe]:
         if degree == 1:

@@ -16,17 +16,19 @@ from functools import cached_property
 from heapq import heapify, heapreplace
 
 from weft.plan import Plan
-from weft.planner.closed_form_memory import Sizes, rank_memory
+from weft.planner.closed_form_memory import Sizes, WorkingMemory, bytes_of_rank, least_bytes, rank_working
 from weft.planner.stage_units import ModelUnits, StageUnits, UnitSeconds, with_recompute
 
 SCHEDULES = ("1f1b", "interleaved")  # whose early ranks hold more micro-batches than late ones
+ROUNDING = 1 - 1e-9  # bounds of times are so much lower, as sums in another order are rounded differently
 
 
 @dataclass(frozen=True)
-class StageChoice:
-    """Chooses the stages of a plan such that each rank needs at most `limit_bytes`.
+class StageCosts:
+    """Memory and seconds of a plan's pipeline ranks for any number of blocks, without the state of their parameters.
 
-    `sizes` are those of the plan. If the plan recomputes, these have `again`, and only the first stages recompute.
+    Plans that differ only in data, shard and offloaded state share them. `sizes` are those of `plan`. If it recomputes,
+    these have `again`, and only the first stages recompute.
     """
 
     plan: Plan
@@ -34,20 +36,64 @@ class StageChoice:
     units: ModelUnits
     seconds: UnitSeconds
     num_micro_batches: int
+
+    @cached_property
+    def _working(self) -> dict[tuple[int, int, bool, int], WorkingMemory]:
+        return {}
+
+    @cached_property
+    def chunks(self) -> int:
+        """The number of stages of each rank."""
+        return self.plan.pipe.num_stages // self.plan.pipe.degree
+
+    def working(self, rank: int, num_recomputed: int, has_last: bool, num_blocks: int) -> WorkingMemory:
+        """The working memory of a rank with so many blocks, if so many of its stages recompute."""
+        key = rank, num_recomputed, has_last, num_blocks
+        if key not in self._working:
+            own = with_recompute(_spread(num_blocks, self.chunks, rank == 0, has_last), num_recomputed)
+            self._working[key] = rank_working(self.sizes, self.plan, own, rank, self.num_micro_batches)
+        return self._working[key]
+
+    @cached_property
+    def _may_fit(self) -> dict[float, bool]:
+        return {}
+
+    def may_fit(self, limit_bytes: float) -> bool:
+        """May any of the plans fit, if all of its stages recompute and its state takes no memory?"""
+        if limit_bytes not in self._may_fit:
+            choice = StageChoice(self, self.plan, limit_bytes, least_bytes)
+            self._may_fit[limit_bytes] = choice.may_fit(self.plan.pipe.num_stages)
+        return self._may_fit[limit_bytes]
+
+
+@dataclass(frozen=True)
+class StageChoice:
+    """Chooses the stages of a plan such that each rank needs at most `limit_bytes`.
+
+    `rank_bytes` is the memory of a rank under the plan, from its working memory.
+    """
+
+    costs: StageCosts
+    plan: Plan
     limit_bytes: float
+    rank_bytes: Callable[[WorkingMemory], float]
 
-    def with_stages(self) -> Plan | None:
-        """Returns the plan with `pipe.split` such that it fits; None without such stages."""
-        shares = self._shares(0) if self._may_fit(0) else None
-        return None if shares is None else self._split(shares)
+    @classmethod
+    def of(cls, costs: StageCosts, plan: Plan, limit_bytes: float) -> StageChoice:
+        """Returns the choice for a plan that has these costs."""
+        return cls(costs, plan, limit_bytes, bytes_of_rank(costs.sizes, plan, costs.num_micro_batches))
 
-    def with_recompute(self) -> Plan | None:
-        """Returns the plan with the stages and the number of recomputed ones for which the slowest rank is fastest.
+    def shares(self) -> list[int] | None:
+        """The blocks of each rank with which the plan fits; None without such."""
+        return self._shares(0) if self.may_fit(0) else None
+
+    def recompute(self) -> tuple[int, list[int]] | None:
+        """The number of recomputed stages, and the blocks of each rank, for which the slowest rank is fastest.
 
         Of equally fast ones, fewer stages recompute. Returns None if it does not fit, or if all stages must recompute.
         """
         num_stages = self.plan.pipe.num_stages
-        if not self._may_fit(num_stages):
+        if not self.costs.may_fit(self.limit_bytes) or not self.may_fit(num_stages):
             return None
         low, high = 1, num_stages  # more stages that recompute need less memory
         while low < high:
@@ -58,22 +104,34 @@ class StageChoice:
             shares = self._shares(count)
             if shares is not None:
                 found.append((max(self._rank_seconds(count, shares)), count, shares))
-        if not found:
-            return None
-        _, count, shares = min(found)
-        plan = self._split(shares)
-        return replace(plan, memory=replace(plan.memory, recompute_stages=count))
+        return min(found)[1:] if found else None
+
+    def with_stages(self) -> Plan | None:
+        """Returns the plan with `pipe.split` such that it fits; None without such stages."""
+        shares = self.shares()
+        return None if shares is None else self.plan_of(0, shares)
+
+    def with_recompute(self) -> Plan | None:
+        """Returns the plan with the stages of `recompute`; None without such."""
+        found = self.recompute()
+        return None if found is None else self.plan_of(*found)
+
+    def bound(self, count: int, shares: Sequence[int]) -> float:
+        """A lower bound of the seconds of a step with these stages, of which the first `count` recompute."""
+        seconds = self._rank_seconds(count, shares)
+        wait = (sum(seconds) - max(seconds)) / self.costs.chunks
+        return (self.costs.num_micro_batches * max(seconds) + wait) * ROUNDING
 
     @property
     def _chunks(self) -> int:
-        return self.plan.pipe.num_stages // self.plan.pipe.degree
+        return self.costs.chunks
 
-    def _may_fit(self, count: int) -> bool:
+    def may_fit(self, count: int) -> bool:
         """Can the plan's stages be chosen, and may they fit if the first `count` stages recompute?
 
         No rank holds more than the first, and less than the last without the head.
         """
-        pipe, num_blocks = self.plan.pipe, self.units.num_blocks
+        pipe, num_blocks = self.plan.pipe, self.costs.units.num_blocks
         is_free = pipe.degree > 1 and not pipe.split and pipe.num_stages <= num_blocks
         if not is_free or pipe.schedule not in SCHEDULES:
             return False
@@ -93,12 +151,11 @@ class StageChoice:
     def _most(self, rank: int, num_recomputed: int, has_last: bool) -> int:
         """The most blocks with which a rank fits, if so many of its stages recompute."""
         key = rank, num_recomputed, has_last
-
-        def num_bytes(count: int) -> float:
-            own = with_recompute(_spread(count, self._chunks, rank == 0, has_last), num_recomputed)
-            return rank_memory(self.sizes, self.plan, own, rank, self.num_micro_batches).total_bytes
-
         if key not in self._limits:
+
+            def num_bytes(count: int) -> float:
+                return self.rank_bytes(self.costs.working(rank, num_recomputed, has_last, count))
+
             self._limits[key] = _most_blocks(num_bytes, self._chunks, self.limit_bytes)
         return self._limits[key]
 
@@ -108,16 +165,17 @@ class StageChoice:
 
     def _fits(self, count: int) -> bool:
         limits = self._rank_limits(count)
-        return min(limits) >= self._chunks and sum(limits) >= self.units.num_blocks
+        return min(limits) >= self._chunks and sum(limits) >= self.costs.units.num_blocks
 
     def _block_seconds(self, rank: int, count: int) -> float:
         share = self._num_recomputed(rank, count) / self._chunks
-        return self.seconds.block + share * (self.seconds.recomputed - self.seconds.block)
+        seconds = self.costs.seconds
+        return seconds.block + share * (seconds.recomputed - seconds.block)
 
     @cached_property
     def _ends(self) -> list[float]:
-        last = self.plan.pipe.degree - 1
-        return [self.seconds.first * (rank == 0) + self.seconds.last * (rank == last) for rank in range(last + 1)]
+        last, seconds = self.plan.pipe.degree - 1, self.costs.seconds
+        return [seconds.first * (rank == 0) + seconds.last * (rank == last) for rank in range(last + 1)]
 
     def _rank_seconds(self, count: int, shares: Sequence[int]) -> list[float]:
         each = zip(self._ends, shares, strict=True)
@@ -126,14 +184,16 @@ class StageChoice:
     def _shares(self, count: int) -> list[int] | None:
         """The blocks of each rank if the first `count` stages recompute; None if they do not fit."""
         seconds = [self._block_seconds(rank, count) for rank in range(self.plan.pipe.degree)]
-        return _shares(self._rank_limits(count), self._ends, seconds, self.units.num_blocks, self._chunks)
+        return _shares(self._rank_limits(count), self._ends, seconds, self.costs.units.num_blocks, self._chunks)
 
-    def _split(self, shares: Sequence[int]) -> Plan:
-        """The plan with stages in which each rank has its share of the blocks."""
-        pipe, last = self.plan.pipe, len(shares) - 1
+    def plan_of(self, count: int, shares: Sequence[int]) -> Plan:
+        """The plan with stages in which each rank has its share of the blocks, and the first `count` recompute."""
+        pipe, memory, last = self.plan.pipe, self.plan.memory, len(shares) - 1
         own = [_spread(share, self._chunks, rank == 0, rank == last) for rank, share in enumerate(shares)]
         counts = [own[stage % pipe.degree][stage // pipe.degree].num_blocks for stage in range(pipe.num_stages)]
-        return replace(self.plan, pipe=replace(pipe, split=self.units.split(counts)))
+        if count:
+            memory = replace(memory, recompute=self.costs.plan.memory.recompute, recompute_stages=count)
+        return replace(self.plan, pipe=replace(pipe, split=self.costs.units.split(counts)), memory=memory)
 
 
 def _spread(num_blocks: int, chunks: int, has_first: bool, has_last: bool) -> tuple[StageUnits, ...]:

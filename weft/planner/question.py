@@ -21,6 +21,9 @@ from weft.schema import nearest, whole_number
 
 Objective = Literal["time", "cost", "devices"]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
+Value = float | str | bool | tuple[str, ...]
+LIST = "list"  # in place of the type of a field that is a list
+SHARE_STEP = 0.05  # of the shares of memory that are tried
 COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le,
     ">=": operator.ge,
@@ -61,14 +64,24 @@ class Constraint:
     text: str
     name: str
     comparison: str
-    value: float | str | bool
+    value: Value
 
-    def holds(self, plan: Plan) -> bool:
-        """Does the plan satisfy the condition?"""
+    def value_in(self, plan: Plan) -> Any:
+        """The plan's value of the field."""
         found: Any = plan
         for step in self.name.split("."):
             found = getattr(found, step)
-        return found is not None and self.compare(found)
+        return found
+
+    def holds(self, plan: Plan) -> bool:
+        """Does the plan satisfy the condition? A field without a value is equal to no number."""
+        found = self.value_in(plan)
+        return self.comparison == "!=" if found is None else self.compare(found)
+
+    @property
+    def is_equal(self) -> bool:
+        """Does it state the value of the field?"""
+        return self.comparison in ("=", "==")
 
     def compare(self, found: Any) -> bool:
         """Does a value of the field satisfy the condition?"""
@@ -117,21 +130,56 @@ class Question:
             raise ConfigError(f"a batch of {self.batch} sequences of {self.sequence} tokens is empty; both at least 1")
 
 
-# Fields that the search has no candidates for. A question that asks for a value of one is answered with that value.
-NOT_TRIED = (
-    *(
-        f"memory.{name}"
-        for name in ("recompute_stages", "accumulate", "master", "state", "delay", "activations", "weights")
-    ),
-    *(f"pipe.{name}" for name in ("batches", "in_flight", "balance", "shadow")),
-    *(f"communication.{name}" for name in ("between", "gather", "scatter", "reduce")),
-    *("matmul", "exact", "hierarchical", "statistics", "tensor.chunks"),
+def _fields() -> dict[str, Any]:
+    """Returns every field of the plan that a constraint may name, with its type."""
+    found: dict[str, Any] = {}
+    for name, hint in get_type_hints(Plan).items():
+        inner = _TABLES.get(name)
+        found |= {f"{name}.{k}": h for k, h in get_type_hints(inner).items()} if inner else {name: hint}
+    return {**found, "tile.degree": int}
+
+
+# Fields that the search tries several values of. A question that excludes the default of any other field is answered
+# with a value of that field that satisfies the question (`asked_fields`).
+TRIED = frozenset(
+    (
+        *(axis.degree for axis in AXES.values()),
+        *("pipe.schedule", "pipe.chunks", "shard.stage", "tensor.sequence", "tensor.regather", "context.kind"),
+        *("tile.degree", "tile.until", "tile.hand_over", "tile.fused"),
+        *("micro_batch", "memory.recompute", "memory.offload", "precision"),
+    )
 )
+NOT_TRIED = tuple(name for name in _fields() if name not in TRIED)
 
 
 def asked_fields(constraints: Sequence[Constraint]) -> dict[str, Any]:
-    """The values that constraints state for fields that the search does not try by itself."""
-    return {one.name: one.value for one in constraints if one.name in NOT_TRIED and one.comparison in ("=", "==")}
+    """The values that constraints ask for of fields that the search does not try by itself.
+
+    Each is the stated value, or the value nearest to the default that satisfies all constraints on the field. Raises
+    ConfigError if they contradict each other.
+    """
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(one.name for one in constraints if one.name in NOT_TRIED):
+        own = [one for one in constraints if one.name == name]
+        if not any(one.is_equal for one in own) and all(one.holds(Plan()) for one in own):
+            continue
+        values = [value for value in _candidates(own) if all(one.compare(value) for one in own)]
+        if not values:
+            raise ConfigError(f"constraints {' and '.join(map(repr, (one.text for one in own)))} leave no {name}")
+        found[name] = values[0]
+    return found
+
+
+def _candidates(constraints: Sequence[Constraint]) -> list[Any]:
+    """Values of the field of these constraints, some of which satisfy each of them alone."""
+    kind = _kind_of(constraints[0].text, constraints[0].name)
+    if kind is bool:
+        return [False, True]
+    if isinstance(kind, tuple):
+        return [*kind] if kind[0] != LIST else [(), *((one,) for one in kind[1:])]
+    step = 1 if kind is int else SHARE_STEP
+    stated = [one.value for one in constraints if isinstance(one.value, int | float)]
+    return [*stated, *(value + step for value in stated), *(max(0, value - step) for value in stated)]
 
 
 def with_fields(plan: Plan, values: Mapping[str, Any]) -> Plan:
@@ -183,28 +231,26 @@ def _none_of(text: str, what: str) -> Constraint:
     return Constraint(text, name, "=", none)
 
 
-def _fields() -> dict[str, Any]:
-    """Returns every field of the plan that a constraint may name, with its type."""
-    found: dict[str, Any] = {}
-    for name, hint in get_type_hints(Plan).items():
-        inner = _TABLES.get(name)
-        found |= {f"{name}.{k}": h for k, h in get_type_hints(inner).items()} if inner else {name: hint}
-    return {**found, "tile.degree": int}
-
-
 def _kind_of(text: str, name: str) -> Any:
-    """The type of a field, or a tuple of its possible values."""
+    """The type of a field, or a tuple of its possible values; of a list, LIST and its possible members."""
     fields = _fields()
     if name not in fields:
         raise ConfigError(f"constraint '{text}': a plan has no '{name}'{nearest(name, [*fields, *_SHORT])}")
     hint = fields[name]
     options = [kind for kind in get_args(hint) if kind is not type(None)]
+    if Ellipsis in options:
+        return (LIST, *get_args(options[0]))
     if options and all(isinstance(option, type) for option in options):
         return options[0]  # int | None
     return int if options and all(type(option) is int for option in options) else tuple(options) or hint
 
 
-def _value(text: str, raw: str, kind: Any) -> float | str | bool:
+def _value(text: str, raw: str, kind: Any) -> Value:
+    if isinstance(kind, tuple) and kind[0] == LIST:
+        if raw in kind[1:]:
+            return (raw,)
+        one_of = f"one of {', '.join(kind[1:])}" if kind[1:] else "a value in a plan file (weft plan FILE)"
+        raise ConfigError(f"constraint '{text}': the field is a list, so '{raw}' cannot be compared; use {one_of}")
     if kind is bool and raw in ("true", "false"):
         return raw == "true"
     if kind is int and raw.isdigit() and len(raw) < 10:

@@ -26,23 +26,23 @@ from weft.parallel.apply import STRATEGIES
 from weft.pipeline.build import refuse as refuse_pipeline
 from weft.plan import Memory as MemoryPolicy
 from weft.plan import Pipe, Plan, Recompute, Shard
-from weft.planner.candidate import Candidate, SearchResult, rank, with_share
+from weft.planner.asked import AskedFields
+from weft.planner.candidate import Candidate, SearchResult, offloaded, rank
 from weft.planner.closed_form_memory import RankMemory, Sizes, plan_sizes
-from weft.planner.common_costs import CommonCosts, TextCosts
+from weft.planner.common_costs import CommonCosts, TextCosts, costs_of_stages
 from weft.planner.memory_stages import StageChoice
-from weft.planner.question import Question, asked_fields, size_settings, with_fields
+from weft.planner.question import Constraint, Question, size_settings, with_fields
 from weft.planner.smaller_forms import IN_FLIGHT, STAGES, may_recompute, smaller_forms
 from weft.planner.step import StepModel
 from weft.profiling import Profile
 from weft.schedule.schedules import SCHEDULES, refuse_schedule
-from weft.sharding.host_memory import KEPT_FREE_BYTES
 from weft.strategy import SearchSpace, Strategy, divisors
 
 MAX_MICRO_BATCH = 64
 NUM_TIMED = 48  # plans, the best in closed form, that are timed by simulation
 NUM_TOO_LARGE = 5
+CLOSED_FORM_ERROR = 1.1  # times in closed form are at most so many times those by simulation
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
-OFFLOAD, SHARES = "memory.offload", [share / 20 for share in range(21)]
 
 
 @dataclass(frozen=True)
@@ -104,17 +104,10 @@ class Model:
         """The costs that the plan shares with plans that differ only in data, shard and offloaded state."""
         return TextCosts(plan, num_micro_batches, self.steps, self._sizes_of)
 
-    def with_stages_that_fit(self, plan: Plan, num_micro_batches: int, limit_bytes: float) -> Plan | None:
-        """Returns the plan with the fastest stages with which it fits, named in `pipe.split`; None without such."""
-        choice = self.stage_choice(plan, num_micro_batches, limit_bytes)
-        return None if choice is None else choice.with_stages()
-
     def stage_choice(self, plan: Plan, num_micro_batches: int, limit_bytes: float) -> StageChoice | None:
         """Returns what chooses the plan's stages by memory; None if the model's blocks are not equal."""
-        if self.steps.units is None:
-            return None
-        sizes, seconds = self._sizes_of(plan), self.steps.unit_seconds(plan)
-        return StageChoice(plan, sizes, self.steps.units, seconds, num_micro_batches, limit_bytes)
+        costs = costs_of_stages(plan, num_micro_batches, self.steps, self._sizes_of)
+        return None if costs is None else StageChoice.of(costs, plan, limit_bytes)
 
     def seeker(self, question: Question, keep: int) -> Search:
         """Returns the search over plans for this model."""
@@ -142,13 +135,8 @@ class Search(ABC):
         self._large: dict[tuple[int, ...], Candidate] = {}  # by layout, the plan that is nearest to fit
         self._reasons: dict[tuple[tuple[str, Any], ...], str | None] = {}  # by fields of a plan, why they are refused
         self._refused: dict[str, str] = {}  # by reason, the first plan that was refused for it
-        self._inner = [one for one in question.constraints if one.is_inner]
-        self._outer = [one for one in question.constraints if not one.is_inner and one.name != OFFLOAD]
-        self._asked = asked_fields(question.constraints)
-        self._names = frozenset(one.name for one in question.constraints)
-        self._of_pipe = [one for one in question.constraints if one.name in ("pipe.schedule", "pipe.chunks")]
-        limits = [one for one in question.constraints if one.name == OFFLOAD]
-        self._shares = [share for share in SHARES if all(one.compare(share) for one in limits)]
+        self._asked = AskedFields(question.constraints)
+        self._names, self._shares = self._asked.names, self._asked.shares
 
     def run(self) -> SearchResult:
         """Runs the search."""
@@ -166,7 +154,21 @@ class Search(ABC):
         large = sorted(large, key=lambda candidate: candidate.memory.total_bytes)[:NUM_TOO_LARGE]
         refused = tuple((what, reason) for reason, what in self._refused.items())
         least = 0.0 if math.isinf(least) else least * self.num_devices
-        return SearchResult(tuple(timed), tuple(large), refused, self.num_considered, least)
+        return SearchResult(tuple(timed), tuple(large), refused, self.num_considered, least, self._unmet())
+
+    def _unmet(self) -> dict[str, str]:
+        """By the text of each constraint that no plan satisfied, the reason."""
+        unmet = [one for one in self.question.constraints if not self._asked.is_met(one)]
+        return {one.text: self._asked.reason(one, self._reason_alone(one)) for one in unmet}
+
+    def _reason_alone(self, constraint: Constraint) -> str | None:
+        """The reason why a plan with nothing but the value that the constraint states is refused; None if it is not."""
+        if not constraint.is_equal or constraint.name == "tile.degree":
+            return None
+        try:
+            return self._reason(with_fields(self._base, {constraint.name: constraint.value}))
+        except PlanError as error:
+            return str(error)
 
     @property
     def _base(self) -> Plan:
@@ -179,7 +181,8 @@ class Search(ABC):
 
         The other axes have degree 1. Bounds with collectives are computed for plans whose kernels may be fast enough.
         """
-        plans = [one for plan in self._settings(self._base, STRATEGIES) for one in self._policies(plan)]
+        base = self._asked.shaped(self._base)
+        plans = [one for plan in self._settings(base, STRATEGIES) for one in self._policies(plan)]
         queue = [(self._inner_bound(plan, self.steps.kernel_seconds(plan)), index) for index, plan in enumerate(plans)]
         heapq.heapify(queue)
         bounds: dict[int, float] = {}
@@ -233,8 +236,8 @@ class Search(ABC):
                 continue
             for recompute in RECOMPUTES[:1] if inner.tensor.regather else RECOMPUTES:
                 plan = replace(inner, micro_batch=micro_batch, memory=MemoryPolicy(recompute))
-                if all(one.holds(plan) for one in self._inner):
-                    yield plan
+                if self._asked.holds_inner(plan):
+                    yield self._asked.shaped(plan) if self._asked.fields else plan
 
     @abstractmethod
     def _pipes(self, degree: int, inner: Plan) -> list[Pipe]:
@@ -269,12 +272,12 @@ class Search(ABC):
                 for shard in divisors(ranks):
                     for stage in (1, 2, 3) if shard > 1 else (1,):
                         plan = replace(inner, data=ranks // shard, pipe=pipe, shard=Shard(shard, stage))  # type: ignore[arg-type]
-                        if self._asked:
+                        if self._asked.fields:
                             made = self._with_asked(plan, num_micro_batches)
                             if made is None:
                                 continue
                             plan = made
-                        if all(one.holds(plan) for one in self._outer) and self._allows(plan, num_micro_batches):
+                        if self._asked.holds_outer(plan) and self._allows(plan, num_micro_batches):
                             common = common or self.model.common(plan, num_micro_batches)
                             self._consider(plan, common)
 
@@ -284,7 +287,7 @@ class Search(ABC):
         Returns None, and remembers the reason, if such a plan is refused.
         """
         try:
-            plan = with_fields(plan, self._asked)
+            plan = with_fields(plan, self._asked.fields)
             pipe = plan.pipe
             reason = refuse_schedule(pipe.schedule, pipe.degree, num_micro_batches, **pipe.options)
             reason = reason or refuse_pipeline(self.model.profile, plan) or self._reason(plan)
@@ -292,36 +295,17 @@ class Search(ABC):
             reason = str(error)
         if reason is not None:
             self._refused.setdefault(reason, plan.describe_axes())
+            self._asked.refuse(reason)
         return plan if reason is None else None
 
     def _is_slow(self, seconds: float) -> bool:
-        """Are all plans kept so far faster than `seconds`, and are there enough of them?"""
-        return seconds >= self.limit_seconds or (len(self._best) >= self._room and seconds >= -self._best[0][0])
+        """Are all plans kept so far faster than `seconds`, and are there enough of them? Or is the limit lower?"""
+        is_over = seconds >= self.limit_seconds * CLOSED_FORM_ERROR
+        return is_over or (len(self._best) >= self._room and seconds >= -self._best[0][0])
 
     def _time(self, candidate: Candidate) -> Candidate:
         step = self.steps.step(candidate.plan, candidate.num_micro_batches)
         return replace(candidate, seconds=step.seconds, step=step)
-
-    def _offloaded(self, candidate: Candidate, common: CommonCosts) -> Candidate | None:
-        """Returns the candidate with the smallest allowed share of its state in host memory with which it fits.
-
-        Returns None if there is no such share.
-        """
-        node = self.steps.cluster.node
-        is_hopeless = candidate.memory.least_bytes > self.limit_bytes
-        if node.host_link_bytes_per_second is None or not self._shares or is_hopeless:
-            return None
-        held = candidate.memory.total_bytes
-        hosted = held - with_share(candidate, 1.0, common).memory.total_bytes
-        least = max(0.0, (held - self.limit_bytes) / hosted) if hosted > 0 else 2.0
-        share = next((share for share in self._shares if share >= least), None)
-        room = node.host_memory_bytes / node.num_devices - KEPT_FREE_BYTES
-        if share is None or hosted * share > room:
-            return None
-        found = with_share(candidate, share, common)
-        if found.memory.total_bytes > self.limit_bytes:
-            return None
-        return replace(found, seconds=common.seconds(found.plan))
 
     def _try_smaller(self, plan: Plan, common: CommonCosts) -> None:
         """Tries a plan that does not fit with other stages, fewer micro-batches in flight, and `regather`, if it then
@@ -339,9 +323,9 @@ class Search(ABC):
                     self._consider(form.form_of(plan), form)
                     break
                 if form is forms[0]:
-                    self._try_other_stages(form.form_of(plan), held, common.num_micro_batches)
+                    self._try_other_stages(form.form_of(plan), held, form)
                     if may_recompute(plan, self._names):
-                        self._try_recompute(form.form_of(plan), common.num_micro_batches)
+                        self._try_recompute(form.form_of(plan), form)
 
     def _forms(self, plan: Plan, common: CommonCosts) -> list[list[CommonCosts]]:
         """Returns the costs of the plan's smaller forms, which plans with the same common costs share."""
@@ -353,15 +337,25 @@ class Search(ABC):
 
     def _is_hopeless(self, plan: Plan, common: CommonCosts) -> bool:
         """Does no plan with these common costs fit, in no smaller form and without any state?"""
-        if common.floor_bytes <= self.limit_bytes or may_recompute(plan, self._names):
+        if common.floor_bytes <= self.limit_bytes:
             return False
-        return all(map(self._is_too_large, self._forms(plan, common)))
+        if common.is_hopeless is None:
+            forms = self._forms(plan, common)
+            common.is_hopeless = all(map(self._is_too_large, forms)) and not self._may_recompute(plan, forms)
+        return common.is_hopeless
+
+    def _may_recompute(self, plan: Plan, forms: list[list[CommonCosts]]) -> bool:
+        """May any of these forms of a plan fit, without any state, with recompute in some stages?"""
+        if not may_recompute(plan, self._names):
+            return False
+        found = (form[0].stage_costs(kind) for form in forms for kind in RECOMPUTES[1:])
+        return any(costs is not None and costs.may_fit(self.limit_bytes) for costs in found)
 
     def _is_too_large(self, forms: list[CommonCosts]) -> bool:
         """Does none of these forms of a plan fit, without any state, and the first not with other stages either?"""
         return min(forms[-1].floor_bytes, forms[0].halved_floor_bytes) > self.limit_bytes
 
-    def _try_other_stages(self, plan: Plan, held: RankMemory, num_micro_batches: int) -> None:
+    def _try_other_stages(self, plan: Plan, held: RankMemory, form: CommonCosts) -> None:
         """Tries the plan, which needs `held`, with stages that fit, if there are such.
 
         The first rank of 1f1b holds up to twice as many micro-batches as ranks do in the mean, which other stages
@@ -369,23 +363,29 @@ class Search(ABC):
         """
         if held.total_bytes - held.saved_bytes / 2 > self.limit_bytes or not self._names.isdisjoint(STAGES):
             return
-        found = self.model.with_stages_that_fit(plan, num_micro_batches, self.limit_bytes)
-        if found is not None:
-            self._consider_if_fits(found, num_micro_batches)
+        costs = form.stage_costs("none")
+        choice = None if costs is None else StageChoice.of(costs, plan, self.limit_bytes)
+        shares = None if choice is None else choice.shares()
+        if choice is not None and shares is not None:
+            self._consider_stages(choice, 0, shares)
 
-    def _try_recompute(self, plan: Plan, num_micro_batches: int) -> None:
+    def _try_recompute(self, plan: Plan, form: CommonCosts) -> None:
         """Tries a plan that does not fit with recompute in as few stages as it fits with."""
         for kind in RECOMPUTES[1:]:
-            some = replace(plan, memory=replace(plan.memory, recompute=kind, recompute_stages=1))
-            choice = self.model.stage_choice(some, num_micro_batches, self.limit_bytes)
-            if choice is None or not all(one.holds(some) for one in self._inner):
+            costs = form.stage_costs(kind)
+            if costs is None or not all(one.holds(costs.plan) for one in self._asked.inner):
                 continue
-            found = choice.with_recompute()
+            choice = StageChoice.of(costs, plan, self.limit_bytes)
+            found = choice.recompute()
             if found is not None:
-                self._consider_if_fits(found, num_micro_batches)
+                self._consider_stages(choice, *found)
 
-    def _consider_if_fits(self, plan: Plan, num_micro_batches: int) -> None:
-        common = self.model.common(plan, num_micro_batches)
+    def _consider_stages(self, choice: StageChoice, count: int, shares: Sequence[int]) -> None:
+        """Considers a plan with other stages, of which the first `count` recompute, if it fits and may be fast."""
+        if self._is_slow(choice.bound(count, shares)):
+            return
+        plan = choice.plan_of(count, shares)
+        common = self.model.common(plan, choice.costs.num_micro_batches)
         if common.memory(plan).total_bytes <= self.limit_bytes:
             self._consider(plan, common)
 
@@ -414,7 +414,7 @@ class Search(ABC):
         if is_large and not plan.tensor.regather and not is_capped:
             self._try_smaller(plan, common)
         if is_large or self._shares[:1] != [0.0]:
-            candidate = self._offloaded(candidate, common)
+            candidate = offloaded(candidate, common, self._shares, self.steps.cluster.node)
         if candidate is None or self._is_slow(candidate.seconds):
             return
         item = (-candidate.seconds, -number, candidate)
@@ -443,4 +443,4 @@ class TextSearch(Search):
         most = self.model.num_blocks // degree
         found = [Pipe(degree, name) for name in SCHEDULES if name != "interleaved"]  # type: ignore[arg-type]
         found += [Pipe(degree, "interleaved", chunks=chunks) for chunks in range(2, most + 1)]
-        return [pipe for pipe in found if all(one.holds(Plan(pipe=pipe)) for one in self._of_pipe)]
+        return [pipe for pipe in found if self._asked.holds_pipe(Plan(pipe=pipe))]
