@@ -7,6 +7,8 @@ import logging
 import os
 import resource
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -448,6 +450,22 @@ def test_threads_hash_the_same_and_find_a_flipped_bit(tmp_path: Path, monkeypatc
     file.write_bytes(data)
     with pytest.raises(CheckpointError, match="do not match their SHA-256"):
         Checkpoint(folder).read("w", "parameter")
+
+
+@pytest.mark.processes
+def test_a_save_in_flight_is_finished_when_the_program_ends(tmp_path: Path) -> None:
+    """Its hashes too, by several threads, though nobody waits for it."""
+    program = (
+        "import sys, torch\n"
+        "from pathlib import Path\n"
+        "from weft.checkpoint import Piece, Region, Saver\n"
+        "torch.set_num_threads(4)\n"
+        "numbers = torch.arange(2.0**23)\n"
+        "pieces = [Piece('w', 'parameter', Region.whole((2**23,)), numbers)]\n"
+        "Saver(Path(sys.argv[1]), 0, 1, 'abcd').save(3, pieces, {})\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
+    assert torch.equal(Checkpoint(tmp_path / "step-00000003").read("w", "parameter"), torch.arange(2.0**23))
 
 
 # ---------------------------------------------------------------- saving

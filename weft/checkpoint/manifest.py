@@ -9,9 +9,10 @@ pieces. Rank 0 merges the partial manifests, and checks the result as the loader
 import hashlib
 import json
 import re
-from collections import defaultdict
+import threading
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 512 * 2**20
 # Each chunk of a piece has its own hash, so that a rank that needs a part of a large piece does not read all of it.
 HASH_CHUNK_BYTES = 4 * 2**20
-MOST_HASH_THREADS = 16
 
 DTYPES = {
     "F64": torch.float64,
@@ -92,12 +92,25 @@ class Manifest:
 
 
 def chunk_hashes(piece: Tensor, chunks: Sequence[int]) -> list[str]:
-    """The SHA-256 of each of some chunks of a contiguous 1-D host tensor, by as many threads as torch may use here."""
-    num_threads = min(len(chunks), torch.get_num_threads(), MOST_HASH_THREADS)
-    if num_threads <= 1:
-        return [_chunk_hash(piece, chunk) for chunk in chunks]
-    with ThreadPoolExecutor(num_threads) as threads:  # hashlib holds no lock of Python's while it computes
-        return list(threads.map(lambda chunk: _chunk_hash(piece, chunk), chunks))
+    """The SHA-256 of each of some chunks of a contiguous 1-D host tensor, by as many threads as torch may use here.
+
+    Not by an executor: those take no work at the end of a program, when a save may still be in flight.
+    """
+    found, left = dict[int, str](), deque(chunks)
+
+    def work() -> None:
+        with suppress(IndexError):  # none is left
+            while True:
+                chunk = left.popleft()
+                found[chunk] = _chunk_hash(piece, chunk)
+
+    helpers = [threading.Thread(target=work) for _ in range(min(len(chunks), torch.get_num_threads()) - 1)]
+    for helper in helpers:
+        helper.start()
+    work()
+    for helper in helpers:
+        helper.join()
+    return [found[chunk] for chunk in chunks]
 
 
 def _chunk_hash(piece: Tensor, chunk: int) -> str:
