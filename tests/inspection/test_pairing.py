@@ -21,7 +21,7 @@ from weft.errors import PlanError
 from weft.inspection.live_bytes import LiveTensors
 from weft.inspection.pairing import pair
 from weft.inspection.parameter_cut import Cut, share, share_units, stack_intervals
-from weft.inspection.split_probe import MAX_PROBED_WIDTH, is_feature_wise
+from weft.inspection.split_probe import MAX_PROBED_WIDTH, is_feature_wise, is_linear
 from weft.inspection.tensor_splits import Pairing, SplitPart, is_norm
 from weft.models import GPT2, Decoder, DecoderConfig, GPT2Config
 from weft.parallel.tensor.cuts import parameter_cuts
@@ -842,3 +842,24 @@ def test_attention_without_known_names_is_seen_to_mix_tokens(mixes: bool) -> Non
     assert found.splits["blocks.0.a"].kind == "gathered"
     reason = "its tokens depend on each other, and weft does not know it as attention"
     assert found.mixers == ({"blocks.0": reason} if mixes else {})
+
+
+class _Clamped(nn.Linear):
+    """Keeps its weight small."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(hidden)
+
+
+class _Noted(nn.Linear):
+    """Computes what its class does."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.last_shape = hidden.shape
+        return super().forward(hidden)
+
+
+def test_a_linear_that_changes_its_weight_is_no_plain_one() -> None:
+    assert is_linear(_Noted(8, 8))
+    assert not is_linear(_Clamped(8, 8))
