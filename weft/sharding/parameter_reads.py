@@ -148,7 +148,7 @@ class _Operations(TorchFunctionMode):
         """Refuse to change a parameter, or a view of one, of which the optimizer would not see the change."""
         storage = tensor.untyped_storage()._cdata
         flat = next((one for one in self._all_flats if one.whole.untyped_storage()._cdata == storage), None)
-        if flat is None or not flat.is_whole:  # one that is being gathered is not the model's to change
+        if flat is None or not flat.is_whole:  # while it is gathered, weft writes it
             return
         obstacle = None
         if flat.is_streamed:
