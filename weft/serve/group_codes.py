@@ -47,7 +47,8 @@ def group_range(grouped: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     wide = grouped.to(torch.promote_types(grouped.dtype, torch.float32))
     lowest, highest = wide.aminmax(dim=-1)
     least = _not_above(lowest)
-    return -_not_above(-(highest - least.to(wide.dtype)) / (2**bits - 1)), least
+    last = highest.new_full((), 2**bits - 1)  # by a number that is no tensor, torch does not divide exactly on GPUs
+    return -_not_above(-(highest - least.to(wide.dtype)) / last), least
 
 
 def codes_of(grouped: Tensor, scale: Tensor, least: Tensor, bits: int) -> Tensor:
