@@ -27,7 +27,14 @@ from weft.models.vision.pool_kernel import kernel_pools
 from weft.optim import update_kernel
 from weft.optim.update import update
 from weft.optim.update_kernel import update_by_kernel
-from weft.serve import decode_attention_kernel, fused, loki_kernel, packed_product_kernel, sampling_kernel
+from weft.serve import (
+    decode_attention_kernel,
+    four_bit_attention_kernel,
+    fused,
+    loki_kernel,
+    packed_product_kernel,
+    sampling_kernel,
+)
 from weft.serve.decode_attention_kernel import decode_attention_by_kernel
 from weft.serve.four_bit_attention_kernel import four_bit_attention_by_kernel
 from weft.serve.four_bit_cache import FourBitLayer
@@ -221,7 +228,7 @@ def four_bits() -> dict[str, dict[str, float]]:
         (torch.float32, (2, 1, 72), 70, 32),
         (torch.float16, (3, 1, 20), None, 16),  # the interpreter multiplies no matrices of bf16
     ):
-        decode_attention_kernel._PROGRAMS = num_programs
+        four_bit_attention_kernel._PROGRAMS = num_programs
         sizes = CacheSizes(13, 64, 4, num_key_heads, head_dim, dtype, torch.device("cpu"))
         layers = [FourBitLayer(sizes) for _ in range(2)]
         lengths = torch.tensor([1, 64, 130, 192], dtype=torch.int32)
