@@ -12,10 +12,10 @@ def _unpacking(shift: int, kind: str, magic: str, one: str, minus: str) -> tl.co
     Codes are put into the last bits of 128 (bf16) or 1024 (fp16), which is then subtracted, two numbers at a time: GPUs
     convert integers more slowly.
     """
+    given = f"shr.b32 c, $2, {shift}; and.b32 c, c, 0x0f0f0f0f; " if shift else "and.b32 c, $2, 0x0f0f0f0f; "
     return tl.constexpr(
-        f"{{ .reg .b32 a, b, c, d, e; shr.b32 c, $2, {shift}; mov.b32 d, {one}; mov.b32 e, {minus}; "
+        f"{{ .reg .b32 a, b, c, d, e; {given}mov.b32 d, {one}; mov.b32 e, {minus}; "
         f"prmt.b32 a, c, {magic}, 0x4140; prmt.b32 b, c, {magic}, 0x4342; "
-        f"and.b32 a, a, 0xff0fff0f; and.b32 b, b, 0xff0fff0f; "
         f"fma.rn.{kind} $0, a, d, e; fma.rn.{kind} $1, b, d, e; }}"
     )
 
