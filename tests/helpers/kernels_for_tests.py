@@ -269,7 +269,7 @@ def chosen() -> dict[str, dict[str, float]]:
         (torch.float32, (3, 1, 24), 40, LokiChoice(0.25, 0.25, 3, 20), 16),
         (torch.float16, (2, 2, 16), None, LokiChoice(0.25, 0.4, 5, 30), 16),
     ):
-        decode_attention_kernel._PROGRAMS = num_programs
+        decode_attention_kernel._PROGRAMS = loki_kernel._PROGRAMS = num_programs
         lengths = torch.tensor([1, 17, 50], dtype=torch.int32)
         tables = torch.randperm(48, dtype=torch.int32).reshape(3, 16)[:, :13]  # rows lie apart
         query = torch.randn(3, num_heads, head_dim).to(dtype)
