@@ -27,8 +27,11 @@ def _scores(
     BLOCK_SIZE: tl.constexpr, NUM_DIMS: tl.constexpr, WINDOW: tl.constexpr, NUM_PARTS: tl.constexpr,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """The scores of the tokens of a part by the queries of a key head, and the best of each query."""
-    request, key_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    """The scores of the tokens of a part by the queries of a key head, and the best of each query.
+
+    Neighbours handle the key heads of the same tokens, whose keys lie end to end in memory.
+    """
+    key_head, part, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     group: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
     length = tl.load(length_ptr + request * length_stride)
     oldest = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
@@ -59,10 +62,13 @@ def _scores(
 
 @triton.jit
 def _join(
-    score_ptr, best_ptr, score_stride, oldest, length, NEWEST: tl.constexpr, GROUP: tl.constexpr,
+    score_ptr, order_ptr, best_ptr, score_stride, oldest, length, NEWEST: tl.constexpr, GROUP: tl.constexpr,
     NUM_PARTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Put the joint scores of a group of queries in the place of the first one's; inf of tokens always chosen."""
+    """Put the joint scores of a group of queries in the place of the first one's, as integers of the same order.
+
+    Tokens that are always chosen have the highest integer, and places without a token the lowest.
+    """
     for start in range(oldest // CHUNK * CHUNK, length, CHUNK):
         token = start + tl.arange(0, CHUNK)
         valid = (token >= oldest) & (token < length)
@@ -72,16 +78,10 @@ def _join(
             own = tl.load(score_ptr + member * score_stride + token, mask=valid, other=float("-inf"))
             joint = tl.maximum(joint, own - best)
         joint = tl.where((token >= length - NEWEST) | (token == oldest), float("inf"), joint)
-        tl.store(score_ptr + token, joint, mask=valid)
+        bits = joint.to(tl.int32, bitcast=True)
+        order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        tl.store(order_ptr + token, tl.where(valid, order, -2147483648))
     tl.debug_barrier()  # they are read again
-
-
-@triton.jit
-def _ordered(score_ptr, place, oldest, length):
-    """Scores as integers of the same order, and which of them are of tokens that can be chosen."""
-    valid = (place >= oldest) & (place < length)
-    bits = tl.load(score_ptr + place, mask=valid, other=0.0).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), valid
 
 
 @triton.jit
@@ -100,32 +100,33 @@ def _choose(
     number = tl.maximum(tl.ceil(share * span.to(tl.float32)).to(tl.int32), NEWEST + 1)
     number = tl.where(span < DENSE_BELOW, span, tl.minimum(number, span))
     scores = score_ptr + row * GROUP * score_stride
-    _join(scores, best_ptr + row * GROUP * NUM_PARTS, score_stride, oldest, length, NEWEST, GROUP, NUM_PARTS, CHUNK)
+    orders, best = scores.to(tl.pointer_type(tl.int32)), best_ptr + row * GROUP * NUM_PARTS
+    _join(scores, orders, best, score_stride, oldest, length, NEWEST, GROUP, NUM_PARTS, CHUNK)
     lowest = -2147483648  # the largest integer so far that `number` scores reach
     for digit in range(16):
         step = 1 << (30 - 2 * digit)
         one, two = lowest + step, lowest + step + step
+        three = two + step
         counts = tl.zeros([CHUNK], tl.int32)  # of scores that reach one, two and three steps: ten bits each
         for start in range(oldest // CHUNK * CHUNK, length, CHUNK):
-            order, valid = _ordered(scores, start + place, oldest, length)
-            reached = (order >= one).to(tl.int32) + ((order >= two).to(tl.int32) << 10)
-            counts += tl.where(valid, reached + ((order >= two + step).to(tl.int32) << 20), 0)
+            order = tl.load(orders + start + place)
+            counts += (order >= one).to(tl.int32)
+            counts += tl.where(order >= two, 1 << 10, 0)
+            counts += tl.where(order >= three, 1 << 20, 0)
         steps = (tl.sum(counts & 1023, 0) >= number).to(tl.int32)
         steps += (tl.sum((counts >> 10) & 1023, 0) >= number).to(tl.int32)
         steps += (tl.sum(counts >> 20, 0) >= number).to(tl.int32)
         lowest += tl.where(steps > 0, step, 0) + tl.where(steps > 1, step, 0) + tl.where(steps > 2, step, 0)
     above = tl.zeros([CHUNK], tl.int32)
     for start in range(oldest // CHUNK * CHUNK, length, CHUNK):
-        order, valid = _ordered(scores, start + place, oldest, length)
-        above += (valid & (order > lowest)).to(tl.int32)
+        above += (tl.load(orders + start + place) > lowest).to(tl.int32)
     num_equal = number - tl.sum(above, 0)  # of those with the lowest score, so many are chosen
     num_seen, num_written = 0, 0
     for start in range(oldest // CHUNK * CHUNK, length, CHUNK):
-        order, valid = _ordered(scores, start + place, oldest, length)
-        equal = (valid & (order == lowest)).to(tl.int32)
+        order, token = tl.load(orders + start + place), start + place
+        equal = (order == lowest).to(tl.int32)
         is_first = (equal > 0) & (num_seen + tl.cumsum(equal, 0) <= num_equal)
-        taken = (valid & (order > lowest)) | is_first
-        token = start + place
+        taken = ((order > lowest) | is_first) & (token >= oldest) & (token < length)
         block = tl.load(table_ptr + request * table_stride + token // BLOCK_SIZE, mask=taken, other=0)
         target = num_written + tl.cumsum(taken.to(tl.int32), 0) - 1
         tl.store(chosen_ptr + row * chosen_stride + target, block * BLOCK_SIZE + token % BLOCK_SIZE, mask=taken)
@@ -152,12 +153,12 @@ def chosen_slots_by_kernel(
     (num_requests, num_heads, head_dim), num_key_heads = query.shape, keys.shape[1]
     assert query.stride()[1:] == (head_dim, 1), "the heads of a query lie end to end"
     num_parts = number_of_parts(num_requests, num_key_heads, _PROGRAMS)
-    width = tables.shape[1] * block_size
+    width = triton.cdiv(tables.shape[1] * block_size, _CHUNK) * _CHUNK  # chunks are whole
     scores = torch.empty(num_requests, num_heads, width, dtype=torch.float32, device=query.device)
     best = torch.empty(num_requests, num_heads, num_parts, dtype=torch.float32, device=query.device)
     chosen = torch.empty(num_requests, num_key_heads, most, dtype=torch.int32, device=query.device)
     counts = torch.empty(num_requests, num_key_heads, dtype=torch.int32, device=query.device)
-    _scores[(num_requests, num_key_heads, num_parts)](
+    _scores[(num_key_heads, num_parts, num_requests)](
         query, keys, tables, lengths, scores, best, query.stride(0), tables.stride(0), lengths.stride(0), width,
         NUM_HEADS=num_heads, NUM_KEY_HEADS=num_key_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, NUM_DIMS=num_dims,
         WINDOW=window or 0, NUM_PARTS=num_parts,
