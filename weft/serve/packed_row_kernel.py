@@ -6,7 +6,9 @@ product, and bias, residual or silu(gate) * up after it.
 Codes are the first operand of the product, which fills the tensor cores: these take 16 rows of the first and 8 columns
 of the second. Few rows of inputs would leave columns empty. So the inputs are cut into chunks, and a tile has all
 chunks of some outputs below each other, and all chunks of the inputs side by side. Its product is each chunk of codes
-times each chunk of inputs; those of the same chunk are added up at the end.
+times each chunk of inputs; those of the same chunk are added up at the end. Scales and least values belong to outputs,
+which are the rows, so they are applied to products: sum of (code * scale + least) * input = scale * sum of code * input
++ least * sum of inputs. The sums of inputs are a product with ones.
 """
 
 from __future__ import annotations
@@ -17,31 +19,52 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.models.attention import RMSNorm
-from weft.serve.unpacking_kernel import four_bit_numbers, fp8_numbers
+from weft.serve.unpacking_kernel import ones_like, raised_four_bit_numbers, small_fp8_numbers
 from weft.serve.weight_formats import AfterProduct
 
-_TILE = 64  # rows of codes: outputs times chunks
+_TILE, _LARGE_TILE = 64, 128  # rows of codes: outputs times chunks
+_MANY_PROGRAMS = 1024  # so many large tiles are better than twice as many tiles
 _MAX_CHUNKS = 8
 _WARPS = 2
 _STAGES = 4
 _SQUARES = 4096  # inputs that are squared at a time
+_IS_EARLY = True
+_PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
 
 
 @triton.jit
-def _range_of(both, DTYPE: tl.constexpr):
-    """A scale and a least value, from the 32 bits of both."""
-    scale = (both & 65535).to(tl.uint16).to(tl.float16, bitcast=True)
-    least = ((both >> 16) & 65535).to(tl.uint16).to(tl.float16, bitcast=True)
-    return scale.to(DTYPE)[:, None], least.to(DTYPE)[:, None]
+def _start_early(codes_at):
+    """Before the kernel in front has ended: let the next one start, ask for the first codes, then wait for the end.
+
+    Weights do not depend on the kernel in front, so they are on their way when its results come.
+    """
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.inline_asm_elementwise(_PREFETCH, "=r,l", [codes_at], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(_PREFETCH, "=r,l", [codes_at + 128], dtype=tl.int32, is_pure=False, pack=1)
+    tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def _normed_inputs(given, norms, exists, DTYPE: tl.constexpr, HAS_NORM: tl.constexpr):
-    """Inputs times the norm's weights. The norm's factor is the same for all of a row, and applied at the end."""
+def _add_group(total, product, sums, both, raised):
+    """Add a group's part of the results: from the product of codes that are raised, the sums of inputs, and the 32 bits
+    of a scale and a least value.
+    """
+    scale = (both & 65535).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    least = ((both >> 16) & 65535).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return product * scale[:, None] + (sums * (least - raised * scale)[:, None] + total)
+
+
+@triton.jit
+def _normed_inputs(given, norms, exists, factor, DTYPE: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Inputs times the norm's weights and a factor. The norm's own factor is the same for all of a row, and applied at
+    the end.
+    """
     inputs = tl.load(given, mask=exists, other=0.0)
     if HAS_NORM:
         weights = tl.load(norms, mask=exists, other=0.0)
         inputs = (inputs.to(tl.float32) * weights.to(tl.float32)).to(DTYPE)
+    if factor != 1.0:
+        inputs = (inputs.to(tl.float32) * factor).to(DTYPE)
     return inputs
 
 
@@ -95,7 +118,8 @@ def _product_of_rows(
     hidden_ptr, norm_ptr, code_ptr, range_ptr, bias_ptr, residual_ptr, out_ptr, eps, num_rows, num_in, num_results,
     hidden_stride, residual_stride, BITS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_GATED: tl.constexpr,
-    ROWS: tl.constexpr, CHUNKS: tl.constexpr, OUTPUTS: tl.constexpr, SQUARES: tl.constexpr, BY_PTX: tl.constexpr,
+    ROWS: tl.constexpr, CHUNKS: tl.constexpr, OUTPUTS: tl.constexpr, SQUARES: tl.constexpr, STAGES: tl.constexpr,
+    BY_PTX: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Inputs come in blocks, of one or two groups; none: codes are float8. Codes past the last are multiplied by 0."""
     dtype: tl.constexpr = hidden_ptr.dtype.element_ty
@@ -107,32 +131,45 @@ def _product_of_rows(
     output = place % OUTPUTS
     output = tl.minimum(begin + output % results, num_results - 1) + output // results * num_results
     chunk, row = column // ROWS, column % ROWS
-    codes_at = code_ptr + output.to(tl.int64)[:, None] * (num_blocks * width) + byte[None, :]
+    codes_at = code_ptr + output.to(tl.int64) * (num_blocks * width)
+    if IS_EARLY:
+        _start_early(codes_at + tl.minimum(place // OUTPUTS * size, num_blocks - 4) * width)
+    codes_at = codes_at[:, None] + byte[None, :]
     ranges_at = range_ptr + output.to(tl.int64) * (1 if GROUPS == 0 else num_blocks)  # both groups of a block in one
     given = hidden_ptr + row[None, :] * hidden_stride + byte[:, None]
     norms = norm_ptr + byte[:, None]
     total = tl.zeros([CHUNKS * OUTPUTS, CHUNKS * ROWS], tl.float32)
-    for step in range(size):
+    for step in tl.range(0, size, num_stages=STAGES):  # said here, so that ranges are loaded ahead too
         block = tl.minimum(place // OUTPUTS * size + step, num_blocks - 1)
         exists = ((chunk * size + step < num_blocks) & (row < num_rows))[None, :]
         start = ((chunk * size + step) * BLOCK)[None, :]
         codes = tl.load(codes_at + block[:, None] * width)
-        low_inputs = _normed_inputs(given + start, norms + start, exists, dtype, HAS_NORM)
-        if GROUPS > 0:
-            ranges = tl.load(ranges_at + block)
-            scale, least = _range_of(ranges, dtype)
-        if BITS == 4:
-            high_inputs = _normed_inputs(given + start + width, norms + start + width, exists, dtype, HAS_NORM)
-            low, high = four_bit_numbers(codes, dtype, BY_PTX)
-            total = tl.dot(low * scale + least, low_inputs, total, input_precision="ieee")
-            if GROUPS == 2:
-                scale, least = _range_of(ranges >> 32, dtype)
-            total = tl.dot(high * scale + least, high_inputs, total, input_precision="ieee")
+        if GROUPS == 0:
+            numbers, root = small_fp8_numbers(codes, dtype, BY_PTX)
+            inputs = _normed_inputs(given + start, norms + start, exists, root, dtype, HAS_NORM)
+            total = tl.dot(numbers, inputs, total, input_precision="ieee")
         else:
-            numbers = codes.to(dtype) * scale + least if GROUPS > 0 else fp8_numbers(codes, dtype, BY_PTX)
-            total = tl.dot(numbers, low_inputs, total, input_precision="ieee")
+            ranges, ones = tl.load(ranges_at + block), ones_like(codes, dtype, BY_PTX)
+            inputs = _normed_inputs(given + start, norms + start, exists, 1.0, dtype, HAS_NORM)
+            sums = tl.dot(ones, inputs, input_precision="ieee")
+            if BITS == 4:
+                low, high, raised = raised_four_bit_numbers(codes, dtype, BY_PTX)
+                product = tl.dot(low, inputs, input_precision="ieee")
+                inputs = _normed_inputs(given + start + width, norms + start + width, exists, 1.0, dtype, HAS_NORM)
+                if GROUPS == 2:
+                    total = _add_group(total, product, sums, ranges, raised)
+                    product = tl.dot(high, inputs, input_precision="ieee")
+                    sums = tl.dot(ones, inputs, input_precision="ieee")
+                    total = _add_group(total, product, sums, ranges >> 32, raised)
+                else:
+                    product = tl.dot(high, inputs, product, input_precision="ieee")
+                    sums = tl.dot(ones, inputs, sums, input_precision="ieee")
+                    total = _add_group(total, product, sums, ranges, raised)
+            else:
+                product = tl.dot(codes.to(dtype), inputs, input_precision="ieee")
+                total = _add_group(total, product, sums, ranges, 0.0)
     if GROUPS == 0:
-        total *= tl.load(ranges_at)[:, None]
+        total *= tl.load(ranges_at)[:, None] * (2.0**60 if BY_PTX and dtype == tl.bfloat16 else 1.0)
 
     total = tl.where((place // OUTPUTS)[:, None] == chunk[None, :], total, 0.0)
     total = tl.sum(tl.sum(tl.reshape(total, [CHUNKS, OUTPUTS, CHUNKS, ROWS]), 2), 0)  # [OUTPUTS, ROWS]
@@ -168,8 +205,13 @@ def product_of_rows_by_kernel(
     num_results = num_out // 2 if is_gated else num_out
     rows = triton.next_power_of_2(num_rows)
     chunks = max(1, min(_MAX_CHUNKS, 2 * _MAX_CHUNKS // rows))
-    outputs = _TILE // chunks
+    tile = _LARGE_TILE if num_out * chunks >= _MANY_PROGRAMS * _LARGE_TILE else _TILE
+    outputs = tile // chunks
     out = hidden.new_empty(num_rows, num_results)
+    by_ptx = hidden.is_cuda and torch.version.hip is None
+    is_early = (
+        _IS_EARLY and by_ptx and torch.cuda.get_device_capability(hidden.device) >= (9, 0) and num_in >= 4 * block
+    )
     _product_of_rows[(triton.cdiv(num_results, outputs // 2 if is_gated else outputs),)](
         hidden,
         hidden if norm is None else norm.weight,
@@ -195,8 +237,10 @@ def product_of_rows_by_kernel(
         CHUNKS=chunks,
         OUTPUTS=outputs,
         SQUARES=min(_SQUARES, triton.next_power_of_2(num_in)) // rows,
-        BY_PTX=hidden.is_cuda and torch.version.hip is None,
+        STAGES=_STAGES,
+        BY_PTX=by_ptx,
+        IS_EARLY=is_early,
         num_warps=_WARPS,
-        num_stages=_STAGES,
+        **({"launch_pdl": True} if is_early else {}),
     )
     return out
