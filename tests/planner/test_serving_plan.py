@@ -15,6 +15,7 @@ from weft.plan import Pipe, Plan, Tensor
 from weft.planner.serving import ServingModel, ServingWorkload, predict_serving, serving_plans
 
 MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks/results/serve-gpu.json").read_text())
+LEAN = json.loads((Path(__file__).parents[2] / "benchmarks/results/lean-gpu.json").read_text())
 LLAMA_8B = DecoderConfig(  # of benchmarks/serve_gpu.py
     vocab_size=128256,
     hidden_size=4096,
@@ -35,6 +36,17 @@ def test_one_request_and_a_long_prompt_are_predicted_as_measured_on_an_h200() ->
     prompt = model.simulate([(8192, 1)], model.cache_tokens)
     assert prompt.seconds == pytest.approx(MEASURED["prefill"]["seconds"], rel=0.15)
     assert sum(prompt.shares.values()) == pytest.approx(1)
+
+
+def test_decodes_with_weights_in_fewer_bits_are_predicted_as_measured_on_an_h200() -> None:
+    cluster = load("h200:1x1")
+    for kind in (None, "int4", "fp8", "int8"):
+        model = ServingModel(LLAMA_8B, cluster, Plan(), "bf16", kind)
+        found = model.simulate([(16, 256)], model.cache_tokens).tokens_per_second
+        assert found == pytest.approx(LEAN["weights"][kind or "bf16"]["tokens_per_second"], rel=0.1), kind
+    large = ServingModel(load_model("llama3-70b"), cluster, Plan(), "bf16", "int4")  # type: ignore[arg-type]
+    found = large.simulate([(16, 128)], large.cache_tokens).tokens_per_second
+    assert found == pytest.approx(LEAN["llama_70b_int4"]["tokens_per_second"], rel=0.1)
 
 
 def test_more_ranks_hold_less_each_and_a_pipeline_overlaps_its_requests() -> None:
