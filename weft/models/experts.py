@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from weft.architectures import DecoderConfig
 from weft.models.expert_rows import RowOrder, draw_priorities, fill_slots, sort_by_expert, through_experts
-from weft.models.grouped_matmul import grouped_linear
+from weft.models.grouped_matmul import GroupedLinear, grouped_linear
 from weft.models.router import Router
 
 
@@ -41,17 +41,20 @@ class SwiGLU(nn.Module):
 class StackedExperts(nn.Module):
     """Many MLPs (SwiGLU) whose weights are stacked. Rows are sorted by expert; expert i's end before row `ends[i]`.
 
-    Without `ends`, all experts have equally many rows.
+    Without `ends`, all experts have equally many rows. `linear` computes their products, as `grouped_linear`.
     """
+
+    linear: GroupedLinear
 
     def __init__(self, config: DecoderConfig, num_experts: int) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * inner, hidden))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden, inner))
+        self.linear = grouped_linear
 
     def forward(self, rows: Tensor, ends: Tensor | None = None) -> Tensor:
-        return stacked_experts(rows, ends, self.gate_up_proj, self.down_proj)
+        return stacked_experts(rows, ends, self.gate_up_proj, self.down_proj, linear=self.linear)
 
 
 class SparseMLP(nn.Module):
@@ -113,7 +116,8 @@ def stacked_experts(
     gate_up_proj: Tensor,
     down_proj: Tensor,
     activation: Callable[[Tensor], Tensor] = F.silu,
+    linear: GroupedLinear = grouped_linear,
 ) -> Tensor:
     """Compute the gated MLP of its expert for each row. Rows are sorted; expert i's end before row `ends[i]`."""
-    gate, up = grouped_linear(rows, gate_up_proj, ends).chunk(2, dim=-1)
-    return grouped_linear(activation(gate) * up, down_proj, ends)
+    gate, up = linear(rows, gate_up_proj, ends).chunk(2, dim=-1)
+    return linear(activation(gate) * up, down_proj, ends)

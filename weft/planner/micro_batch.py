@@ -21,7 +21,7 @@ from weft.mesh import level_degrees
 from weft.parallel.apply import STRATEGIES
 from weft.parallel.context.closed_form import attends_again, key_numel
 from weft.parallel.expert.layers import row_parts
-from weft.parallel.fp8 import MULTIPLE
+from weft.parallel.fp8_products import MULTIPLE
 from weft.parallel.tensor.closed_form import gathers_again, gathers_fp8
 from weft.plan import Plan
 from weft.planner.kernels import ALIGNED_ELEMENTS, BACKWARD_PASSES, Kernels
