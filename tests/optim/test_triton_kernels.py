@@ -62,6 +62,15 @@ def test_a_gradient_is_copied_and_its_squares_are_added_up() -> None:
         assert one["squares"] <= CLOSE, name
 
 
+def test_rows_of_experts_are_moved_and_summed_as_by_the_plain_functions() -> None:
+    found = differences("rows")
+    assert len(found) == 4
+    for name, one in found.items():
+        assert one.pop("rows of other tokens") > 0.1, name
+        assert one.pop("take_rows") == 0, name
+        assert max(one.values()) <= (2 * BF16_STEP if "bfloat16" in name else CLOSE), (name, one)
+
+
 def test_a_program_behind_two_to_the_31_elements_finds_its_own() -> None:
     for program, one in differences("offsets").items():
         assert one == dict.fromkeys(("take", "update"), int(program) * 8192)

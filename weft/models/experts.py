@@ -13,10 +13,12 @@ parameters are those of transformers' Mixtral, Qwen2-MoE and Qwen3-MoE, and of D
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from weft.architectures import DecoderConfig
 from weft.models.expert_rows import RowOrder, draw_priorities, fill_slots, sort_by_expert, through_experts
@@ -119,5 +121,27 @@ def stacked_experts(
     linear: GroupedLinear = grouped_linear,
 ) -> Tensor:
     """Compute the gated MLP of its expert for each row. Rows are sorted; expert i's end before row `ends[i]`."""
-    gate, up = linear(rows, gate_up_proj, ends).chunk(2, dim=-1)
-    return linear(activation(gate) * up, down_proj, ends)
+    gate_up = linear(rows, gate_up_proj, ends)
+    if activation is F.silu:
+        gated: Tensor = _Gated.apply(gate_up)
+    else:
+        gate, up = gate_up.chunk(2, dim=-1)
+        gated = activation(gate) * up
+    return linear(gated, down_proj, ends)
+
+
+class _Gated(torch.autograd.Function):
+    """silu(gate) * up, of gate and up beside each other [rows, 2 * inner]."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        of_gate_up: Tensor = torch.ops.weft.gated_gradient(gradient, gate_up)
+        return of_gate_up
