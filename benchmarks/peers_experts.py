@@ -120,7 +120,6 @@ class Peer:
         named = dict(self.model.named_parameters())
         self.of_experts = [one for name, one in named.items() if ".experts." in name]
         self.others = [one for name, one in named.items() if ".experts." not in name]
-        self.has_rest = world > expert
         kinds = [self.others, self.of_experts]
         self.optimizer = AdamW([{"params": kind} for kind in kinds], lr=LEARNING_RATE, fused=True)
 
@@ -144,8 +143,7 @@ class Peer:
 
     def _clip(self) -> Tensor:
         gradients = [[one.grad for one in kind if one.grad is not None] for kind in (self.others, self.of_experts)]
-        if not self.has_rest:  # FSDP2 has not divided them
-            torch._foreach_div_(gradients[1], self.world)
+        torch._foreach_div_(gradients[1], self.experts.size())  # sums over `expert`, means over the rest: by FSDP2
         others, own = (_local(nn.utils.get_total_norm(kind, foreach=True)).square() for kind in gradients)
         dist.all_reduce(own, group=self.experts)
         norm = (others + own).sqrt()
@@ -163,7 +161,6 @@ def shard_model(model: Decoder, mesh: DeviceMesh) -> None:
         block.mlp = moe
         if mesh["rest"].size() > 1:
             fully_shard(moe.experts, mesh=mesh["rest"], reshard_after_forward=True)
-            moe.experts.set_gradient_divide_factor(mesh.size())  # a mean over all ranks, of which some are summed
         else:
             ignored |= set(moe.experts.parameters())
         fully_shard(block, mesh=world, reshard_after_forward=True, ignored_params=ignored)
