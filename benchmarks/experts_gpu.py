@@ -2,6 +2,7 @@
 
     python benchmarks/experts_gpu.py                          all parts; about 6 minutes on an H200
     python benchmarks/experts_gpu.py --only weft transformers --shapes 8x2 --profile
+    python benchmarks/experts_gpu.py --check                  kernels beside their plain functions; nothing is timed
     python benchmarks/experts_gpu.py --tiny                   tiny sizes on a CPU, writes nothing
 
 The model has hidden size 2048, 16 layers, 32 heads of 64, 8 key heads and 32,000 tokens of vocabulary; `8x2` has 8
@@ -37,6 +38,9 @@ from torch import Tensor, nn
 
 from weft.errors import WeftError
 from weft.models import DecoderConfig
+from weft.models.expert_rows import fill_slots, sort_by_expert
+from weft.models.row_operations import gated_gradient, spread_rows, sum_rows, take_rows
+from weft.models.wide_linear import wide_gradients, wide_product
 
 RESULT = Path(__file__).parent / "results" / "experts-h200.json"
 PARTS = {"weft": "weft-bf16", "weft-fp8": "weft-fp8", "transformers": "", "transformers-eager": ""}
@@ -172,6 +176,35 @@ def kernel_seconds(step: Callable[[], object], device: torch.device) -> list[tup
     return sorted(rows, key=lambda row: -row[2])[:NUM_KERNELS]
 
 
+def check_kernels() -> dict[str, float]:
+    """The largest difference between each operation and its plain function, of the largest number."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    experts = torch.rand(4, 100, 16, device=device).topk(4).indices
+    found: dict[str, float] = {}
+    for order in (sort_by_expert(experts, 16), fill_slots(experts, 16, 20)):
+        padded = order.ends is None
+        tokens, given = (torch.randn(400, 520, device=device, dtype=torch.bfloat16) for _ in range(2))
+        rows, weights = take_rows(given, order.sources, 4, padded), torch.rand(400, 4, device=device)
+        router, of_logits = torch.randn(16, 520, device=device).bfloat16(), torch.randn(400, 16, device=device)
+        for plain, args in (
+            (take_rows, (tokens, order.sources, 4, padded)),
+            (sum_rows, (rows, order.places, None, 4, padded)),
+            (sum_rows, (rows, order.places, weights, 4, padded)),
+            (spread_rows, (tokens, rows, weights, order.sources, order.places, padded)),
+            (gated_gradient, (tokens[:, :260], given)),
+            (wide_product, (tokens, router)),
+            (wide_gradients, (of_logits, tokens, router)),
+        ):
+            sides = [one(*args) for one in (getattr(torch.ops.weft, plain.__name__), plain)]
+            pairs = [sides] if isinstance(sides[0], Tensor) else zip(*sides, strict=True)
+            for place, (mine, other) in enumerate(pairs):
+                difference = (mine.double() - other.double()).abs().max() / other.double().abs().max()
+                name = f"{plain.__name__} {place}"
+                found[name] = max(found.get(name, 0.0), float(difference))
+    return found
+
+
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -227,6 +260,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", choices=PARTS, default=["weft", "weft-fp8", "transformers"])
     parser.add_argument("--shapes", nargs="*", choices=CASES, default=["8x2", "64x8"])
     parser.add_argument("--tiny", action="store_true", help="try the benchmark itself, also on a CPU")
+    parser.add_argument("--check", action="store_true", help="compare kernels with their plain functions")
     parser.add_argument("--compile", action="store_true", help="compile on a CPU, too")
     parser.add_argument("--profile", action="store_true", help="the kernels of one step, longest first")
     parser.add_argument("--steps", type=int, default=10)
@@ -248,6 +282,10 @@ def main() -> None:
         except (WeftError, torch.OutOfMemoryError) as error:
             answer = {"error": str(error).partition("\n")[0]}
         print(json.dumps(answer))
+        return
+    if arguments.check:
+        for name, difference in check_kernels().items():
+            print(f"{name:20}{difference:10.2e}")
         return
     passed = ["--steps", str(arguments.steps), "--warm", str(arguments.warm)]
     passed += [f"--{name}" for name in ("compile", "profile") if getattr(arguments, name)]

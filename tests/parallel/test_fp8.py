@@ -99,7 +99,10 @@ def test_tokens_that_the_kernel_does_not_take_give_weights_a_gradient_in_bf16() 
 def grouped_by_hand(rows: Tensor, weight: Tensor, ends: list[int]) -> Tensor:
     """The products of rounded numbers [rows, out] in float64, one expert after another."""
     starts = [0, *ends[:-1]]
-    parts = [twice(rows[start:end]) @ twice(one).t() for start, end, one in zip(starts, ends, weight, strict=True)]
+    parts = [
+        twice(rows[start:end]) @ twice(one.reshape(1, -1)).view_as(one).t()
+        for start, end, one in zip(starts, ends, weight, strict=True)
+    ]
     return torch.cat(parts)
 
 

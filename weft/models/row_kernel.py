@@ -11,18 +11,28 @@ import triton.language as tl
 from torch import Tensor
 
 _WIDTH = 2048  # the number of columns that a program handles at a time
+_ROWS = 4  # the number of rows that a program copies: one alone is not enough work
 _NUM_WARPS = 4
 
 
 @triton.jit
-def _take(tokens_ptr, sources_ptr, rows_ptr, num_pairs, width, K: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    pair = tl.load(sources_ptr + row)
-    end = tl.where(pair < num_pairs, width, 0)  # of what is read
-    values = tl.load(tokens_ptr + pair // K * width + column, mask=column < end, other=0.0)
-    tl.store(rows_ptr + row * width + column, values, mask=inside)
+def _take(
+    tokens_ptr,
+    sources_ptr,
+    rows_ptr,
+    num_pairs,
+    num_rows,
+    width,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    pair = tl.load(sources_ptr + row, mask=row < num_rows, other=num_pairs)
+    is_used = (pair < num_pairs)[:, None] & (column < width)
+    values = tl.load(tokens_ptr + (pair // K * width)[:, None] + column, mask=is_used, other=0.0)
+    tl.store(rows_ptr + (row * width)[:, None] + column, values, mask=(row < num_rows)[:, None] & (column < width))
 
 
 @triton.jit
@@ -60,26 +70,26 @@ def _spread(
     for_rows_ptr,
     for_weights_ptr,
     num_pairs,
+    num_rows,
     width,
     K: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    pair = tl.load(sources_ptr + row)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    pair = tl.load(sources_ptr + row, mask=row < num_rows, other=num_pairs)
     is_used = pair < num_pairs
-    end = tl.where(is_used, width, 0)
-    weight = tl.load(weights_ptr + pair, mask=is_used, other=0.0).to(tl.float32)
-    products = tl.zeros([BLOCK], tl.float32)
+    weight = tl.load(weights_ptr + pair, mask=is_used, other=0.0).to(tl.float32)[:, None]
+    total = tl.zeros([ROWS], tl.float32)
     for low in range(0, width, BLOCK):
-        column = low + tl.arange(0, BLOCK)
-        inside = column < width
-        gradient = tl.load(gradient_ptr + pair // K * width + column, mask=column < end, other=0.0).to(tl.float32)
-        values = tl.load(rows_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
-        products += gradient * values
-        tl.store(
-            for_rows_ptr + row * width + column, (gradient * weight).to(for_rows_ptr.dtype.element_ty), mask=inside
-        )
-    tl.store(for_weights_ptr + pair, tl.sum(products, 0), mask=is_used)
+        column = (low + tl.arange(0, BLOCK))[None, :]
+        place, inside = (row * width)[:, None] + column, (row < num_rows)[:, None] & (column < width)
+        values = tl.load(rows_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        token = (pair // K * width)[:, None] + column
+        gradient = tl.load(gradient_ptr + token, mask=is_used[:, None] & (column < width), other=0.0).to(tl.float32)
+        total += tl.sum(gradient * values, 1)
+        tl.store(for_rows_ptr + place, (gradient * weight).to(for_rows_ptr.dtype.element_ty), mask=inside)
+    tl.store(for_weights_ptr + pair, total, mask=is_used)
 
 
 @triton.jit
@@ -105,9 +115,18 @@ def _block(width: int) -> int:
 def take_rows(tokens: Tensor, sources: Tensor, k: int, is_padded: bool) -> Tensor:
     num_tokens, width = tokens.shape
     rows = tokens.new_empty(len(sources), width)
-    grid = (len(sources), triton.cdiv(width, _block(width)))
+    grid = (triton.cdiv(len(rows), _ROWS), triton.cdiv(width, _block(width)))
     _take[grid](
-        tokens.contiguous(), sources, rows, num_tokens * k, width, K=k, BLOCK=_block(width), num_warps=_NUM_WARPS
+        tokens.contiguous(),
+        sources,
+        rows,
+        num_tokens * k,
+        len(rows),
+        width,
+        K=k,
+        ROWS=_ROWS,
+        BLOCK=_block(width),
+        num_warps=2 * _NUM_WARPS,
     )
     return rows
 
@@ -136,7 +155,7 @@ def spread_rows(
 ) -> tuple[Tensor, Tensor]:
     for_rows = rows.new_empty(rows.shape)
     for_weights = weights.new_zeros(weights.shape) if is_padded else weights.new_empty(weights.shape)
-    _spread[(len(rows),)](
+    _spread[(triton.cdiv(len(rows), _ROWS),)](
         gradient.contiguous(),
         rows.contiguous(),
         weights.contiguous(),
@@ -144,10 +163,12 @@ def spread_rows(
         for_rows,
         for_weights,
         weights.numel(),
+        len(rows),
         rows.shape[1],
         K=weights.shape[1],
+        ROWS=_ROWS,
         BLOCK=_block(rows.shape[1]),
-        num_warps=_NUM_WARPS,
+        num_warps=2 * _NUM_WARPS,
     )
     return for_rows, for_weights
 

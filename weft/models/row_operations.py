@@ -61,41 +61,50 @@ def _take(rows: Tensor, index: Tensor, is_padded: bool) -> Tensor:
 # --- as operations of torch
 
 
-def _define(signature: str, plain: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    name = plain.__name__
+def define(signature: str, plain: Callable[..., Any], on_gpu: Callable[..., Any], on_fake: Callable[..., Any]) -> None:
+    """Define an operation of `torch.ops.weft` with the name of its plain function."""
+    operation = torch.library.custom_op(f"weft::{plain.__name__}", plain, mutates_args=(), schema=signature)
+    operation.register_kernel("cuda")(on_gpu)
+    operation.register_fake(on_fake)
+
+
+def _by_kernel(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the Triton kernel of a plain function; float64 and nothing at all are left to the plain function."""
 
     def on_gpu(*args: Any) -> Any:
         if any(isinstance(one, Tensor) and one.dtype == torch.float64 for one in args) or args[0].numel() == 0:
             return plain(*args)
         from weft.models import row_kernel
 
-        return getattr(row_kernel, name)(*args)
+        return getattr(row_kernel, plain.__name__)(*args)
 
-    operation = torch.library.custom_op(f"weft::{name}", plain, mutates_args=(), schema=signature)
-    operation.register_kernel("cuda")(on_gpu)
-    operation.register_fake(fake)
+    return on_gpu
 
 
-_define(
+define(
     "(Tensor tokens, Tensor sources, int k, bool is_padded) -> Tensor",
     take_rows,
+    _by_kernel(take_rows),
     lambda tokens, sources, k, is_padded: tokens.new_empty(len(sources), tokens.shape[1]),
 )
-_define(
+define(
     "(Tensor rows, Tensor places, Tensor? weights, int k, bool is_padded) -> Tensor",
     sum_rows,
+    _by_kernel(sum_rows),
     lambda rows, places, weights, k, is_padded: rows.new_empty(len(places) // k, rows.shape[1]),
 )
-_define(
+define(
     "(Tensor gradient, Tensor rows, Tensor weights, Tensor sources, Tensor places, bool is_padded) -> (Tensor, Tensor)",
     spread_rows,
+    _by_kernel(spread_rows),
     lambda gradient, rows, weights, sources, places, is_padded: (
         rows.new_empty(rows.shape),
         weights.new_empty(weights.shape),
     ),
 )
-_define(
+define(
     "(Tensor gradient, Tensor gate_up) -> Tensor",
     gated_gradient,
+    _by_kernel(gated_gradient),
     lambda gradient, gate_up: gate_up.new_empty(gate_up.shape),
 )

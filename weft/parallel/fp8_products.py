@@ -4,9 +4,10 @@ Each row has its own scale, which maps the row's largest magnitude to the larges
 the dim that the matmul sums over, so each matmul quantises its operands anew. Weights, activations and saved
 activations stay bf16.
 
-Experts multiply rows that are sorted by expert, in fp8 for the forward and for the gradients of rows. Gradients of
-their weights are summed over an expert's rows, which may be any number; the kernel takes multiples of 16, so these stay
-in bf16.
+Experts multiply rows that are sorted by expert, in fp8 for the forward and for the gradients of rows. The weight of an
+expert has one scale, so its largest magnitude is found once for both, because reading many experts' weights takes long.
+Gradients of their weights are summed over an expert's rows, which may be any number; the kernel takes multiples of 16,
+so these stay in bf16.
 
 On a CPU the operands are rounded in the same way and multiplied in float32, so that tests check the same rounding.
 """
@@ -93,16 +94,17 @@ def grouped_multiply(rows: Tensor, weight: Tensor, ends: Tensor | None) -> Tenso
 class _GroupedMultiply(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weight, ends)
-        return scaled_grouped_product(rows, weight, ends, is_fast=True)
+        scale = _scale_of(weight.float().abs().amax((1, 2), keepdim=True))  # [groups, 1, 1]
+        ctx.save_for_backward(rows, weight, ends, scale)
+        return scaled_grouped_product(rows, weight, scale, ends, is_fast=True)
 
     @staticmethod
     @first_order("matmul = 'fp8'")
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (rows, weight, ends), (gradient,) = ctx.saved_tensors, gradients
+        (rows, weight, ends, scale), (gradient,) = ctx.saved_tensors, gradients
         of_rows = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_rows = scaled_grouped_product(gradient, weight.transpose(1, 2), ends, is_fast=False)
+            of_rows = scaled_grouped_product(gradient, weight.transpose(1, 2), scale, ends, is_fast=False)
         if ctx.needs_input_grad[1]:
             of_weight = torch._grouped_mm(gradient.t(), rows, offs=ends)
         return of_rows, of_weight, None
@@ -122,19 +124,20 @@ def scaled_product(left: Tensor, right: Tensor, is_fast: bool) -> Tensor:
     )
 
 
-def scaled_grouped_product(left: Tensor, right: Tensor, ends: Tensor, is_fast: bool) -> Tensor:
+def scaled_grouped_product(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor, is_fast: bool) -> Tensor:
     """Returns left [rows, k], sorted by group, times right [groups, n, k] of their group transposed: [rows, n] in bf16.
 
-    Each row of both is rounded to fp8 with its own scale; `is_fast` is as in `scaled_product`.
+    Each row of `left` is rounded to fp8 with its own scale, and each group of `right` with its `scale` [groups, 1, 1].
+    `is_fast` is as in `scaled_product`.
     """
-    (a, scale_a), (b, scale_b) = quantise(left), quantise(right)
+    (a, scale_a), b = quantise(left), _rounded(right.float(), scale)
     if not _has_kernels(left):
-        return grouped_linear(a.float() * scale_a, b.float() * scale_b, ends).to(torch.bfloat16)
+        return grouped_linear(a.float() * scale_a, b.float() * scale, ends).to(torch.bfloat16)
     return torch._scaled_grouped_mm(
         a,
         b.transpose(1, 2),
         scale_a.flatten(),
-        scale_b.squeeze(-1),
+        scale[..., 0].expand(right.shape[:2]).contiguous(),
         offs=ends,
         out_dtype=torch.bfloat16,
         use_fast_accum=is_fast,
@@ -142,7 +145,15 @@ def scaled_grouped_product(left: Tensor, right: Tensor, ends: Tensor, is_fast: b
 
 
 def quantise(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the rows of matrices [..., rows, k] in fp8, and their scales [..., rows, 1] in float32."""
+    """Returns the rows of a matrix in fp8, and their scales [rows, 1] in float32."""
     wide = matrix.float()
-    scale = wide.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_SCALE) / LARGEST
-    return (wide / scale).clamp(-LARGEST, LARGEST).to(DTYPE).contiguous(), scale
+    scale = _scale_of(wide.abs().amax(-1, keepdim=True))
+    return _rounded(wide, scale), scale
+
+
+def _scale_of(largest: Tensor) -> Tensor:
+    return largest.clamp(min=SMALLEST_SCALE) / LARGEST
+
+
+def _rounded(wide: Tensor, scale: Tensor) -> Tensor:
+    return (wide / scale).clamp(-LARGEST, LARGEST).to(DTYPE).contiguous()
