@@ -147,15 +147,12 @@ def work(part: str, shape: str, arguments: argparse.Namespace) -> dict[str, Any]
         seconds = (time.perf_counter() - begin) / arguments.steps
         memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
         kernels = kernel_seconds(lambda: step(*take(0)), device) if arguments.profile else None
-    predicted = predicted_bytes(PARTS[part], case)
     return {
         "tokens_per_second": case.num_tokens / seconds,
         "step_seconds": seconds,
         "first_step_seconds": first_seconds,
         "mfu": case.flops / seconds / PEAK_FLOPS,
         "gpu_bytes": memory,
-        "predicted_gpu_bytes": predicted,
-        "predicted_over_measured": predicted / memory if predicted and memory else None,
         "first_loss": first,
         "last_loss": float(last),
     } | ({"kernels": kernels} if kernels else {})
@@ -228,6 +225,15 @@ def run_apart(arguments: Sequence[str], timeout_seconds: float) -> dict[str, Any
     return {"error": reason[-1] if reason else f"ended with {done.returncode}"}
 
 
+def with_prediction(part: str, shape: str, one: dict[str, Any]) -> dict[str, Any]:
+    """A part's results beside the memory that the planner predicts for weft."""
+    if "error" in one:
+        return one
+    predicted, memory = predicted_bytes(PARTS[part], CASES[shape]), one["gpu_bytes"]
+    ratio = predicted / memory if predicted and memory else None
+    return one | {"predicted_gpu_bytes": predicted, "predicted_over_measured": ratio}
+
+
 def show(shape: str, part: str, one: dict[str, Any]) -> str:
     if "error" in one:
         return f"{shape:6}{part:20}{one['error'][:200]}"
@@ -295,7 +301,7 @@ def main() -> None:
     results: dict[str, dict[str, Any]] = {}
     for shape in arguments.shapes:
         for part in arguments.only:
-            one = run_apart([*passed, "--worker", part, shape], arguments.timeout)
+            one = with_prediction(part, shape, run_apart([*passed, "--worker", part, shape], arguments.timeout))
             results.setdefault(shape, {})[part] = one
             print(show(shape, part, one), flush=True)
             if not arguments.tiny:  # what is known, should the rest be stopped

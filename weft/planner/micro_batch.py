@@ -416,6 +416,8 @@ def place(plan: Plan, axis: str, pipe_outside: bool = False) -> tuple[int, int]:
     """
     if axis == "tile":
         return plan.inner("columns"), plan.tile.degree
+    if axis == "experts":  # as if its axes were neighbours
+        return plan.inner(plan.expert_axes[-1]), plan.num_expert_parts
     if axis == "replicas":
         return plan.inner("context"), plan.data * plan.context.degree
     if pipe_outside and axis in ("data", "pipe"):
