@@ -131,3 +131,20 @@ def test_experts_over_context_are_state_of_one_rank_each() -> None:
     experts = 2 * 8 * (2 * 8 * 16 + 16 * 8)
     difference = model.held(plan, 1).parameters_bytes - model.held(folded, 1).parameters_bytes
     assert difference == experts * 3 / 4 * (2 + 4)
+
+
+def test_the_search_keeps_collectives_of_split_experts() -> None:
+    question = Question(8, SEQUENCE, constraints=parse_constraints(["expert=2", "recompute=full"]))
+    found = search(planned(), question, keep=200)
+    assert {one.plan.memory.keep_collectives for one in found.best} == {False, True}
+    whole = Question(8, SEQUENCE, constraints=parse_constraints(["expert=1", "recompute=full"]))
+    assert not any(one.plan.memory.keep_collectives for one in search(planned(), whole, keep=200).best)
+
+
+def test_rows_over_a_joint_axis_take_as_long_as_over_one_of_its_size() -> None:
+    steps = planned("h100:2x8").steps
+    folded = Plan(expert=4, context=Context(2), expert_over=("context",))
+    assert steps.seconds("experts", "all_to_all", 1e9, folded) == steps.seconds(
+        "expert", "all_to_all", 1e9, Plan(expert=8)
+    )
+    assert sum(steps.chain(replace(folded, micro_batch=1, precision="bf16"))) > 0
