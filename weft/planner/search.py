@@ -227,7 +227,11 @@ class Search(ABC):
         self._refused.setdefault(reason, " × ".join(f"{axis} {degrees[axis]}" for axis in strategy.axes))
 
     def _policies(self, inner: Plan) -> Iterator[Plan]:
-        """Yields the plan with each micro-batch and recompute policy."""
+        """Yields the plan with each micro-batch and recompute policy.
+
+        Where experts are split, recompute is tried with the results of collectives kept, too: rows of experts are
+        waited for, so repeating them takes longest.
+        """
         batch = self.question.batch
         for micro_batch in divisors(batch):
             if micro_batch > MAX_MICRO_BATCH and "micro_batch" not in self._names:
@@ -235,9 +239,11 @@ class Search(ABC):
             if inner.tile.hand_over == "batch" and micro_batch % inner.tile.degree:
                 continue
             for recompute in RECOMPUTES[:1] if inner.tensor.regather else RECOMPUTES:
-                plan = replace(inner, micro_batch=micro_batch, memory=MemoryPolicy(recompute))
-                if self._asked.holds_inner(plan):
-                    yield self._asked.shaped(plan) if self._asked.fields else plan
+                for keeps in (False, True)[: 1 + (recompute != "none" and inner.num_expert_parts > 1)]:
+                    memory = MemoryPolicy(recompute, keep_collectives=keeps)
+                    plan = replace(inner, micro_batch=micro_batch, memory=memory)
+                    if self._asked.holds_inner(plan):
+                        yield self._asked.shaped(plan) if self._asked.fields else plan
 
     @abstractmethod
     def _pipes(self, degree: int, inner: Plan) -> list[Pipe]:
