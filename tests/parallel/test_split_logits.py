@@ -62,6 +62,7 @@ def objective(total: Total) -> weft.Objective:
     return weft.Objective(lambda batch: torch.tensor(batch[1].numel()), of_batch)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("total", [entropy, squares, smoothed])
 def test_a_loss_of_the_users_own_sees_all_classes(total: Total) -> None:
     """Thirteen classes over two ranks are not even."""

@@ -58,6 +58,7 @@ class RunningMean(models.MLP):
 
 
 @pytest.mark.processes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("plan", [Plan(data=2), Plan(shard=Shard(2, 3), micro_batch=2)])
 def test_a_running_mean_of_each_ranks_own_samples_is_found(plan: Plan) -> None:
     report = verify(RunningMean, models.vector_batch, plan)

@@ -111,8 +111,8 @@ def report_of(
         # Random numbers may choose blocks, and with them the collectives. Without its checks, nothing is proved.
         sizes = [check for check in sizes if check.passed or not check.what.startswith(TRAFFIC)]
         unknown = [
-            f"the model draws random numbers ({', '.join(draws)}), and ranks draw others; prove it with fixed ones (as "
-            f"part of its inputs, for example)"
+            f"the model draws random numbers ({', '.join(draws)}), and ranks draw others; prove it without them (a "
+            f"rate of 0), or with fixed ones (as part of its inputs, for example)"
         ]
     checks = (*errors, *sizes, _check_coverage(answers, plan))
     if unknown and all(check.passed for check in checks):
