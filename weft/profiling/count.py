@@ -21,9 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from weft.errors import PlanError
 from weft.inspection.attention_interface import watch_attention
 from weft.inspection.blocks import find_blocks, find_units
 from weft.inspection.checkpoints import CheckpointKind, checkpoint_around
+from weft.inspection.function_transforms import unwrapped
 from weft.inspection.functional_call import call_with, no_fakes_left
 from weft.inspection.memory_traffic import TrafficCounter, bytes_of, is_view, tensors_of
 from weft.inspection.split_probe import is_convolution, is_linear, num_spatial_dims
@@ -62,7 +64,7 @@ def count(
         tally.saved.ignore(state.values())
         tally.watch_reads(model, state)
         given = tree_map(partial(cast, dtype=dtype), example())  # allocated before the forward
-        with no_fakes_left(model), tally.watching(model):
+        with no_fakes_left(model), _explained(model), tally.watching(model):
             with example_labels(model, finish):
                 output = call_with(model, state, given)
             if finish is not None:
@@ -84,6 +86,21 @@ def count(
         units=tally.units,
         checkpoints=tally.checkpoints,
     )
+
+
+@contextmanager
+def _explained(model: nn.Module) -> Iterator[None]:
+    """Raise a PlanError where torch refuses the hooks on saved tensors, by which a profile counts saved bytes."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        raise PlanError(
+            f"the forward of {type(model).__name__} computes gradients by torch.func (grad, vjp, jacrev or hessian), "
+            f"where torch lets weft not see what is saved for backward; use torch.autograd.grad with "
+            f"create_graph=True instead"
+        ) from error
 
 
 @dataclass
@@ -277,7 +294,7 @@ class Tally(TorchDispatchMode):
 
     def _measure(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
         self._inside = ""
-        given = tensors_of((args, kwargs))
+        given, output = tensors_of((args, kwargs)), unwrapped(output)
         value = given[0] if given else output[..., 0]  # positions may be given as a length
         dim = -1 - num_spatial_dims(module)
         width = 1 if isinstance(module, nn.Embedding) else value.shape[dim]
@@ -310,6 +327,7 @@ def _is_product(module: nn.Module) -> bool:
 def _form(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
+    value = unwrapped(value)
     storage = value.untyped_storage()
     form = tuple(value.shape), value.stride(), value.dtype, value.requires_grad
     return TensorMetadata(*form, storage._cdata, storage.nbytes())

@@ -66,6 +66,7 @@ class Float64(TorchFunctionMode):
         self._places: dict[str, dict[str, None]] = {}  # what was changed -> where, in order
         self._is_paused = False
         self.draws: dict[str, None] = {}  # places that draw random numbers
+        self.gradients: dict[str, None] = {}  # places that compute gradients by torch.autograd.grad
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -105,6 +106,8 @@ class Float64(TorchFunctionMode):
         elif func in _MASKS and args[0].is_floating_point():
             self._note("random masks (bernoulli): the proof uses their mean, as if nothing were dropped")
             return _mean_of_mask(func, *args, **kwargs)
+        elif func is torch.autograd.grad:
+            self.gradients[_place()[0]] = None
         elif func in _RANDOM or func in _MASKS:
             self.draws[_place()[0]] = None
         elif self._is_wide and func in _CASTS:

@@ -285,6 +285,12 @@ def _replicas(plan: Plan, split: BatchSplit) -> list[int]:
 def _unusual_calls(counted: Profile, expected: SequentialResult) -> list[str]:
     """Returns in words how a loss called the model and its blocks, where it is not as the profile counted."""
     words = []
+    if expected.inner_gradients:
+        words.append(
+            f"the loss computes gradients before its own backward (torch.autograd.grad, "
+            f"{', '.join(expected.inner_gradients)}), for which the profile counts no communication; use data, or "
+            f"shard stage 1 or 2"
+        )
     for name, usual in [("", 1), *((block.name, block.calls) for block in counted.blocks)]:
         forward, backward = expected.calls[name, "forward"], expected.calls[name, "backward"]
         if (forward, backward) != (usual, 0):

@@ -38,7 +38,7 @@ class SequentialResult:
     `num_samples` is the most that a forward had. `changed` names the buffers that forwards changed. `measured` are the
     means of the objective's measures on the first batch, evaluated after the steps, and `outputs` the tensors with dims
     that it returned, part by part. `calls` counts the calls of each block ("" is the model) for the first part of the
-    first batch, in forward and in backward. `notes` and `draws` are those of `Float64`.
+    first batch, in forward and in backward. `notes`, `draws` and `inner_gradients` are those of `Float64`.
     """
 
     num_samples: int
@@ -53,6 +53,7 @@ class SequentialResult:
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     notes: tuple[str, ...] = ()
     draws: tuple[str, ...] = ()
+    inner_gradients: tuple[str, ...] = ()
 
 
 def run_sequential(
@@ -106,7 +107,7 @@ def run_sequential(
     batch = to_double(batch_fn(0))
     with wide:
         _evaluate(model, batch, objective, part, found)
-    found.notes, found.draws = wide.notes, tuple(wide.draws)
+    found.notes, found.draws, found.inner_gradients = wide.notes, tuple(wide.draws), tuple(wide.gradients)
     return found
 
 
