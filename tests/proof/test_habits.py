@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from test_awkward_models import DATA, PIPE, STAGE_3, VOCABULARY, WIDTH, Chain, MaxNorm, Scaled, X, tokens, vectors
+from test_awkward_models import (
+    DATA,
+    PIPE,
+    STAGE_3,
+    VOCABULARY,
+    WIDTH,
+    Block,
+    Chain,
+    MaxNorm,
+    Scaled,
+    X,
+    tokens,
+    vectors,
+)
 from test_image_models import ImageModel, images
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -35,6 +49,7 @@ class Checkpointed(Chain):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
+        self.register_module("head", self._modules.pop("head"))  # last, as models register it
 
     def body(self, hidden: Tensor) -> Tensor:
         hidden = self.first(hidden)
@@ -163,6 +178,71 @@ class ScaledEmbedding(Scaled):
 @pytest.mark.parametrize(("make", "plan"), [(TiedBias, PIPE), (TiedBias, X), (MaxNorm, PIPE), (ScaledEmbedding, X)])
 def test_parameters_in_unusual_places_are_proved(make: Callable[[], nn.Module], plan: weft.Plan) -> None:
     verify(make, tokens, plan).require()
+
+
+# --- blocks that are called in unusual ways
+
+
+@dataclass(frozen=True)
+class State:
+    hidden: Tensor
+    num_blocks: int
+
+
+class StateBlock(Block):
+    """Takes and returns a dataclass."""
+
+    def forward(self, state: Any) -> Any:
+        return State(super().forward(state.hidden), state.num_blocks + 1)
+
+
+class States(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(StateBlock() for _ in range(3))
+
+    def body(self, hidden: Tensor) -> Tensor:
+        state = State(hidden, 0)
+        for block in self.blocks:
+            state = block(state)
+        return state.hidden / state.num_blocks
+
+
+class WithoutGradient(Checkpointed):
+    """Calls a block whose input requires a gradient without computing gradients."""
+
+    def body(self, hidden: Tensor) -> Tensor:
+        hidden = self.first(hidden)
+        with torch.no_grad():
+            beside = self.blocks[0](hidden)
+        out: Tensor = self.blocks[2](self.blocks[1](hidden + beside))
+        return out
+
+
+class Generating(Block):
+    """Makes a matrix from a vector, by a linear whose input has one dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code, self.generate = nn.Parameter(torch.randn(2)), nn.Linear(2, WIDTH * WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) @ self.generate(self.code).view(WIDTH, WIDTH)
+
+
+class Generated(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Generating() for _ in range(2))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("make", "plan"),
+    [(States, STAGE_3), (States, PIPE), (WithoutGradient, X), (WithoutGradient, STAGE_3), (Generated, X)],
+)
+def test_blocks_that_are_called_in_unusual_ways_are_proved(make: Callable[[], nn.Module], plan: weft.Plan) -> None:
+    verify(make, vectors, plan).require()
 
 
 # --- statistics over few values

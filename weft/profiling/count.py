@@ -28,6 +28,7 @@ from weft.inspection.checkpoints import CheckpointKind, checkpoint_around
 from weft.inspection.function_transforms import unwrapped
 from weft.inspection.functional_call import call_with, no_fakes_left
 from weft.inspection.memory_traffic import TrafficCounter, bytes_of, is_view, tensors_of
+from weft.inspection.nested_tensors import map_tensors
 from weft.inspection.split_probe import is_convolution, is_linear, num_spatial_dims
 from weft.inspection.tensor_splits import is_norm
 from weft.models.attention import CausalAttention
@@ -267,7 +268,7 @@ class Tally(TorchDispatchMode):
         self.blocks.setdefault(name, _Counts()).calls += 1
         if kind := checkpoint_around():
             self.checkpoints[name] = kind
-        self.given.setdefault(name, tree_map(_form, (args, kwargs)))
+        self.given.setdefault(name, map_tensors(_form, (args, kwargs)))
         given = tensors_of((args, kwargs))
         self.saved.stay(given[1:])  # tables and masks, which every block gets
         for tensor in given:
@@ -304,8 +305,9 @@ class Tally(TorchDispatchMode):
         rows = output.numel() // out if output.dim() else in_rows
         calls = self.layer_calls.setdefault(name, [])
         self._unsaved.append((name, len(calls)))
+        needs_gradient = value.requires_grad and torch.is_grad_enabled()
         calls.append(
-            LayerShape(rows, in_rows, width, out, value.requires_grad, self.saved.since, is_linear=is_linear(module))
+            LayerShape(rows, in_rows, width, out, needs_gradient, self.saved.since, is_linear=is_linear(module))
         )
         if _is_product(module):
             self._last_layer = name
@@ -324,10 +326,8 @@ def _is_product(module: nn.Module) -> bool:
     return is_linear(module) or is_convolution(module)
 
 
-def _form(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    value = unwrapped(value)
+def _form(tensor: Tensor) -> TensorMetadata:
+    value = unwrapped(tensor)
     storage = value.untyped_storage()
     form = tuple(value.shape), value.stride(), value.dtype, value.requires_grad
     return TensorMetadata(*form, storage._cdata, storage.nbytes())
