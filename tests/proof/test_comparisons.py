@@ -266,7 +266,14 @@ def _answer(error: float, noise: float) -> dict[str, Any]:
     sizes: dict[str, Any] = {
         f"{side}{kind}": {} for side in ("predicted", "counted") for kind in ("", "_state", "_host")
     }
-    lists: dict[str, Any] = {"notes": [], "draws": [], "calls": [], "num_compared": 1, "num_expected": 1}
+    lists: dict[str, Any] = {
+        "notes": [],
+        "draws": [],
+        "calls": [],
+        "made_buffers": [],
+        "num_compared": 1,
+        "num_expected": 1,
+    }
     return {
         "errors": {"evaluation": [0.0, "-"], "buffer": [error, "mean"]},
         "noise": {"buffer": noise},

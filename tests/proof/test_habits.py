@@ -245,6 +245,99 @@ def test_blocks_that_are_called_in_unusual_ways_are_proved(make: Callable[[], nn
     verify(make, vectors, plan).require()
 
 
+# --- forwards that change what they hold
+
+
+class CountingBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.long))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.forwards += 1
+        return super().forward(hidden)
+
+
+class CountsInBlocks(Chain):
+    """Counts the forwards of a block, beside a block with running statistics, which recompute restores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(Block(), nn.BatchNorm1d(WIDTH)), CountingBlock()])
+
+
+class Normalised(Chain):
+    """Improves an estimate of a norm in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.nn.utils.parametrizations.spectral_norm(self.blocks[1].up)
+
+
+class MakesBuffer(Chain):
+    def body(self, hidden: Tensor) -> Tensor:
+        if not hasattr(self, "table"):
+            self.register_buffer("table", torch.zeros(WIDTH, dtype=hidden.dtype))
+        return super().body(hidden + self.table)
+
+
+class Averages(Chain):
+    """Keeps a mean of its parameters in others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means = nn.ModuleList(Block() for _ in range(3)).requires_grad_(False)
+
+    def body(self, hidden: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                for mean, parameter in zip(self.means.parameters(), self.blocks.parameters(), strict=True):
+                    mean.lerp_(parameter, 0.1)
+        return super().body(hidden)
+
+
+class HooksGradients(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].register_full_backward_hook(lambda module, given, gradients: (given[0] * 0.5,))
+
+
+RECOMPUTE = weft.Plan(tensor=weft.Tensor(x=2), memory=weft.Memory("full"))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("make", "plan", "words"),
+    [
+        (CountsInBlocks, RECOMPUTE, r"changes buffer 'blocks\.1\.forwards', which would change twice"),
+        (Normalised, RECOMPUTE, r"changes buffer 'blocks\.1\.up\.parametrizations\.weight\.0\._u', which would change"),
+        (Averages, PIPE, r"its forward changes 'means\.0\.up\.weight' in place \('lerp_'\)"),
+        (HooksGradients, PIPE, r"a hook on gradients \(register_full_backward_hook\)"),
+    ],
+)
+def test_changes_that_a_plan_would_repeat_or_lose_are_refused(
+    make: Callable[[], nn.Module], plan: weft.Plan, words: str
+) -> None:
+    with pytest.raises(PlanError, match=words):
+        verify(make, vectors, plan)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("make", [CountsInBlocks, Averages])
+def test_such_changes_are_proved_where_they_are_neither(make: Callable[[], nn.Module]) -> None:
+    verify(make, vectors, weft.Plan(shard=weft.Shard(2, 1), statistics="batch")).require()
+
+
+def test_a_buffer_that_forwards_register_is_named() -> None:
+    report = verify(MakesBuffer, vectors, DATA)
+    failure = report.first_failure
+    assert failure is not None
+    assert (failure.what, failure.where.partition(": ")[2]) == (
+        "state: buffers",
+        "forwards register buffer 'table', which is not there before them; register it in __init__",
+    )
+
+
 # --- statistics over few values
 
 

@@ -38,7 +38,7 @@ from weft.inspection.function_transforms import functional_call_around, transfor
 from weft.inspection.functional_call import call_with, no_fakes_left
 from weft.inspection.nested_tensors import copy_structure, map_tensors, tensors_in
 from weft.pipeline.event_work import EventWork, WorkCounter
-from weft.pipeline.trace_watch import OperationWatch, operation_name, outcome
+from weft.pipeline.trace_watch import OperationWatch, operation_name, outcome, unseen_work
 from weft.spatial.recorded_calls import CallRecorder, RecordedCall
 from weft.spatial.tile_layout import BatchShare, TileLayout, layout_of, set_layout
 from weft.spatial.tiled_model import TiledModel
@@ -121,6 +121,7 @@ class _TraceRecorder(OperationWatch):
         self.lineage: dict[int, frozenset[str]] = {}
         self.given: list[Tensor] = []  # the model's inputs as fake tensors, if operations on them are recorded
         self.inputs: list[int] = []  # their numbers
+        self._names: dict[int, str] = {}  # number -> name of a parameter
         self._functions: dict[int, Any] = {}  # number -> what autograd calls for a tensor, when it was numbered
 
     def find(self, value: Any) -> list[int]:
@@ -139,8 +140,7 @@ class _TraceRecorder(OperationWatch):
             is_known = tensor in self.numbers and function is self._functions[self.numbers[tensor]]
             if not is_known and (tensor not in self.numbers or isinstance(function, BackwardCFunction)):
                 name = "" if function is None else f" ('{function.name().removesuffix('Backward')}')"
-                is_own = isinstance(function, BackwardCFunction)
-                what = "a torch.autograd.Function" if is_own else "operations that weft does not see, as of torch.func,"
+                what = unseen_work(function)
                 way_out = f"call it inside of a block, or {purpose.remedy}" if purpose.between else purpose.remedy
                 raise PlanError(
                     f"{purpose.failure}: its forward uses {what}{name}{purpose.between}, whose backward no rank could "
@@ -169,7 +169,10 @@ class _TraceRecorder(OperationWatch):
 
     def begin(self, parameters: Mapping[str, Tensor]) -> None:
         for name, parameter in parameters.items():
-            self.lineage[self.number(parameter)] = frozenset([name])
+            number = self.number(parameter)
+            self.lineage[number] = frozenset([name])
+            if isinstance(parameter, nn.Parameter):  # not a buffer, which may change
+                self._names[number] = name
         self.inputs = [self.number(tensor) for tensor in self.given]
 
     def operation(self, func: Any, args: Any, kwargs: Any, numbered: list[Tensor]) -> Any:
@@ -195,6 +198,11 @@ class _TraceRecorder(OperationWatch):
             raise PlanError(
                 f"{self.purpose.failure}: its forward writes a result into a tensor that is none ('{name}'), which not "
                 f"every rank can follow; write into one made from a result (new_zeros, torch.cat)"
+            )
+        if written := [self._names[number] for tensor in changed if (number := self.numbers[tensor]) in self._names]:
+            raise PlanError(
+                f"{self.purpose.failure}: its forward changes '{written[0]}' in place ('{name}'), which not every rank "
+                f"holds; change parameters after the optimizer's step, or {self.purpose.remedy}"
             )
         found = tensors_in(result)
         if found and not any(isinstance(tensor, FakeTensor) for tensor in found):

@@ -168,6 +168,7 @@ def _run_rank(case: Case, trial: Trial) -> dict[str, Any]:
         "notes": notes,
         "draws": list(expected.draws),
         "calls": _unusual_calls(case.counted, expected),
+        "made_buffers": list(expected.made),
         "dependence": dependence,
         "num_compared": sum(tensor.numel() for part, tensor in found.pieces if _is_first(part)),
         "num_expected": sum(tensor.numel() for tensor in expected.parameters.values()),

@@ -35,7 +35,8 @@ BatchFn = Callable[[int], Batch]
 class SequentialResult:
     """Losses and gradient norms of all steps, gradients of the first step, and parameters and buffers after the last.
 
-    `num_samples` is the most that a forward had. `changed` names the buffers that forwards changed. `measured` are the
+    `num_samples` is the most that a forward had. `changed` names the buffers that forwards changed, and `made` those
+    that they registered. `measured` are the
     means of the objective's measures on the first batch, evaluated after the steps, and `outputs` the tensors with dims
     that it returned, part by part. `calls` counts the calls of each block ("" is the model) for the first part of the
     first batch, in forward and in backward. `notes`, `draws` and `inner_gradients` are those of `Float64`.
@@ -48,6 +49,7 @@ class SequentialResult:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     changed: frozenset[str] = frozenset()
+    made: tuple[str, ...] = ()
     measured: list[float] = field(default_factory=list)
     outputs: list[list[Tensor]] = field(default_factory=list)
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -104,6 +106,7 @@ def run_sequential(
     found.parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     found.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     found.changed = frozenset(name for name, old in before.items() if not _is_equal(old, found.buffers[name]))
+    found.made = tuple(name for name in found.buffers if name not in before)
     batch = to_double(batch_fn(0))
     with wide:
         _evaluate(model, batch, objective, part, found)
