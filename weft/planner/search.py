@@ -227,11 +227,7 @@ class Search(ABC):
         self._refused.setdefault(reason, " × ".join(f"{axis} {degrees[axis]}" for axis in strategy.axes))
 
     def _policies(self, inner: Plan) -> Iterator[Plan]:
-        """Yields the plan with each micro-batch and recompute policy.
-
-        Where experts are split, recompute is tried with the results of collectives kept, too: rows of experts are
-        waited for, so repeating them takes longest.
-        """
+        """Yields the plan with each micro-batch and recompute policy; with kept collectives where experts are split."""
         batch = self.question.batch
         for micro_batch in divisors(batch):
             if micro_batch > MAX_MICRO_BATCH and "micro_batch" not in self._names:
