@@ -23,17 +23,26 @@ import importlib.metadata
 import json
 import os
 import platform
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from one_gpu import PEAK_FLOPS, Case, Step, _adamw, _update, batches, matmul_ceiling, predicted_bytes, weft_contender
+from one_gpu import (
+    PEAK_FLOPS,
+    Case,
+    Step,
+    _adamw,
+    _update,
+    batches,
+    matmul_ceiling,
+    predicted_bytes,
+    run_apart,
+    weft_contender,
+)
 from torch import Tensor, nn
 
 from weft.errors import WeftError
@@ -210,21 +219,6 @@ def _wait(device: torch.device) -> None:
 # --- all of them
 
 
-def run_apart(arguments: Sequence[str], timeout_seconds: float) -> dict[str, Any]:
-    """This file in another process, which answers with its last line."""
-    command = [sys.executable, str(Path(__file__).resolve()), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"took longer than {timeout_seconds:.0f} s"}
-    lines = done.stdout.strip().splitlines()
-    if done.returncode == 0 and lines:
-        answer: dict[str, Any] = json.loads(lines[-1])
-        return answer
-    reason = done.stderr.strip().splitlines()
-    return {"error": reason[-1] if reason else f"ended with {done.returncode}"}
-
-
 def with_prediction(part: str, shape: str, one: dict[str, Any]) -> dict[str, Any]:
     """A part's results beside the memory that the planner predicts for weft."""
     if "error" in one:
@@ -301,7 +295,9 @@ def main() -> None:
     results: dict[str, dict[str, Any]] = {}
     for shape in arguments.shapes:
         for part in arguments.only:
-            one = with_prediction(part, shape, run_apart([*passed, "--worker", part, shape], arguments.timeout))
+            one = with_prediction(
+                part, shape, run_apart([*passed, "--worker", part, shape], arguments.timeout, __file__)
+            )
             results.setdefault(shape, {})[part] = one
             print(show(shape, part, one), flush=True)
             if not arguments.tiny:  # what is known, should the rest be stopped

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from peers import BATCH, COUNTED, SEQUENCE, show
+from peers import BATCH, COUNTED, SEQUENCE, Weft, local, show
 from side_by_side import (
     CLIP,
     CONVENTIONS,
@@ -37,19 +37,14 @@ from side_by_side import (
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
-from torch_layouts import CountCalls, Tally, Totals
+from torch_layouts import CountCalls, Totals
 
-from weft.mesh import Mesh
 from weft.models import Decoder, DecoderConfig, token_loss
 from weft.models.experts import SparseMLP
-from weft.parallel.apply import parallelize
-from weft.parallel.model_state import named_pieces
 from weft.plan import Plan, Shard
 from weft.schema import to_table
 from weft.step.batch import Batch
-from weft.step.train_step import train_step
 
 AIMS = {"step_ratio": 1.0}
 CONFIG = DecoderConfig(
@@ -78,32 +73,13 @@ class Case:
         return Comparison(self.plan.describe_axes(), peer, self.plan.num_ranks, self._sides, self._batches)
 
     def _sides(self) -> dict[str, Side]:
-        return {"weft": Weft(self.plan), "peer": Peer(self.plan.expert)}
+        return {"weft": Weft(self.plan, CONFIG), "peer": Peer(self.plan.expert)}
 
     def _batches(self) -> Iterator[Batch]:
         return random_batches(CONFIG.vocab_size, (BATCH, SEQUENCE), dist.get_rank())
 
 
 CASES = [Case(Plan(expert=2)), Case(Plan(expert=4)), Case(Plan(expert=2, shard=Shard(2, 3)))]
-
-
-class Weft:
-    def __init__(self, plan: Plan) -> None:
-        self.mesh = Mesh(plan)
-        self.model = parallelize(make_model(CONFIG), plan, self.mesh)
-        self.optimizer = AdamW([piece for _, piece in named_pieces(self.model)], lr=LEARNING_RATE, fused=True)
-
-    def step(self, batch: Batch) -> tuple[float, float]:
-        result = train_step(self.model, self.optimizer, [batch], self.mesh, clip=CLIP)
-        return result.loss.item(), result.grad_norm.item()
-
-    def count(self, batch: Batch) -> Totals:
-        self.mesh.ledger.clear()
-        self.step(batch)
-        tally = Tally()
-        for (axis, operation), traffic in self.mesh.ledger:
-            tally.add(operation, traffic.calls, traffic.num_bytes, self.mesh[axis].degree)
-        return tally.totals
 
 
 # --- the peer
@@ -144,7 +120,7 @@ class Peer:
     def _clip(self) -> Tensor:
         gradients = [[one.grad for one in kind if one.grad is not None] for kind in (self.others, self.of_experts)]
         torch._foreach_div_(gradients[1], self.experts.size())  # sums over `expert`, means over the rest: by FSDP2
-        others, own = (_local(nn.utils.get_total_norm(kind, foreach=True)).square() for kind in gradients)
+        others, own = (local(nn.utils.get_total_norm(kind, foreach=True)).square() for kind in gradients)
         dist.all_reduce(own, group=self.experts)
         norm = (others + own).sqrt()
         for kind in (self.others, self.of_experts):
@@ -230,10 +206,6 @@ class _Exchange(torch.autograd.Function):
         back = gradient.new_empty(sum(ctx.sent), gradient.shape[1])
         dist.all_to_all_single(back, gradient.contiguous(), ctx.sent, ctx.received, group=ctx.group)
         return back, None, None, None
-
-
-def _local(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def main() -> None:

@@ -13,6 +13,8 @@ from weft.models import build
 from weft.models.loss import ExampleLoss
 from weft.parallel.apply import cost, localise
 from weft.plan import Context, Memory, Plan, split_batch
+from weft.plan import Tensor as TensorAxis
+from weft.planner.folded_experts import folded_plans
 from weft.planner.micro_batch import LINK_SHARE
 from weft.planner.model import planned_model
 from weft.planner.question import Question, parse_constraints
@@ -148,3 +150,18 @@ def test_rows_over_a_joint_axis_take_as_long_as_over_one_of_its_size() -> None:
         "expert", "all_to_all", 1e9, Plan(expert=8)
     )
     assert sum(steps.chain(replace(folded, micro_batch=1, precision="bf16"))) > 0
+
+
+def test_the_search_folds_experts_of_the_plans_that_it_finds() -> None:
+    asked = ["expert=2", "x=2", "data=1", "pipe=1"]
+    found = search(planned(), Question(8, SEQUENCE, constraints=parse_constraints(asked)), keep=200).best
+    assert {one.plan.expert_over for one in found} == {(), ("x",)}
+    folded = next(one for one in found if one.plan.expert_over)
+    whole = next(one for one in found if one.plan == replace(folded.plan, expert_over=()))
+    assert folded.memory.parameters_bytes < whole.memory.parameters_bytes
+    assert folded.seconds != whole.seconds
+    for constraint, over in (("expert_over=x", {("x",)}), ("expert_over!=x", {()})):
+        constraints = parse_constraints([*asked, constraint])
+        again = search(planned(), Question(8, SEQUENCE, constraints=constraints), keep=200).best
+        assert {one.plan.expert_over for one in again} == over
+    assert [one.expert_over for one in folded_plans(Plan(tensor=TensorAxis(16)), 8)] == []  # 16 do not divide 8
