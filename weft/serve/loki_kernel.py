@@ -16,7 +16,7 @@ from torch import Tensor
 from weft.serve.decode_attention_kernel import number_of_parts
 
 _TOKENS = 64  # that the first kernel loads at a time
-_WARPS, _STAGES, _PROGRAMS = 1, 5, 2048  # of the first kernel
+_WARPS, _STAGES, _PROGRAMS = 1, 1, 2048  # of the first kernel
 _CHUNK, _CHOOSING_WARPS = 4096, 16  # scores that the second kernel loads at a time, and its warps
 
 

@@ -26,22 +26,8 @@ _TILE, _LARGE_TILE = 64, 128  # rows of codes: outputs times chunks
 _MANY_PROGRAMS = 1024  # so many large tiles are better than twice as many tiles
 _MAX_CHUNKS = 8
 _WARPS = 2
-_STAGES = 4
+_STAGES = 3
 _SQUARES = 4096  # inputs that are squared at a time
-_IS_EARLY = True
-_PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
-
-
-@triton.jit
-def _start_early(codes_at):
-    """Before the kernel in front has ended: let the next one start, ask for the first codes, then wait for the end.
-
-    Weights do not depend on the kernel in front, so they are on their way when its results come.
-    """
-    tl.extra.cuda.gdc_launch_dependents()
-    tl.inline_asm_elementwise(_PREFETCH, "=r,l", [codes_at], dtype=tl.int32, is_pure=False, pack=1)
-    tl.inline_asm_elementwise(_PREFETCH, "=r,l", [codes_at + 128], dtype=tl.int32, is_pure=False, pack=1)
-    tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -119,7 +105,7 @@ def _product_of_rows(
     hidden_stride, residual_stride, BITS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_GATED: tl.constexpr,
     ROWS: tl.constexpr, CHUNKS: tl.constexpr, OUTPUTS: tl.constexpr, SQUARES: tl.constexpr, STAGES: tl.constexpr,
-    BY_PTX: tl.constexpr, IS_EARLY: tl.constexpr,
+    BY_PTX: tl.constexpr,
 ):  # fmt: skip
     """Inputs come in blocks, of one or two groups; none: codes are float8. Codes past the last are multiplied by 0."""
     dtype: tl.constexpr = hidden_ptr.dtype.element_ty
@@ -131,10 +117,7 @@ def _product_of_rows(
     output = place % OUTPUTS
     output = tl.minimum(begin + output % results, num_results - 1) + output // results * num_results
     chunk, row = column // ROWS, column % ROWS
-    codes_at = code_ptr + output.to(tl.int64) * (num_blocks * width)
-    if IS_EARLY:
-        _start_early(codes_at + tl.minimum(place // OUTPUTS * size, num_blocks - 4) * width)
-    codes_at = codes_at[:, None] + byte[None, :]
+    codes_at = code_ptr + output.to(tl.int64)[:, None] * (num_blocks * width) + byte[None, :]
     ranges_at = range_ptr + output.to(tl.int64) * (1 if GROUPS == 0 else num_blocks)  # both groups of a block in one
     given = hidden_ptr + row[None, :] * hidden_stride + byte[:, None]
     norms = norm_ptr + byte[:, None]
@@ -208,10 +191,6 @@ def product_of_rows_by_kernel(
     tile = _LARGE_TILE if num_out * chunks >= _MANY_PROGRAMS * _LARGE_TILE else _TILE
     outputs = tile // chunks
     out = hidden.new_empty(num_rows, num_results)
-    by_ptx = hidden.is_cuda and torch.version.hip is None
-    is_early = (
-        _IS_EARLY and by_ptx and torch.cuda.get_device_capability(hidden.device) >= (9, 0) and num_in >= 4 * block
-    )
     _product_of_rows[(triton.cdiv(num_results, outputs // 2 if is_gated else outputs),)](
         hidden,
         hidden if norm is None else norm.weight,
@@ -238,9 +217,7 @@ def product_of_rows_by_kernel(
         OUTPUTS=outputs,
         SQUARES=min(_SQUARES, triton.next_power_of_2(num_in)) // rows,
         STAGES=_STAGES,
-        BY_PTX=by_ptx,
-        IS_EARLY=is_early,
+        BY_PTX=hidden.is_cuda and torch.version.hip is None,
         num_warps=_WARPS,
-        **({"launch_pdl": True} if is_early else {}),
     )
     return out
