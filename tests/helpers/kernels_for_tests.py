@@ -20,8 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.models import loss_kernel
+from weft.models import loss_kernel, row_kernel, row_operations
 from weft.models.decoder import RMSNorm
+from weft.models.expert_rows import fill_slots, sort_by_expert
 from weft.models.loss import IGNORE, rows_loss
 from weft.models.vision.pool_kernel import kernel_pools
 from weft.optim import update_kernel
@@ -140,6 +141,35 @@ def takes() -> dict[str, dict[str, float]]:
             squares = copy_with_squares(gradient, target)
             of_squares = difference(squares.sum(dtype=torch.float64), gradient.double().square().sum())
             found[f"{dtype} {numel}"] = {"target": difference(target, gradient), "squares": of_squares}
+    return found
+
+
+def rows() -> dict[str, dict[str, float]]:
+    """Of the operations on rows of experts, without a capacity and with one, by which tokens are dropped."""
+    found = {}
+    row_kernel._WIDTH = 16
+    for dtype in (torch.float32, torch.bfloat16):
+        for is_padded in (False, True):
+            experts = torch.rand(2, 9, 5).topk(3).indices
+            order = fill_slots(experts, 5, 3) if is_padded else sort_by_expert(experts, 5)
+            tokens, given = (torch.randn(18, 40).to(dtype) for _ in range(2))
+            of_rows, weights = torch.randn(len(order.sources), 40).to(dtype), torch.rand(18, 3)
+            gate_up, of_gated = torch.randn(7, 40).to(dtype), torch.randn(7, 20).to(dtype)
+            calls = {
+                "take_rows": (tokens, order.sources, 3, is_padded),
+                "sum_rows": (of_rows, order.places, None, 3, is_padded),
+                "weighted sum_rows": (of_rows, order.places, weights, 3, is_padded),
+                "spread_rows": (given, of_rows, weights, order.sources, order.places, is_padded),
+                "gated_gradient": (of_gated, gate_up),
+            }
+            told = {}
+            for name, args in calls.items():
+                of_kernel, plain = (getattr(module, name.split()[-1])(*args) for module in (row_kernel, row_operations))
+                pairs = [(of_kernel, plain)] if isinstance(plain, Tensor) else zip(of_kernel, plain, strict=True)
+                told[name] = max(difference(*pair) for pair in pairs)
+            swapped = row_operations.sum_rows(of_rows, order.places.roll(1), weights, 3, is_padded)
+            told["rows of other tokens"] = difference(swapped, row_operations.sum_rows(*calls["weighted sum_rows"]))
+            found[f"{dtype} {is_padded}"] = told
     return found
 
 
@@ -400,6 +430,7 @@ CASES = {
     "updates": updates,
     "losses": losses,
     "takes": takes,
+    "rows": rows,
     "pools": pools,
     "labels": labels,
     "offsets": offsets,

@@ -124,6 +124,13 @@ def test_models_that_are_refused(architecture: str, others: dict[str, Any], reas
     assert re.search(reason, found), found
 
 
+def test_a_model_of_images_is_refused_as_one() -> None:
+    """Its other properties (no attention, or that of its own) say nothing about what to change."""
+    config = transformers.ResNetConfig(hidden_sizes=[4], depths=[1], embedding_size=4)
+    found = refuse_interface(transformers.ResNetForImageClassification(config))
+    assert found == "ResNetForImageClassification is given images (pixel_values), which are no sequence of tokens"
+
+
 def masked_by(model: Any, **given: Any) -> nn.Module:
     """The model, whose masks have something more than causality."""
     inner = model.model

@@ -21,7 +21,7 @@ pytest.importorskip("triton")  # which has packages for Linux alone
 CLOSE, BF16_STEP = 2e-6, 2**-7
 
 
-CASES = ("updates", "losses", "labels", "takes", "offsets", "pools")
+CASES = ("updates", "losses", "labels", "takes", "offsets", "pools", "rows")
 
 
 def differences(case: str) -> dict[str, dict[str, float]]:
@@ -71,6 +71,15 @@ def test_a_gradient_is_copied_and_its_squares_are_added_up() -> None:
     for name, one in found.items():
         assert one["target"] == 0, name
         assert one["squares"] <= CLOSE, name
+
+
+def test_rows_of_experts_are_moved_and_summed_as_by_the_plain_functions() -> None:
+    found = differences("rows")
+    assert len(found) == 4
+    for name, one in found.items():
+        assert one.pop("rows of other tokens") > 0.1, name
+        assert one.pop("take_rows") == 0, name
+        assert max(one.values()) <= (2 * BF16_STEP if "bfloat16" in name else CLOSE), (name, one)
 
 
 def test_a_program_behind_two_to_the_31_elements_finds_its_own() -> None:

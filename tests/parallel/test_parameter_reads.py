@@ -126,6 +126,7 @@ def test_a_block_reads_its_own_parameters_in_stage_3() -> None:
     weft.verify(ReadsItsOwn, batch, PLANS["stage 3"]).require()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model", "plan", "words"),
     [

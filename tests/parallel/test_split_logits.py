@@ -62,6 +62,7 @@ def objective(total: Total) -> weft.Objective:
     return weft.Objective(lambda batch: torch.tensor(batch[1].numel()), of_batch)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("total", [entropy, squares, smoothed])
 def test_a_loss_of_the_users_own_sees_all_classes(total: Total) -> None:
     """Thirteen classes over two ranks are not even."""
@@ -72,6 +73,21 @@ def test_logits_in_a_dict_and_beside_a_pipeline() -> None:
     weft.verify(InADict, batch, weft.Plan(tensor=weft.Tensor(2)), objective=objective(entropy)).require()
     plan = weft.Plan(tensor=weft.Tensor(2), pipe=weft.Pipe(2, split=("head",)), micro_batch=2)
     weft.verify(Model, batch, plan, objective=objective(entropy)).require()
+
+
+class BesideFeatures(Model):
+    def forward(self, tokens: Tensor) -> Any:
+        hidden = self.blocks[0](self.embedding(tokens))
+        return {"features": hidden, "classes": self.head(hidden)}
+
+
+def test_logits_of_any_name_beside_other_results() -> None:
+    def of_batch(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        output = model(batch[0])
+        return entropy(output["classes"], batch[1]) + output["features"].square().sum()
+
+    own = weft.Objective(lambda batch: torch.tensor(batch[1].numel()), of_batch)
+    weft.verify(BesideFeatures, batch, weft.Plan(tensor=weft.Tensor(2)), objective=own).require()
 
 
 def test_a_loop_of_the_users_own_sees_all_classes() -> None:

@@ -147,6 +147,7 @@ def test_what_is_left_whole_is_exact(middle: Callable[[], nn.Module]) -> None:
     verify(lambda: Own(middle()), token_batch, X2).require()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("is_tied", "is_added"), [(True, False), (False, True)])
 def test_a_bias_that_the_root_holds(is_tied: bool, is_added: bool) -> None:
     verify(lambda: Biased(is_tied, is_added), token_batch, X2).require()

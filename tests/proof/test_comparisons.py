@@ -58,6 +58,7 @@ class RunningMean(models.MLP):
 
 
 @pytest.mark.processes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("plan", [Plan(data=2), Plan(shard=Shard(2, 3), micro_batch=2)])
 def test_a_running_mean_of_each_ranks_own_samples_is_found(plan: Plan) -> None:
     report = verify(RunningMean, models.vector_batch, plan)
@@ -265,7 +266,14 @@ def _answer(error: float, noise: float) -> dict[str, Any]:
     sizes: dict[str, Any] = {
         f"{side}{kind}": {} for side in ("predicted", "counted") for kind in ("", "_state", "_host")
     }
-    lists: dict[str, Any] = {"notes": [], "draws": [], "calls": [], "num_compared": 1, "num_expected": 1}
+    lists: dict[str, Any] = {
+        "notes": [],
+        "draws": [],
+        "calls": [],
+        "made_buffers": [],
+        "num_compared": 1,
+        "num_expected": 1,
+    }
     return {
         "errors": {"evaluation": [0.0, "-"], "buffer": [error, "mean"]},
         "noise": {"buffer": noise},

@@ -40,3 +40,10 @@ def test_every_outcome_is_proved_or_refused_in_words() -> None:
 @pytest.mark.parametrize(("name", "plan"), one_in(83, CASES))
 def test_the_outcome_is_found_again(name: str, plan: str) -> None:
     assert outcome_of(ENTRIES[name], PLANS[plan])["outcome"] == ROWS[name][plan]["outcome"]
+
+
+@pytest.mark.processes
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_experts_of_transformers_are_proved_as_they_are(name: str) -> None:
+    assert outcome_of(ENTRIES[name], PLANS["data"])["outcome"] == "proved"

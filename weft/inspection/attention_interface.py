@@ -28,6 +28,7 @@ Watch = Callable[[nn.Module, Tensor, Tensor, Tensor], None]
 
 SDPA, OWN = "sdpa", "weft"  # names of implementations: torch's, and the one of `use_attention`
 POSITIONS = "position_ids"
+_IMAGES = "pixel_values"
 # Layers whose tokens are independent of others but for attention.
 _PLAIN_LAYERS = ("full_attention", "sliding_attention")
 _LENGTH_DEPENDENT_ROTATIONS = ("dynamic", "longrope")
@@ -55,6 +56,8 @@ def refuse_interface(model: nn.Module) -> str | None:
     """
     config: Any = model.config
     kind = type(model).__name__
+    if model.main_input_name == _IMAGES:
+        return f"{kind} is given images ({_IMAGES}), which are no sequence of tokens"
     if not model._can_set_attn_implementation():  # type: ignore[operator]
         return f"{kind} computes attention in its own code, and not by transformers' attention interface"
     mixer = next((name for name in getattr(config, "layer_types", None) or () if name not in _PLAIN_LAYERS), None)

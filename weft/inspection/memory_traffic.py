@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from weft.inspection.function_transforms import unwrapped
+from weft.inspection.nested_tensors import tensors_in
 
 
 class MemoryTraffic(NamedTuple):
@@ -111,8 +113,8 @@ def is_view(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> b
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Returns every tensor in a nested value."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    """Returns every tensor in a nested value; inside of torch.func, those that have storage."""
+    return [unwrapped(tensor) for tensor in tensors_in(value)]
 
 
 def bytes_of(tensor: Tensor) -> int:

@@ -22,9 +22,16 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from weft.comm import Ledger
 from weft.comm.kept_results import KeepingForward, NeededResults
+from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks
 from weft.memory.activation_choice import offloaded_bytes, returning_bytes
-from weft.memory.recompute_context import RunningStatistics, register_state, registered_states, with_states
+from weft.memory.recompute_context import (
+    RunningStatistics,
+    others_than_statistics,
+    register_state,
+    registered_states,
+    with_states,
+)
 from weft.mesh import Mesh
 from weft.plan import BatchSplit, Plan
 from weft.profiling import FULL_SHARES, KEPT_OPERATIONS, Block, Profile
@@ -61,12 +68,12 @@ class RecomputePolicy(Strategy):
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
         if plan.memory.recompute != "none":
-            for block in find_blocks(model).values():
+            for name, block in find_blocks(model).items():
                 if statistics := RunningStatistics(block):
                     register_state(block, statistics)
                 # The forward is wrapped, not the module: hooks stay outside and state_dict keys do not change.
                 block.forward = _recomputed(
-                    plan.memory.recompute, block, mesh.ledger if plan.memory.keep_collectives else None
+                    plan.memory.recompute, name, block, mesh.ledger if plan.memory.keep_collectives else None
                 )
         return model
 
@@ -96,12 +103,13 @@ def _refuse_checkpoints(profile: Profile, plan: Plan) -> str | None:
 KEY_CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
-def _recomputed(policy: str, block: nn.Module, keeper: Ledger | None) -> Callable[..., Any]:
+def _recomputed(policy: str, name: str, block: nn.Module, keeper: Ledger | None) -> Callable[..., Any]:
     """Return a block's forward under a policy. Recompute restores the registered states that it reads.
 
     With `keeper`, recompute takes the results of collectives that it kept.
     """
-    forward, states, needed = block.forward, registered_states(block), NeededResults()
+    states, needed = registered_states(block), NeededResults()
+    forward = _FirstForward(name, block, block.forward) if others_than_statistics(block) else block.forward
     alone = _with_policy(policy, forward)
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
@@ -114,6 +122,32 @@ def _recomputed(policy: str, block: nn.Module, keeper: Ledger | None) -> Callabl
         return _with_policy(policy, with_states(once, states) if states else once)(*args, **kwargs)
 
     return recomputed
+
+
+class _FirstForward:
+    """A block's forward. The first that trains is refused if it changes a buffer, as recompute would do so again.
+
+    Running statistics of batch norms, which recompute restores, may change.
+    """
+
+    def __init__(self, name: str, block: nn.Module, forward: Callable[..., Any]) -> None:
+        self._name, self._block, self._forward, self._is_known = name, block, forward, False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_known or not self._block.training or torch.compiler.is_compiling():
+            return self._forward(*args, **kwargs)
+        before = {key: (buffer, buffer._version) for key, buffer in others_than_statistics(self._block).items()}
+        result = self._forward(*args, **kwargs)
+        after = others_than_statistics(self._block)
+        for key, (buffer, version) in before.items():
+            if after.get(key) is not buffer or buffer._version != version:
+                raise PlanError(
+                    f"memory.recompute runs the forward of block '{self._name}' again in backward, and that forward "
+                    f"changes buffer '{self._name}.{key}', which would change twice; change it outside of blocks, or "
+                    f"use memory.recompute = 'none'"
+                )
+        self._is_known = True
+        return result
 
 
 def _with_policy(policy: str, forward: Callable[..., Any], **keywords: Any) -> Callable[..., Any]:

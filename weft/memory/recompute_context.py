@@ -52,6 +52,12 @@ class RunningStatistics:
                 buffer.copy_(copy)
 
 
+def others_than_statistics(block: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of a block by name, without the running statistics of its norms."""
+    norms = {name for name, module in block.named_modules() if isinstance(module, _NormBase)}
+    return {name: buffer for name, buffer in block.named_buffers() if name.rpartition(".")[0] not in norms}
+
+
 _FORWARD_STATES = Annotation[list[ForwardState]]("forward_states")
 
 

@@ -34,10 +34,11 @@ from torch.utils.hooks import RemovableHandle
 from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks, find_units
 from weft.inspection.checkpoints import checkpoint_around
+from weft.inspection.function_transforms import functional_call_around, transform_around
 from weft.inspection.functional_call import call_with, no_fakes_left
 from weft.inspection.nested_tensors import copy_structure, map_tensors, tensors_in
 from weft.pipeline.event_work import EventWork, WorkCounter
-from weft.pipeline.trace_watch import OperationWatch, operation_name, outcome
+from weft.pipeline.trace_watch import OperationWatch, operation_name, outcome, unseen_work
 from weft.spatial.recorded_calls import CallRecorder, RecordedCall
 from weft.spatial.tile_layout import BatchShare, TileLayout, layout_of, set_layout
 from weft.spatial.tiled_model import TiledModel
@@ -120,6 +121,7 @@ class _TraceRecorder(OperationWatch):
         self.lineage: dict[int, frozenset[str]] = {}
         self.given: list[Tensor] = []  # the model's inputs as fake tensors, if operations on them are recorded
         self.inputs: list[int] = []  # their numbers
+        self._names: dict[int, str] = {}  # number -> name of a parameter
         self._functions: dict[int, Any] = {}  # number -> what autograd calls for a tensor, when it was numbered
 
     def find(self, value: Any) -> list[int]:
@@ -127,7 +129,9 @@ class _TraceRecorder(OperationWatch):
         return [self.numbers[tensor] for tensor in tensors_in(value) if tensor in self.numbers]
 
     def _refuse_functions(self, tensors: Sequence[Tensor]) -> None:
-        """Refuse results of the user's autograd.Function between units: only its forward is watched."""
+        """Refuse results of the user's autograd.Function between units, of which only the forward is watched, and
+        results of operations that are not watched at all (inside of torch.func.vmap).
+        """
         purpose = self.purpose
         for tensor in tensors:
             if not isinstance(tensor, FakeTensor):
@@ -136,11 +140,20 @@ class _TraceRecorder(OperationWatch):
             is_known = tensor in self.numbers and function is self._functions[self.numbers[tensor]]
             if not is_known and (tensor not in self.numbers or isinstance(function, BackwardCFunction)):
                 name = "" if function is None else f" ('{function.name().removesuffix('Backward')}')"
+                what = unseen_work(function)
                 way_out = f"call it inside of a block, or {purpose.remedy}" if purpose.between else purpose.remedy
                 raise PlanError(
-                    f"{purpose.failure}: its forward uses a torch.autograd.Function{name}{purpose.between}, whose "
-                    f"backward no rank could follow; {way_out}"
+                    f"{purpose.failure}: its forward uses {what}{name}{purpose.between}, whose backward no rank could "
+                    f"follow; {way_out}"
                 )
+
+    def refuse_transform(self, what: str) -> None:
+        """Refuse what the forward runs inside of a transform of torch.func, whose tensors are not those numbered."""
+        if transform := transform_around():
+            raise PlanError(
+                f"{self.purpose.failure}: its forward runs {what} inside of torch.func.{transform}, where weft cannot "
+                f"follow tensors; run it outside of the transform, or {self.purpose.remedy}"
+            )
 
     def without_results(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._refuse_functions(tensors_in((args, kwargs)))
@@ -156,7 +169,10 @@ class _TraceRecorder(OperationWatch):
 
     def begin(self, parameters: Mapping[str, Tensor]) -> None:
         for name, parameter in parameters.items():
-            self.lineage[self.number(parameter)] = frozenset([name])
+            number = self.number(parameter)
+            self.lineage[number] = frozenset([name])
+            if isinstance(parameter, nn.Parameter):  # not a buffer, which may change
+                self._names[number] = name
         self.inputs = [self.number(tensor) for tensor in self.given]
 
     def operation(self, func: Any, args: Any, kwargs: Any, numbered: list[Tensor]) -> Any:
@@ -165,6 +181,7 @@ class _TraceRecorder(OperationWatch):
                 f"{self.purpose.failure}: its forward computes gradients (torch.autograd.grad), which go back through "
                 f"parts of the model on several ranks; {self.purpose.remedy}"
             )
+        self.refuse_transform(f"'{operation_name(func)}'")
         if self.purpose.inside and checkpoint_around():
             raise PlanError(
                 f"{self.purpose.failure}: its forward runs '{operation_name(func)}' in a checkpoint of its own, whose "
@@ -181,6 +198,11 @@ class _TraceRecorder(OperationWatch):
             raise PlanError(
                 f"{self.purpose.failure}: its forward writes a result into a tensor that is none ('{name}'), which not "
                 f"every rank can follow; write into one made from a result (new_zeros, torch.cat)"
+            )
+        if written := [self._names[number] for tensor in changed if (number := self.numbers[tensor]) in self._names]:
+            raise PlanError(
+                f"{self.purpose.failure}: its forward changes '{written[0]}' in place ('{name}'), which not every rank "
+                f"holds; change parameters after the optimizer's step, or {self.purpose.remedy}"
             )
         found = tensors_in(result)
         if found and not any(isinstance(tensor, FakeTensor) for tensor in found):
@@ -271,6 +293,12 @@ class _UnitHooks:
                 f"the model cannot be cut into stages: its forward runs '{name}' in a checkpoint with "
                 f"use_reentrant=True, whose backward would run other stages too; use use_reentrant=False, or "
                 f"plan.memory.recompute instead"
+            )
+        recorder.refuse_transform(f"'{name}'")
+        if not self._calls and functional_call_around():
+            raise PlanError(
+                f"the model cannot be cut into stages: its forward runs '{name}' by torch.func.functional_call, with "
+                f"parameters that only one stage has; call '{name}' itself, or use pipe = 1"
             )
         self._calls.append(None if self._calls else _UnitCall(name, recorder.find((args, kwargs))))
         call = self._calls[-1]

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from weft.inspection.nested_tensors import tensors_in
@@ -98,3 +99,11 @@ def operation_name(func: Any) -> str:
 def outcome(name: str, args: Any, result: Any) -> Any:
     """Return the result of an operation. For an assignment to a part of a tensor, it is that tensor."""
     return args[0] if name == "__setitem__" else result
+
+
+def unseen_work(function: Any) -> str:
+    """Returns in words what made a tensor of which only the forward, or nothing, is watched."""
+    if not isinstance(function, BackwardCFunction):
+        return "operations that weft does not see, as of torch.func,"
+    is_hook = type(function).__name__.startswith("BackwardHook")
+    return "a hook on gradients (register_full_backward_hook)" if is_hook else "a torch.autograd.Function"

@@ -21,11 +21,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from weft.errors import PlanError
 from weft.inspection.attention_interface import watch_attention
 from weft.inspection.blocks import find_blocks, find_units
 from weft.inspection.checkpoints import CheckpointKind, checkpoint_around
+from weft.inspection.function_transforms import unwrapped
 from weft.inspection.functional_call import call_with, no_fakes_left
 from weft.inspection.memory_traffic import TrafficCounter, bytes_of, is_view, tensors_of
+from weft.inspection.nested_tensors import map_tensors
 from weft.inspection.split_probe import is_convolution, is_linear, num_spatial_dims
 from weft.inspection.tensor_splits import is_norm
 from weft.models.attention import CausalAttention
@@ -62,7 +65,7 @@ def count(
         tally.saved.ignore(state.values())
         tally.watch_reads(model, state)
         given = tree_map(partial(cast, dtype=dtype), example())  # allocated before the forward
-        with no_fakes_left(model), tally.watching(model):
+        with no_fakes_left(model), _explained(model), tally.watching(model):
             with example_labels(model, finish):
                 output = call_with(model, state, given)
             if finish is not None:
@@ -84,6 +87,21 @@ def count(
         units=tally.units,
         checkpoints=tally.checkpoints,
     )
+
+
+@contextmanager
+def _explained(model: nn.Module) -> Iterator[None]:
+    """Raise a PlanError where torch refuses the hooks on saved tensors, by which a profile counts saved bytes."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        raise PlanError(
+            f"the forward of {type(model).__name__} computes gradients by torch.func (grad, vjp, jacrev or hessian), "
+            f"where torch lets weft not see what is saved for backward; use torch.autograd.grad with "
+            f"create_graph=True instead"
+        ) from error
 
 
 @dataclass
@@ -250,7 +268,7 @@ class Tally(TorchDispatchMode):
         self.blocks.setdefault(name, _Counts()).calls += 1
         if kind := checkpoint_around():
             self.checkpoints[name] = kind
-        self.given.setdefault(name, tree_map(_form, (args, kwargs)))
+        self.given.setdefault(name, map_tensors(_form, (args, kwargs)))
         given = tensors_of((args, kwargs))
         self.saved.stay(given[1:])  # tables and masks, which every block gets
         for tensor in given:
@@ -277,7 +295,7 @@ class Tally(TorchDispatchMode):
 
     def _measure(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
         self._inside = ""
-        given = tensors_of((args, kwargs))
+        given, output = tensors_of((args, kwargs)), unwrapped(output)
         value = given[0] if given else output[..., 0]  # positions may be given as a length
         dim = -1 - num_spatial_dims(module)
         width = 1 if isinstance(module, nn.Embedding) else value.shape[dim]
@@ -287,8 +305,9 @@ class Tally(TorchDispatchMode):
         rows = output.numel() // out if output.dim() else in_rows
         calls = self.layer_calls.setdefault(name, [])
         self._unsaved.append((name, len(calls)))
+        needs_gradient = value.requires_grad and torch.is_grad_enabled()
         calls.append(
-            LayerShape(rows, in_rows, width, out, value.requires_grad, self.saved.since, is_linear=is_linear(module))
+            LayerShape(rows, in_rows, width, out, needs_gradient, self.saved.since, is_linear=is_linear(module))
         )
         if _is_product(module):
             self._last_layer = name
@@ -307,9 +326,8 @@ def _is_product(module: nn.Module) -> bool:
     return is_linear(module) or is_convolution(module)
 
 
-def _form(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
+def _form(tensor: Tensor) -> TensorMetadata:
+    value = unwrapped(tensor)
     storage = value.untyped_storage()
     form = tuple(value.shape), value.stride(), value.dtype, value.requires_grad
     return TensorMetadata(*form, storage._cdata, storage.nbytes())

@@ -3,7 +3,8 @@
 A proof compares two runs to 1e-9. A cast to float32 inside of a model (many norms, rotations and losses have one) would
 round both to 6e-8. In this mode such a cast keeps float64; tensors that the model makes are float64 if it gives no
 dtype; products of groups of experts, which torch computes in float32 or less, are computed one by one; dropout drops
-nothing. `notes` says in words where the model's code was changed in this way.
+nothing, and random masks (stochastic depth) have their mean everywhere. `notes` says in words where the model's code
+was changed in this way.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ _DROPOUTS: dict[Any, tuple[str, int]] = {
 }
 _RANDOM = {
     *(torch.rand, torch.randn, torch.randint, torch.rand_like, torch.randn_like, torch.randint_like, torch.randperm),
-    *(torch.normal, torch.bernoulli, torch.poisson, torch.multinomial, functional.gumbel_softmax, functional.rrelu),
-    *(torch.Tensor.bernoulli, torch.Tensor.bernoulli_, torch.Tensor.normal_, torch.Tensor.uniform_),
-    *(torch.Tensor.exponential_, torch.Tensor.random_, torch.Tensor.multinomial),
+    *(torch.normal, torch.poisson, torch.multinomial, functional.gumbel_softmax, functional.rrelu),
+    *(torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.exponential_, torch.Tensor.random_),
+    torch.Tensor.multinomial,
 }
+_MASKS = {torch.bernoulli, torch.Tensor.bernoulli, torch.Tensor.bernoulli_}
 _WEFT = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 _MAX_PLACES = 3
@@ -56,7 +58,7 @@ _DEFAULT = torch.get_default_dtype()
 
 
 class Float64(TorchFunctionMode):
-    """The mode. With `is_wide` false it only keeps dropout from dropping, for runs in another precision."""
+    """The mode. With `is_wide` false it only keeps dropout and masks from dropping, for runs in another precision."""
 
     def __init__(self, is_wide: bool = True) -> None:
         super().__init__()
@@ -64,6 +66,7 @@ class Float64(TorchFunctionMode):
         self._places: dict[str, dict[str, None]] = {}  # what was changed -> where, in order
         self._is_paused = False
         self.draws: dict[str, None] = {}  # places that draw random numbers
+        self.gradients: dict[str, None] = {}  # places that compute gradients by torch.autograd.grad
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -100,7 +103,12 @@ class Float64(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _DROPOUTS:
             args, kwargs = self._without_dropout(func, args, kwargs)
-        elif func in _RANDOM:
+        elif func in _MASKS and args[0].is_floating_point():
+            self._note("random masks (bernoulli): the proof uses their mean, as if nothing were dropped")
+            return _mean_of_mask(func, *args, **kwargs)
+        elif func is torch.autograd.grad:
+            self.gradients[_place()[0]] = None
+        elif func in _RANDOM or func in _MASKS:
             self.draws[_place()[0]] = None
         elif self._is_wide and func in _CASTS:
             self._note("casts to narrower floating point: the proof computes them in float64")
@@ -150,6 +158,13 @@ class _Entered:
             TorchFunctionMode.__enter__(self._mode)
         elif not value and self.get():
             TorchFunctionMode.__exit__(self._mode, None, None, None)
+
+
+def _mean_of_mask(func: Any, value: Tensor, p: Any = None, **_: Any) -> Tensor:
+    """Returns the mean of what bernoulli draws: `p`, or the value itself where it holds the probabilities."""
+    if func is torch.Tensor.bernoulli_:
+        return value.copy_(torch.as_tensor(0.5 if p is None else p))
+    return value.clone() if p is None else torch.full_like(value, p)
 
 
 def _place() -> tuple[str, str]:

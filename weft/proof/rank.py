@@ -168,6 +168,7 @@ def _run_rank(case: Case, trial: Trial) -> dict[str, Any]:
         "notes": notes,
         "draws": list(expected.draws),
         "calls": _unusual_calls(case.counted, expected),
+        "made_buffers": list(expected.made),
         "dependence": dependence,
         "num_compared": sum(tensor.numel() for part, tensor in found.pieces if _is_first(part)),
         "num_expected": sum(tensor.numel() for tensor in expected.parameters.values()),
@@ -285,6 +286,12 @@ def _replicas(plan: Plan, split: BatchSplit) -> list[int]:
 def _unusual_calls(counted: Profile, expected: SequentialResult) -> list[str]:
     """Returns in words how a loss called the model and its blocks, where it is not as the profile counted."""
     words = []
+    if expected.inner_gradients:
+        words.append(
+            f"the loss computes gradients before its own backward (torch.autograd.grad, "
+            f"{', '.join(expected.inner_gradients)}), for which the profile counts no communication; use data, or "
+            f"shard stage 1 or 2"
+        )
     for name, usual in [("", 1), *((block.name, block.calls) for block in counted.blocks)]:
         forward, backward = expected.calls[name, "forward"], expected.calls[name, "backward"]
         if (forward, backward) != (usual, 0):

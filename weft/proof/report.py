@@ -111,8 +111,8 @@ def report_of(
         # Random numbers may choose blocks, and with them the collectives. Without its checks, nothing is proved.
         sizes = [check for check in sizes if check.passed or not check.what.startswith(TRAFFIC)]
         unknown = [
-            f"the model draws random numbers ({', '.join(draws)}), and ranks draw others; prove it with fixed ones (as "
-            f"part of its inputs, for example)"
+            f"the model draws random numbers ({', '.join(draws)}), and ranks draw others; prove it without them (a "
+            f"rate of 0), or with fixed ones (as part of its inputs, for example)"
         ]
     checks = (*errors, *sizes, _check_coverage(answers, plan))
     if unknown and all(check.passed for check in checks):
@@ -180,9 +180,11 @@ def _check_bytes(answers: list[dict[str, Any]]) -> list[Check]:
     if reasons:
         checks = [one if one.passed else replace(one, where=f"{one.where}: {reasons[0]}") for one in checks]
     kinds = answers[0]["predicted_state"]
-    checks += [
-        _equal(f"state: {kind}", answers, "predicted_state", "counted_state", kind, _bytes_text) for kind in kinds
-    ]
+    state = [_equal(f"state: {kind}", answers, "predicted_state", "counted_state", kind, _bytes_text) for kind in kinds]
+    if made := answers[0]["made_buffers"]:
+        reason = f"forwards register buffer '{made[0]}', which is not there before them; register it in __init__"
+        state = [one if one.passed else replace(one, where=f"{one.where}: {reason}") for one in state]
+    checks += state
     checks += [
         _equal(f"host: {kind}", answers, "predicted_host", "counted_host", kind, _bytes_text)
         for kind in sorted({key for answer in answers for key in (*answer["predicted_host"], *answer["counted_host"])})

@@ -35,10 +35,11 @@ BatchFn = Callable[[int], Batch]
 class SequentialResult:
     """Losses and gradient norms of all steps, gradients of the first step, and parameters and buffers after the last.
 
-    `num_samples` is the most that a forward had. `changed` names the buffers that forwards changed. `measured` are the
+    `num_samples` is the most that a forward had. `changed` names the buffers that forwards changed, and `made` those
+    that they registered. `measured` are the
     means of the objective's measures on the first batch, evaluated after the steps, and `outputs` the tensors with dims
     that it returned, part by part. `calls` counts the calls of each block ("" is the model) for the first part of the
-    first batch, in forward and in backward. `notes` and `draws` are those of `Float64`.
+    first batch, in forward and in backward. `notes`, `draws` and `inner_gradients` are those of `Float64`.
     """
 
     num_samples: int
@@ -48,11 +49,13 @@ class SequentialResult:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     changed: frozenset[str] = frozenset()
+    made: tuple[str, ...] = ()
     measured: list[float] = field(default_factory=list)
     outputs: list[list[Tensor]] = field(default_factory=list)
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     notes: tuple[str, ...] = ()
     draws: tuple[str, ...] = ()
+    inner_gradients: tuple[str, ...] = ()
 
 
 def run_sequential(
@@ -103,10 +106,11 @@ def run_sequential(
     found.parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     found.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     found.changed = frozenset(name for name, old in before.items() if not _is_equal(old, found.buffers[name]))
+    found.made = tuple(name for name in found.buffers if name not in before)
     batch = to_double(batch_fn(0))
     with wide:
         _evaluate(model, batch, objective, part, found)
-    found.notes, found.draws = wide.notes, tuple(wide.draws)
+    found.notes, found.draws, found.inner_gradients = wide.notes, tuple(wide.draws), tuple(wide.gradients)
     return found
 
 

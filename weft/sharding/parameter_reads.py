@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from weft.errors import PlanError
 from weft.inspection.absent_module import AbsentModule
+from weft.inspection.function_transforms import transform_around, unwrapped
 from weft.inspection.nested_tensors import map_tensors, tensors_in
 from weft.profiling import SHARED_BY_STAGES
 from weft.sharding.flat_buffer import Flat
@@ -121,11 +122,34 @@ class _Operations(TorchFunctionMode):
     def _enter(self, name: str, block: str, module: nn.Module, _: Any) -> None:
         """Called before a module. Inside a block whose own call has not gathered it, gather it or refuse."""
         self._running.append((name, module))
+        if transform := transform_around():
+            self._refuse_transform(name, module, transform)
         for flat in self._flats[block] if block else ():
             self._make_whole(flat, f"module '{name}' is called", f"block '{block}'")
 
     def _leave(self, *_: Any) -> None:
         self._running.pop()
+
+    def _refuse_transform(self, name: str, module: nn.Module, transform: str) -> None:
+        """Refuse a call inside of a transform of torch.func of a module that communicates in its forward."""
+        cut = [
+            one.flat
+            for one in self._held.values()
+            if one.is_cut and one.flat and self._is_in_owner(one.flat, one.index)
+        ]
+        obstacle = None
+        if any(flat.is_streamed for flat in self._flats.get(name, ())):
+            obstacle = "memory.weights > 0 copies the block's parameters", "weights = 0"
+        elif any(flat.frees_whole for flat in self._flats.get(name, ())):
+            obstacle = "shard.stage = 3 gathers the block's parameters", "stage 1 or 2"
+        elif cut:
+            obstacle = "the tensor axes communicate", "tensor.x = 1 and tensor.y = 1"
+        if obstacle is not None:
+            raise PlanError(
+                f"'{name}' is called inside of torch.func.{transform}, where weft cannot follow tensors, and "
+                f"{obstacle[0]} in its call; call it outside of the transform, with the whole batch, or use "
+                f"{obstacle[1]}"
+            )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -146,7 +170,7 @@ class _Operations(TorchFunctionMode):
 
     def _refuse_lost_write(self, tensor: Tensor) -> None:
         """Refuse to change a parameter, or a view of one, of which the optimizer would not see the change."""
-        storage = tensor.untyped_storage()._cdata
+        storage = unwrapped(tensor).untyped_storage()._cdata
         flat = next((one for one in self._all_flats if one.whole.untyped_storage()._cdata == storage), None)
         if flat is None or not flat.is_whole:  # while it is gathered, weft writes it
             return

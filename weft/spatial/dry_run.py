@@ -22,13 +22,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weft.comm import Axis
 from weft.errors import PlanError
+from weft.inspection.nested_tensors import map_tensors, tensors_in
 from weft.inspection.parameter_cut import share
 from weft.plan import Plan
 from weft.profiling import Profile, Tally, count
 from weft.spatial.fuse import NeighbourLayer, fuse
-from weft.spatial.operands import map_tensors
 from weft.spatial.recorded_calls import CallRecorder, RecordedCall
-from weft.spatial.tile_layout import Grid, Needs, TileLayout, layout_of, tensors_in
+from weft.spatial.tile_layout import Grid, Needs, TileLayout, layout_of
 from weft.spatial.tiled_model import TiledModel, install, prepare
 from weft.spatial.view import Position, View
 from weft.spatial.windows import Extra

@@ -7,11 +7,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from weft.inspection.nested_tensors import map_tensors, tensors_in
 from weft.spatial.arguments import is_in_place
 from weft.spatial.halo import Halo, fetch
 from weft.spatial.hand_over import own_part, to_tile
 from weft.spatial.names import SHAPED_AS_FIRST, plain_name
-from weft.spatial.tile_layout import BatchShare, Grid, TileLayout, layout_of, set_layout, tensors_in
+from weft.spatial.tile_layout import BatchShare, Grid, TileLayout, layout_of, set_layout
 from weft.spatial.wide_tiles import widest
 from weft.spatial.windows import Extra, Unsupported
 
@@ -54,17 +55,6 @@ def bring(grid: Grid, tensor: Tensor, target: TileLayout) -> Tensor:
     if layout == target:
         return tensor
     return fetch(tensor, Halo.of(grid, layout, target.rows.held, target.columns.held))
-
-
-def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return nested tuples, lists and dicts with `change` applied to every tensor."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, (tuple, list)):
-        return type(value)(map_tensors(change, item) for item in value)
-    if isinstance(value, dict):
-        return {key: map_tensors(change, item) for key, item in value.items()}
-    return value
 
 
 def set_layouts(value: Any, layout: TileLayout | BatchShare | None) -> Any:

@@ -6,7 +6,7 @@ a block new tensors without attributes; `LayoutNotes` recognises them by their m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from weft.comm import Axis
 from weft.inspection.annotations import Annotation
+from weft.inspection.nested_tensors import tensors_in
 from weft.inspection.parameter_cut import Interval
 from weft.inspection.rng import TileRng
 from weft.spatial.ownership import Line
@@ -110,18 +111,6 @@ def set_layout(tensor: Tensor, layout: TileLayout | BatchShare | None) -> Tensor
     """Set the layout of a tensor and return the tensor."""
     _LAYOUT.set(tensor, layout)
     return tensor
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
 
 
 class LayoutNotes:

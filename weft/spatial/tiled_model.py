@@ -15,9 +15,9 @@ from weft.errors import PlanError
 from weft.inspection.absent_module import AbsentModule
 from weft.inspection.annotations import Annotation
 from weft.inspection.blocks import find_blocks, find_units
+from weft.inspection.nested_tensors import map_tensors, tensors_in
 from weft.spatial.hand_over import own_part
-from weft.spatial.operands import map_tensors
-from weft.spatial.tile_layout import BatchShare, TileLayout, layout_of, set_layout, tensors_in
+from weft.spatial.tile_layout import BatchShare, TileLayout, layout_of, set_layout
 from weft.spatial.view import View, forget_handed_over, hand_over
 from weft.spatial.wide_tiles import forget
 

@@ -25,16 +25,17 @@ from torch.overrides import (
 
 from weft.errors import PlanError
 from weft.inspection.annotations import Annotation
+from weft.inspection.nested_tensors import map_tensors, tensors_in
 from weft.models.vision.pools import avg_pool2d
 from weft.plan import Tile
 from weft.spatial import norms
 from weft.spatial.arguments import normalise
 from weft.spatial.hand_over import from_share, own_samples, to_share, to_whole
 from weft.spatial.names import DRAWS, META, plain_name
-from weft.spatial.operands import map_tensors, random_operation
+from weft.spatial.operands import random_operation
 from weft.spatial.rules import RULES
 from weft.spatial.shapes import refuse_along_samples, shape_of
-from weft.spatial.tile_layout import BatchShare, Grid, LayoutNotes, TileLayout, layout_of, set_layout, tensors_in
+from weft.spatial.tile_layout import BatchShare, Grid, LayoutNotes, TileLayout, layout_of, set_layout
 from weft.spatial.wide_tiles import forget
 from weft.spatial.windows import NO_EXTRA, Extra, NeedsWhole, Unsupported
 

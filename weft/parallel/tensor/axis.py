@@ -193,8 +193,8 @@ class _Applier:
                 vocabulary = Vocabulary(begin, end, num_classes, self.x)
                 set_vocabulary(self.model, vocabulary)
                 if self.x.degree > 1:
-                    HeadUse(self.model, split.module)
-                    self.model.register_forward_hook(partial(mark_logits, vocabulary))
+                    use = HeadUse(self.model, split.module)
+                    self.model.register_forward_hook(partial(mark_logits, vocabulary, use))
         for parent, columns in entering.items():
             module = self.model.get_submodule(parent)
             _replace_forward(module, SharedInput(parent, module.forward, columns).forward)

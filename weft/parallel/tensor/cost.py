@@ -261,7 +261,7 @@ class _LocalCounts:
         self.x, self.y = plan.tensor.x, plan.tensor.y
         self.dtype = COMPUTE_DTYPE[plan.precision]
         self.ends = ends_of(self.pairing, plan)
-        self._per_row: dict[Any, int] = profile.cache.setdefault("saved by norms", {})
+        self._per_row: dict[Any, int | None] = profile.cache.setdefault("saved by norms", {})
 
     def local(self, block: Block) -> Block:
         """Returns the block with a rank's FLOPs and saved bytes."""
@@ -347,7 +347,8 @@ class _LocalCounts:
                 if key not in self._per_row:
                     self._per_row[key] = _saved_per_row(module, layer.in_features, self.dtype, is_split)
                 over = self.over(bool(block) or name == self.ends.norm) if is_local else 1
-                total += layer.rows * self._per_row[key] // over
+                per_row = self._per_row[key]
+                total += (layer.saved_bytes if per_row is None else layer.rows * per_row) // over
         return total
 
     def _splits(self, block: str) -> Iterator[Split]:
@@ -356,8 +357,11 @@ class _LocalCounts:
         return (split for split in called if (self.pairing.block_of(split.module) or "") == block)
 
 
-def _saved_per_row(module: nn.Module, width: int, dtype: torch.dtype, is_split: bool) -> int:
-    """Returns the bytes that a norm saves for backward for each row, measured by running it on a few rows."""
+def _saved_per_row(module: nn.Module, width: int, dtype: torch.dtype, is_split: bool) -> int | None:
+    """Returns the bytes that a norm saves for backward for each row, measured by running it on a few rows.
+
+    None if it does not run on rows: norms of channels move dims first, and some norm several dims.
+    """
     num_rows = 8
     copy = random_copy(module, torch.Generator().manual_seed(0)).to(dtype)
     held = {parameter.untyped_storage()._cdata for parameter in copy.parameters()}
@@ -370,6 +374,9 @@ def _saved_per_row(module: nn.Module, width: int, dtype: torch.dtype, is_split: 
 
     value = torch.zeros(1, num_rows, width, dtype=dtype, requires_grad=True)
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = split_norm(copy, ALONE, value) if is_split else copy(value)
+        try:
+            out = split_norm(copy, ALONE, value) if is_split else copy(value)
+        except Exception:  # anything that the user's code may raise
+            return None
     del out
     return sum(saved.values()) // num_rows

@@ -2,20 +2,23 @@
 
 weft takes the last linear that a model registers for its head, and leaves its result split over x. A model may register
 its layers in another order, or use that result in a way that needs all classes. The logits would then be wrong, so the
-first training and the first evaluation are watched, and such a model is refused by name.
+first training and the first evaluation are watched, and such a model is refused by name. They also tell which tensors
+of the model's result are its logits, if it returns others too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weft.errors import PlanError
 from weft.inspection.logits_use import LogitsWatch
 from weft.inspection.nested_tensors import tensors_in
+from weft.models.loss_head import logits_of
 
 
 class _RefusingWatch(LogitsWatch):
@@ -42,8 +45,9 @@ class HeadUse:
     def __init__(self, model: nn.Module, name: str) -> None:
         self._name = name
         self._seen: set[bool] = set()
+        self._places: dict[bool, tuple[int, ...]] = {}  # of the logits among the tensors of the model's result
         self._watch: LogitsWatch | None = None
-        self._was_called = False
+        self._was_called = self._is_training = False
         self._inside = ExitStack()
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end, prepend=True)
@@ -53,6 +57,7 @@ class HeadUse:
     def _begin(self, model: nn.Module, _: Any) -> None:
         is_compiled = torch.compiler.is_compiling() or any(m._compiled_call_impl is not None for m in model.modules())
         if model.training not in self._seen and not is_compiled:
+            self._is_training = model.training
             self._seen.add(model.training)
             self._watch, self._was_called = _RefusingWatch(self._name), False
 
@@ -68,8 +73,18 @@ class HeadUse:
             return
         if not self._was_called:
             raise _refusal(self._name, "the model does not call it")
-        if not any(watch.is_logits(tensor) for tensor in tensors_in(output)):
+        places = tuple(i for i, tensor in enumerate(tensors_in(output)) if watch.is_logits(tensor))
+        if not places:
             raise _refusal(self._name, "the model does not return its result")
+        self._places[self._is_training] = places
+
+    def logits_in(self, model: nn.Module, output: Any) -> list[Tensor]:
+        """Returns the logits in a model's output; of a model that was not watched, those that `logits_of` finds."""
+        places = self._places.get(model.training)
+        if places is None:
+            return [] if isinstance(output, Mapping) and "logits" not in output else [logits_of(output)]
+        tensors = tensors_in(output)
+        return [tensors[place] for place in places if place < len(tensors)]
 
     def _close(self, *_: Any) -> None:
         self._inside.close()

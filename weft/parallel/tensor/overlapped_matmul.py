@@ -142,7 +142,7 @@ def _input_gradient(gradients: Sequence[Tensor | None], weights: Sequence[Tensor
         if gradient is not None and total is None:
             total = linear(gradient, weight, not transposed).contiguous()
         elif gradient is not None and total is not None:
-            total.view(-1, total.shape[-1]).addmm_(gradient.flatten(0, -2), weight.t() if transposed else weight)
+            total.view(-1, total.shape[-1]).addmm_(_rows(gradient), weight.t() if transposed else weight)
     assert total is not None
     return total
 
@@ -151,8 +151,13 @@ def _weight_gradient(gradient: Tensor | None, value: Tensor, transposed: bool, n
     """Returns dW from dO and I, whose tokens may be in any common order; None if it is not needed."""
     if gradient is None or not needed:
         return None
-    rows, columns = gradient.flatten(0, -2), value.flatten(0, -2)
+    rows, columns = _rows(gradient), _rows(value)
     return columns.t() @ rows if transposed else rows.t() @ columns
+
+
+def _rows(value: Tensor) -> Tensor:
+    """Returns [..., features] as [rows, features]; a vector is one row."""
+    return value.reshape(-1, value.shape[-1])
 
 
 class _Columns(Function):

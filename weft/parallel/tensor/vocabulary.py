@@ -7,7 +7,6 @@ float32 at least.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ from weft.inspection.annotations import Annotation
 from weft.inspection.first_order import first_order
 from weft.inspection.nested_tensors import map_tensors
 from weft.models.loss import IGNORE, is_unknown, token_loss
-from weft.models.loss_head import logits_of
+from weft.parallel.tensor.head_use import HeadUse
 from weft.parallel.tensor.split_logits import mark_split, own_logits
 
 
@@ -49,16 +48,12 @@ def set_vocabulary(model: nn.Module, vocabulary: Vocabulary) -> None:
     _VOCABULARY.set(model, vocabulary)
 
 
-def mark_logits(vocabulary: Vocabulary, _: nn.Module, __: Any, output: Any) -> Any:
+def mark_logits(vocabulary: Vocabulary, use: HeadUse, model: nn.Module, _: Any, output: Any) -> Any:
     """A forward hook of a model whose head is split: marks its logits as split (`split_logits.py`)."""
-    logits = output.get("logits") if isinstance(output, Mapping) else logits_of(output)
-    if not isinstance(logits, Tensor) or logits.dim() == 0 or logits.shape[-1] != vocabulary.end - vocabulary.begin:
-        return output  # not what the head returned
-    split = mark_split(logits, vocabulary.axis, vocabulary.num_classes)
-    if isinstance(output, MutableMapping):  # as Hugging Face's outputs, which have keys and attributes
-        output["logits"] = split
-        return output
-    return map_tensors(lambda tensor: split if tensor is logits else tensor, output)
+    own = vocabulary.end - vocabulary.begin
+    found = {id(one): one for one in use.logits_in(model, output) if one.dim() and one.shape[-1] == own}
+    split = {key: mark_split(one, vocabulary.axis, vocabulary.num_classes) for key, one in found.items()}
+    return map_tensors(lambda tensor: split.get(id(tensor), tensor), output) if split else output
 
 
 def cross_entropy(
