@@ -52,6 +52,7 @@ soak: install    ## the exhaustive versions of sampled tests
 bench: install   ## the benchmarks that run on this machine; results in benchmarks/results
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/peers.py
+	$(BIN)/python benchmarks/peers_experts.py
 	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/save_stall.py
 	$(BIN)/python benchmarks/chaos.py

@@ -9,7 +9,8 @@
 Attention is one layer of the cache, of 16 requests with 32,768 tokens each, recorded as a CUDA graph, with what a
 decode adds to the cache. Decodes are those of the engine, of one request. Floors are the bytes that a token reads, at
 the measured rate of a copy. Speculation has a model whose likeliest next token follows from the last one, in cycles
-of 32 tokens, with blocks as large as the others'. Writes benchmarks/results/lean-gpu.json after every part.
+of 32 tokens, with blocks as large as the others'. A model of 70B has weights in int4 from the start. Writes
+benchmarks/results/lean-gpu.json after every part.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +29,24 @@ from lean_gpu_checks import check_kernels
 from serve_gpu import LLAMA_8B, TINY, copy_rate, random_model, synchronize
 from torch import Tensor, nn
 
-from weft.models import Decoder
-from weft.serve import decode_attention_kernel, four_bit_attention_kernel
+from weft.models import Decoder, build
+from weft.serve import four_bit_attention_kernel
 from weft.serve.cache_formats import DEFAULT_BLOCK_SIZE
 from weft.serve.decode_graph import GraphRecorder
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.four_bit_cache import FourBitFormat
+from weft.serve.group_codes import joined_ranges
 from weft.serve.layer_cache import CacheFormat, CacheSizes, PlainFormat
 from weft.serve.loki_cache import LokiChoice, LokiFormat
-from weft.serve.packed_linear import pack_model
+from weft.serve.packed_linear import PackedLinear, make_room, pack_model
 from weft.serve.paged_attention import PagedBatch
 from weft.serve.request import Request, Sampling
 from weft.serve.weight_formats import FORMATS
 
 RESULT = Path(__file__).parent / "results" / "lean-gpu.json"
 GREEDY = Sampling(temperature=0)
+PARTS = ("four_bits", "loki", "weights", "speculation", "llama_70b_int4")
+LLAMA_70B = replace(LLAMA_8B, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64)
 
 
 @dataclass(frozen=True)
@@ -133,13 +137,13 @@ def sweep_four_bits(sizes: Sizes, device: torch.device) -> None:
     """Print the times of the kernel as it could be launched."""
     print(f"plain: {1e6 * attention_seconds(PlainFormat(), sizes, device):.0f} us", flush=True)
     for warps, stages, programs in (
-        *((2, 5, number) for number in (256, 512, 1024, 2048)),
-        *((4, 5, number) for number in (256, 512, 1024, 2048)),
-        *((warps, stages, 1024) for warps in (2, 4) for stages in (3, 4, 6)),
-        (1, 5, 2048),
+        *((1, 3, number) for number in (512, 1024, 2048)),
+        *((1, number, 1024) for number in (2, 4)),
+        *((2, number, 512) for number in (3, 4, 5)),
+        (4, 3, 512),
     ):
         four_bit_attention_kernel._WARPS, four_bit_attention_kernel._STAGES = warps, stages
-        decode_attention_kernel._PROGRAMS = programs
+        four_bit_attention_kernel._PROGRAMS = programs
         seconds = attention_seconds(FourBitFormat(), sizes, device)
         print(f"{warps} warps, {stages} stages, {programs} programs: {1e6 * seconds:.0f} us", flush=True)
 
@@ -192,6 +196,35 @@ def measure_weights(config: Any, sizes: Sizes, device: torch.device, rate: float
     return found
 
 
+def random_packed_model(config: Any, device: torch.device) -> Decoder:
+    """A model of random weights in int4, which are never held in 16 bits."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with torch.device("meta"):
+        model = build(config).to(dtype)
+    make_room(model, FORMATS["int4"])
+    model = model.to_empty(device=device)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_(1.0) if "norm" in name else parameter.normal_(0.0, 0.02)
+        for module in model.modules():
+            if isinstance(module, PackedLinear):
+                codes, ranges = module.parts
+                codes.random_(0, 256)
+                scale = torch.full(ranges.shape, 0.004, dtype=torch.float16, device=device)
+                ranges.copy_(joined_ranges(scale, -7.5 * scale))
+    return model
+
+
+def measure_large(config: Any, sizes: Sizes, device: torch.device, rate: float) -> dict[str, Any]:
+    """A model that would not fit into the GPU in 16 bits."""
+    model = random_packed_model(config, device)
+    found = decode_rate(model, sizes.outputs // 2, tuple(range(16)))
+    read = bytes_read(model)
+    found |= {"bytes_read_per_token": read, "share_of_floor": found["tokens_per_second"] * read / rate}
+    return found | {"floor_tokens_per_second": rate / read}
+
+
 def cyclic_model(config: Any, device: torch.device) -> Decoder:
     """A model whose likeliest next token is the next one in a cycle of 32, whatever its blocks compute."""
     model = random_model(config, device)
@@ -220,7 +253,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="compare kernels with plain functions")
     parser.add_argument("--sweep", action="store_true", help="time ways to launch the kernel of 4-bit attention")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", nargs="+", choices=("four_bits", "loki", "weights", "speculation"))
+    parser.add_argument("--only", nargs="+", choices=PARTS)
     parser.add_argument("--out", type=Path, default=RESULT)
     given = parser.parse_args()
     device = torch.device(given.device)
@@ -239,6 +272,7 @@ def main() -> None:
         "loki": lambda: measure_loki(sizes, device),
         "weights": lambda: measure_weights(config, sizes, device, rate),
         "speculation": lambda: measure_speculation(config, sizes, device),
+        "llama_70b_int4": lambda: measure_large(TINY if given.tiny else LLAMA_70B, sizes, device, rate),
     }
     for key, measure in measures.items():
         if given.only is None or key in given.only:

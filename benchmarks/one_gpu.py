@@ -382,9 +382,9 @@ def _wait(device: torch.device) -> None:
 # --- all of them
 
 
-def run_apart(arguments: Sequence[str], timeout_seconds: float) -> dict[str, Any]:
-    """This file in another process, which answers with its last line."""
-    command = [sys.executable, str(Path(__file__).resolve()), *arguments]
+def run_apart(arguments: Sequence[str], timeout_seconds: float, file: str = __file__) -> dict[str, Any]:
+    """This file, or another, in another process, which answers with its last line."""
+    command = [sys.executable, str(Path(file).resolve()), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=False)
     except subprocess.TimeoutExpired:

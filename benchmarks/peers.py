@@ -128,9 +128,9 @@ def cases() -> Iterator[Case]:
 
 
 class Weft:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, config: DecoderConfig = CONFIG) -> None:
         self.mesh = Mesh(plan)
-        self.model = parallelize(make_model(CONFIG), plan, self.mesh)
+        self.model = parallelize(make_model(config), plan, self.mesh)
         pieces = [piece for _, piece in named_pieces(self.model)]
         self.optimizer = AdamW(pieces, lr=LEARNING_RATE, fused=True)
 
@@ -170,7 +170,7 @@ class Peer:
         with self.loss_context():
             total = token_loss(self.model(batch[0]), batch[1])[0]
             (total * (self.degree / num_targets.item())).backward()
-        loss = _local(total.detach()).double()
+        loss = local(total.detach()).double()
         self._sum(loss)
         norm = self._clip()
         self.optimizer.step()
@@ -189,7 +189,7 @@ class Peer:
 
     def _clip(self) -> Tensor:
         gradients = [[p.grad for p in kind if p.grad is not None] for kind in self.kinds]
-        norms = [_local(nn.utils.get_total_norm(kind, foreach=True)) for kind in gradients]
+        norms = [local(nn.utils.get_total_norm(kind, foreach=True)) for kind in gradients]
         norm = torch.stack(norms).square().sum().sqrt()
         for kind in self.kinds:
             nn.utils.clip_grads_with_norm_(kind, CLIP, norm, foreach=True)
@@ -203,7 +203,7 @@ def _by_mesh(parameters: Iterable[nn.Parameter]) -> dict[DeviceMesh | None, list
     return kinds
 
 
-def _local(value: Tensor) -> Tensor:
+def local(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 

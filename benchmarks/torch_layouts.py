@@ -111,6 +111,7 @@ class CountCalls(TorchDispatchMode):
         "c10d::allreduce_": ("all_reduce", 0),
         "c10d::_allgather_base_": ("all_gather", 0),
         "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
+        "c10d::alltoall_base_": ("all_to_all", 1),
         "c10d::broadcast_": ("broadcast", 0),
         "c10d::send": ("send", 0),
         "_c10d_functional::all_reduce": ("all_reduce", 0),

@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,30 +98,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if id(item) not in left_out]
 
 
-# Cases that take over eight seconds of CPU time on two slow cores, by their ids; others test the same features always.
+# Cases that cost most on two slow cores, by their ids; others test the same features always.
 COSTLY = frozenset((Path(__file__).parent / "helpers" / "costly_cases.txt").read_text(encoding="utf-8").splitlines())
 
 
 def _mark_sampled(items: list[pytest.Item]) -> None:
-    """Mark as soak the costly cases, and all but one in `count` of those of each test with the marker sampled(count).
+    """Mark as soak all but one in `count` of the cases of each test with the marker sampled(count), and costly cases.
 
     Of the cases of a test that starts processes, one in six runs; if it says itself which are soak, or if it has two,
-    every second of the others.
+    every second of the others. If all of these are costly, the first that is not runs.
     """
-    test_of = {item: item.nodeid.partition("[")[0] for item in items}
-    num_cases = Counter(test_of.values())
-    chosen = {test_of[item] for item in items if item.get_closest_marker("soak")}
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.nodeid in COSTLY:
-            item.add_marker("soak")
-    numbers: Counter[str] = Counter()
-    for item, test in test_of.items():
-        if item.get_closest_marker("soak"):
+        cases[item.nodeid.partition("[")[0]].append(item)
+    for own in cases.values():
+        left = [item for item in own if not item.get_closest_marker("soak")]
+        if not left:
             continue
-        marker = item.get_closest_marker("sampled")
-        count = marker.args[0] if marker else 1
-        if marker is None and item.get_closest_marker("processes"):
-            count = 2 if test in chosen or num_cases[test] == 2 else 6
-        if numbers[test] % count:
-            item.add_marker("soak")
-        numbers[test] += 1
+        marker, count = left[0].get_closest_marker("sampled"), 1
+        if marker:
+            count = marker.args[0]
+        elif left[0].get_closest_marker("processes"):
+            count = 2 if len(left) < len(own) or len(own) == 2 else 6
+        cheap = [item for item in left if item.nodeid not in COSTLY]
+        chosen = [item for item in left[::count] if item.nodeid not in COSTLY] or cheap[:1]
+        for item in left:
+            if item not in chosen:
+                item.add_marker("soak")

@@ -1,5 +1,5 @@
 """`python -m weft` is the command line."""
 
-from weft.commands.app import main
+from weft.commands.main import main
 
 main()

@@ -145,7 +145,7 @@ def hold_to_the_law(all_degrees: Sequence[Mapping[str, int]], **options: Any) ->
 
 
 def test_cost_equals_ledger_on_random_plans_and_models() -> None:
-    hold_to_the_law(DEGREES[::2], max_examples=1, derandomize=True)
+    hold_to_the_law(DEGREES[::4], max_examples=1, derandomize=True)
 
 
 @pytest.mark.soak

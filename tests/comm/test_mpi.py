@@ -34,7 +34,7 @@ def launch(library: str, num_ranks: int) -> tuple[list[str], dict[str, str]]:
 
 
 @pytest.mark.processes
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("library", "num_ranks"), [("mpich", 2), ("mpich", 4), ("openmpi", 4), ("openmpi", 2)])
 def test_plans_are_proved_over_mpi(library: str, num_ranks: int) -> None:
     helpers = ROOT / "tests" / "helpers"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from weft.commands import app as cli
+from weft.commands.main import main
 
 
 class Left(NamedTuple):
@@ -33,7 +33,7 @@ def caller(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], c
         monkeypatch.setenv("COLUMNS", str(columns))
         status = 0
         try:
-            cli.main()
+            main()
         except SystemExit as left:
             status = left.code if isinstance(left.code, int) else int(bool(left.code))
         captured = capfd.readouterr()

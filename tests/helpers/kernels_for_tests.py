@@ -1,7 +1,7 @@
 """Triton's kernels beside the plain functions that they stand for, on a CPU by Triton's interpreter.
 
-Run as a program, because Triton looks for TRITON_INTERPRET when it is imported: `python kernels_for_tests.py CASE`
-prints, as JSON, what the two differ by.
+Run as a program, because Triton looks for TRITON_INTERPRET when it is imported: `python kernels_for_tests.py CASE...`
+prints, as JSON, what the two differ by in each case.
 """
 
 from __future__ import annotations
@@ -20,14 +20,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.models import loss_kernel
+from weft.models import loss_kernel, row_kernel, row_operations
 from weft.models.decoder import RMSNorm
+from weft.models.expert_rows import fill_slots, sort_by_expert
 from weft.models.loss import IGNORE, rows_loss
 from weft.models.vision.pool_kernel import kernel_pools
 from weft.optim import update_kernel
 from weft.optim.update import update
 from weft.optim.update_kernel import update_by_kernel
-from weft.serve import decode_attention_kernel, fused, loki_kernel, packed_product_kernel, sampling_kernel
+from weft.serve import (
+    decode_attention_kernel,
+    four_bit_attention_kernel,
+    fused,
+    loki_kernel,
+    packed_product_kernel,
+    packed_row_kernel,
+    sampling_kernel,
+)
 from weft.serve.decode_attention_kernel import decode_attention_by_kernel
 from weft.serve.four_bit_attention_kernel import four_bit_attention_by_kernel
 from weft.serve.four_bit_cache import FourBitLayer
@@ -37,14 +46,14 @@ from weft.serve.fused_kernel import (
     rotate_and_store_by_kernel,
     row_linear_by_kernel,
 )
-from weft.serve.group_codes import size_of_block
 from weft.serve.layer_cache import CacheSizes
 from weft.serve.loki_cache import LokiChoice, chosen_attention, chosen_attention_by_kernel, chosen_tokens
 from weft.serve.loki_kernel import chosen_slots_by_kernel
-from weft.serve.packed_product_kernel import fp8_product_by_kernel, grouped_product_by_kernel
+from weft.serve.packed_product_kernel import packed_product_by_kernel
+from weft.serve.packed_row_kernel import product_of_rows_by_kernel
 from weft.serve.paged_attention import PagedBatch, decode_attention, slots_of
 from weft.serve.sampling import draw
-from weft.serve.weight_formats import AfterProduct, Grouped, WeightFormat, weight_format
+from weft.serve.weight_formats import FEW_ROWS, AfterProduct, Grouped, RowFp8, WeightFormat, weight_format
 from weft.sharding import gradient_kernel as take_kernel
 from weft.sharding.gradient_kernel import copy_with_squares
 
@@ -135,6 +144,35 @@ def takes() -> dict[str, dict[str, float]]:
     return found
 
 
+def rows() -> dict[str, dict[str, float]]:
+    """Of the operations on rows of experts, without a capacity and with one, by which tokens are dropped."""
+    found = {}
+    row_kernel._WIDTH = 16
+    for dtype in (torch.float32, torch.bfloat16):
+        for is_padded in (False, True):
+            experts = torch.rand(2, 9, 5).topk(3).indices
+            order = fill_slots(experts, 5, 3) if is_padded else sort_by_expert(experts, 5)
+            tokens, given = (torch.randn(18, 40).to(dtype) for _ in range(2))
+            of_rows, weights = torch.randn(len(order.sources), 40).to(dtype), torch.rand(18, 3)
+            gate_up, of_gated = torch.randn(7, 40).to(dtype), torch.randn(7, 20).to(dtype)
+            calls = {
+                "take_rows": (tokens, order.sources, 3, is_padded),
+                "sum_rows": (of_rows, order.places, None, 3, is_padded),
+                "weighted sum_rows": (of_rows, order.places, weights, 3, is_padded),
+                "spread_rows": (given, of_rows, weights, order.sources, order.places, is_padded),
+                "gated_gradient": (of_gated, gate_up),
+            }
+            told = {}
+            for name, args in calls.items():
+                of_kernel, plain = (getattr(module, name.split()[-1])(*args) for module in (row_kernel, row_operations))
+                pairs = [(of_kernel, plain)] if isinstance(plain, Tensor) else zip(of_kernel, plain, strict=True)
+                told[name] = max(difference(*pair) for pair in pairs)
+            swapped = row_operations.sum_rows(of_rows, order.places.roll(1), weights, 3, is_padded)
+            told["rows of other tokens"] = difference(swapped, row_operations.sum_rows(*calls["weighted sum_rows"]))
+            found[f"{dtype} {is_padded}"] = told
+    return found
+
+
 @triton.jit
 def _offsets(program_ptr, first_ptr, SIZE: tl.constexpr):  # noqa: N803
     program = tl.load(program_ptr)
@@ -153,9 +191,9 @@ def offsets() -> dict[str, dict[str, float]]:
 
 
 POOLS = [  # batch, channels, rows, columns; window, stride, padding
-    ((1, 8, 9, 11), (3, 1, 1)),
-    ((2, 24, 8, 7), (3, 2, 1)),
-    ((2, 8, 8, 8), (2,)),
+    ((1, 8, 5, 7), (3, 1, 1)),
+    ((2, 24, 6, 5), (3, 2, 1)),
+    ((2, 8, 4, 4), (2,)),
     ((1, 136, 5, 6), ((2, 3), (1, 2), (1, 0))),
     ((1, 16, 7, 7), (5, 3, 2)),
 ]
@@ -221,7 +259,7 @@ def four_bits() -> dict[str, dict[str, float]]:
         (torch.float32, (2, 1, 72), 70, 32),
         (torch.float16, (3, 1, 20), None, 16),  # the interpreter multiplies no matrices of bf16
     ):
-        decode_attention_kernel._PROGRAMS = num_programs
+        four_bit_attention_kernel._PROGRAMS = num_programs
         sizes = CacheSizes(13, 64, 4, num_key_heads, head_dim, dtype, torch.device("cpu"))
         layers = [FourBitLayer(sizes) for _ in range(2)]
         lengths = torch.tensor([1, 64, 130, 192], dtype=torch.int32)
@@ -261,7 +299,7 @@ def chosen() -> dict[str, dict[str, float]]:
         (torch.float32, (3, 1, 24), 40, LokiChoice(0.25, 0.25, 3, 20), 16),
         (torch.float16, (2, 2, 16), None, LokiChoice(0.25, 0.4, 5, 30), 16),
     ):
-        decode_attention_kernel._PROGRAMS = num_programs
+        decode_attention_kernel._PROGRAMS = loki_kernel._PROGRAMS = num_programs
         lengths = torch.tensor([1, 17, 50], dtype=torch.int32)
         tables = torch.randperm(48, dtype=torch.int32).reshape(3, 16)[:, :13]  # rows lie apart
         query = torch.randn(3, num_heads, head_dim).to(dtype)
@@ -294,6 +332,7 @@ def packed() -> dict[str, dict[str, float]]:
     """Of products with weights in fewer bits, and what follows them; of other scales, as a control."""
     found = {}
     packed_product_kernel._OUTPUTS, packed_product_kernel._COLUMNS = 16, 16
+    packed_row_kernel._SQUARES = 64
     for dtype, kind, num_in, num_rows in (
         (torch.float32, "int4", 256, 3),
         (torch.float32, "int4", 96, 1),
@@ -307,26 +346,38 @@ def packed() -> dict[str, dict[str, float]]:
         bias, residual = torch.randn(num_out).to(dtype), torch.randn(num_rows, num_out).to(dtype)
         parts = form.encode(torch.randn(num_out, num_in) + 0.3)
         plain = hidden.double() @ form.decode(parts, torch.float64).T
-        for name, after in {
-            "out": AfterProduct(),
-            "gated": AfterProduct(bias, None, True),
-            "added": AfterProduct(None, residual),
-        }.items():
-            out = by_kernel(form, hidden, parts, after)
-            found.setdefault(f"{dtype} {kind} {num_in} {num_rows}", {})[name] = difference(out, after.of(plain))
-        other = (parts[0], *(part.roll(1, 0) for part in parts[1:]))
-        wrong = difference(by_kernel(form, hidden, other, AfterProduct()), plain)
-        found[f"{dtype} {kind} {num_in} {num_rows}"]["scales of other outputs"] = wrong
+        norm = RMSNorm(num_in, 1e-6).to(dtype)
+        norm.weight.data.normal_()
+        of_norm = norm(hidden).double() @ form.decode(parts, torch.float64).T
+        for few in (False, True)[: 1 + (num_rows <= FEW_ROWS)]:
+            own = found.setdefault(f"{dtype} {kind} {num_in} {num_rows} {few}", {})
+            for name, after in {
+                "out": AfterProduct(),
+                "gated": AfterProduct(bias, None, True),
+                "added": AfterProduct(None, residual),
+            }.items():
+                own[name] = difference(by_kernel(form, hidden, parts, after, few), after.of(plain))
+            if few:
+                after = AfterProduct(bias, None, True)
+                own["norm"] = difference(by_kernel(form, hidden, parts, after, few, norm), after.of(of_norm))
+            other = (parts[0], parts[1].roll(1, 0))
+            own["scales of other outputs"] = difference(by_kernel(form, hidden, other, AfterProduct(), few), plain)
     return found
 
 
-def by_kernel(form: WeightFormat, hidden: Tensor, parts: tuple[Tensor, ...], after: AfterProduct) -> Tensor:
-    if not isinstance(form, Grouped):
-        codes, scale = parts
-        return fp8_product_by_kernel(hidden, codes, scale.view(torch.float32)[:, 0], after)
-    codes, *ranges = parts
-    of_groups = (one.view(torch.float16) for one in ranges)
-    return grouped_product_by_kernel(hidden, codes, *of_groups, form.bits, size_of_block(hidden.shape[1]), after)
+def by_kernel(
+    form: WeightFormat,
+    hidden: Tensor,
+    parts: tuple[Tensor, ...],
+    after: AfterProduct,
+    few: bool,
+    norm: RMSNorm | None = None,
+) -> Tensor:
+    assert isinstance(form, Grouped | RowFp8)
+    codes, ranges = parts
+    ranges = ranges if isinstance(form, Grouped) else ranges.view(torch.float32)[:, 0]
+    given = (hidden, codes, ranges, form.block(hidden.shape[1]), after)
+    return product_of_rows_by_kernel(*given, norm) if few else packed_product_by_kernel(*given)
 
 
 def serving() -> dict[str, dict[str, float]]:
@@ -375,22 +426,21 @@ def serving() -> dict[str, dict[str, float]]:
     return found
 
 
+CASES = {
+    "updates": updates,
+    "losses": losses,
+    "takes": takes,
+    "rows": rows,
+    "pools": pools,
+    "labels": labels,
+    "offsets": offsets,
+    "decodes": decodes,
+    "four_bits": four_bits,
+    "chosen": chosen,
+    "packed": packed,
+    "serving": serving,
+}
+
 if __name__ == "__main__":
     torch.manual_seed(0)
-    print(
-        json.dumps(
-            {
-                "updates": updates,
-                "losses": losses,
-                "takes": takes,
-                "pools": pools,
-                "labels": labels,
-                "offsets": offsets,
-                "decodes": decodes,
-                "four_bits": four_bits,
-                "chosen": chosen,
-                "packed": packed,
-                "serving": serving,
-            }[sys.argv[1]]()
-        )
-    )
+    print(json.dumps({case: CASES[case]() for case in sys.argv[1:]}))

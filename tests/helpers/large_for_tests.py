@@ -20,7 +20,9 @@ from weft.optim.update import update
 from weft.optim.update_kernel import update_by_kernel
 from weft.serve.decode_attention_kernel import decode_attention_by_kernel
 from weft.serve.fused_kernel import gated_by_kernel, norm_by_kernel, rotate_and_store_by_kernel, row_linear_by_kernel
-from weft.serve.packed_product_kernel import grouped_product_by_kernel
+from weft.serve.group_codes import joined_ranges
+from weft.serve.packed_product_kernel import packed_product_by_kernel
+from weft.serve.packed_row_kernel import product_of_rows_by_kernel
 from weft.serve.paged_attention import decode_attention
 from weft.serve.sampling_kernel import draw_by_kernel
 from weft.serve.weight_formats import Grouped
@@ -101,9 +103,13 @@ def packed() -> Found:
     codes = torch.randint(0, 256, (num_out, num_in // 2), dtype=torch.uint8, device="cuda")
     scale, least = (torch.rand(num_out, num_in // 64, device="cuda").half() for _ in range(2))
     hidden = torch.randn(2, num_in, device="cuda").bfloat16()
-    found = grouped_product_by_kernel(hidden, codes, scale, least, 4)[:, -64:]
-    parts = (codes[-64:], scale[-64:].view(torch.int16), least[-64:].view(torch.int16))
-    return {"out": difference(found, hidden.double() @ form.decode(parts, torch.float64).T)}
+    ranges = joined_ranges(scale, least)
+    expected = hidden.double() @ form.decode((codes[-64:], ranges[-64:]), torch.float64).T
+    given = (hidden, codes, ranges, form.block(num_in))
+    return {
+        "some rows": difference(packed_product_by_kernel(*given)[:, -64:], expected),
+        "few rows": difference(product_of_rows_by_kernel(*given)[:, -64:], expected),
+    }
 
 
 def caches() -> Found:

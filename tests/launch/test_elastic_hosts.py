@@ -30,7 +30,7 @@ OVERRIDES += ["checkpoint.every=100", "restart.hang_seconds=6"]
 # their agent asks them to make place for more.
 PACED = f"""
 import os, sys, time
-from weft.commands import app as cli
+from weft.commands.main import main
 from weft.train import checkpoints, loop
 from weft.train.stop import Stop
 
@@ -62,7 +62,7 @@ def noted_handle(self, number, frame):
     handle(self, number, frame)
 
 loop.train_step, checkpoints.resume, Stop._handle = paced_step, counted_resume, noted_handle
-cli.main()
+main()
 """
 
 

@@ -50,7 +50,7 @@ torch._tensor.torch.autograd.graph._engine_run_backward = engine
 sys.addaudithook(audit)
 """
 COMMAND = """
-from weft.commands.app import main
+from weft.commands.main import main
 sys.argv = ["weft", *{arguments!r}]
 try:
     main()

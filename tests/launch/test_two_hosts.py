@@ -61,7 +61,6 @@ def run_on(hosts: Sequence[str], command: Sequence[str], folder: Path) -> tuple[
     return codes, [output.read_text() for output in outputs]
 
 
-@pytest.mark.soak
 def test_one_job_over_two_hosts(hosts: list[str], tmp_path: Path) -> None:
     codes, outputs = run_on(hosts, [sys.executable, "-c", SUM_OF_RANKS], tmp_path)
     assert codes == [0, 0], "\n".join(outputs)
@@ -71,6 +70,7 @@ def test_one_job_over_two_hosts(hosts: list[str], tmp_path: Path) -> None:
     assert [output.count("torchrun: rank") for output in outputs] == [2, 2]
 
 
+@pytest.mark.soak
 def test_a_run_over_two_hosts_has_the_curve_of_one_process(hosts: list[str], tmp_path: Path) -> None:
     """The whole command, four ranks that hold half of the state each, against the unsplit run."""
     run_file = write_run_file(tmp_path)

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,22 @@ pytest.importorskip("triton")  # which has packages for Linux alone
 CLOSE, BF16_STEP = 2e-6, 2**-7
 
 
+CASES = ("updates", "losses", "labels", "takes", "offsets", "pools", "rows")
+
+
 def differences(case: str) -> dict[str, dict[str, float]]:
+    """What kernels and plain functions differ by. All cases of this module are computed by one process."""
+    return _found(CASES if case in CASES else (case,))[case]
+
+
+@cache
+def _found(cases: tuple[str, ...]) -> dict[str, dict[str, dict[str, float]]]:
     program = Path(__file__).parents[1] / "helpers" / "kernels_for_tests.py"
     paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, str(program), case], capture_output=True, text=True, timeout=300, env=paths)
+    command = [sys.executable, str(program), *cases]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=paths)
     assert done.returncode == 0, done.stderr
-    found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, dict[str, dict[str, float]]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -60,6 +71,15 @@ def test_a_gradient_is_copied_and_its_squares_are_added_up() -> None:
     for name, one in found.items():
         assert one["target"] == 0, name
         assert one["squares"] <= CLOSE, name
+
+
+def test_rows_of_experts_are_moved_and_summed_as_by_the_plain_functions() -> None:
+    found = differences("rows")
+    assert len(found) == 4
+    for name, one in found.items():
+        assert one.pop("rows of other tokens") > 0.1, name
+        assert one.pop("take_rows") == 0, name
+        assert max(one.values()) <= (2 * BF16_STEP if "bfloat16" in name else CLOSE), (name, one)
 
 
 def test_a_program_behind_two_to_the_31_elements_finds_its_own() -> None:

@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import weft
 from weft.commands import app as cli
+from weft.commands.main import main
 from weft.run_file import check_run_file, load_run
 
 pytestmark = pytest.mark.processes
@@ -66,7 +67,7 @@ def test_readme_commands_run(
             arguments = [{"llama3-70b": "llama3-8b", "h100:32x8": "h100:1x8"}.get(one, one) for one in arguments]
         monkeypatch.setattr(sys, "argv", arguments)
         with pytest.raises(SystemExit) as left:
-            cli.main()
+            main()
         captured = capfd.readouterr()
         assert left.value.code in (0, None), f"{command}: {captured.err}"
     assert (tmp_path / "my-model" / "config.json").is_file()

@@ -33,7 +33,7 @@ CASES = [
 PROGRAM = """
 import io, json, sys
 from contextlib import redirect_stderr, redirect_stdout
-from weft.commands.app import main
+from weft.commands.main import main
 found = []
 for arguments in json.loads(sys.argv[1]):
     sys.argv = ["weft", *arguments]

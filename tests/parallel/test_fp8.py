@@ -10,10 +10,14 @@ import tensor_for_tests as shared
 import torch
 from torch import Tensor, nn
 
+from weft.compile.saved_bytes import assumptions, compiled_profile
 from weft.errors import PlanError
 from weft.mesh import Mesh
+from weft.models import grouped_matmul
+from weft.models.experts import StackedExperts
+from weft.models.loss import ExampleLoss
 from weft.parallel.apply import parallelize, refuse
-from weft.parallel.fp8 import LARGEST, multiply, quantise
+from weft.parallel.fp8_products import LARGEST, grouped_multiply, multiply, quantise
 from weft.plan import Memory, Pipe, Plan
 from weft.plan import Tensor as TensorPlan
 from weft.profiling import profile
@@ -29,6 +33,11 @@ def made() -> nn.Module:
     return shared.made(shared.decoder(hidden_size=32, intermediate_size=64, num_key_value_heads=4))()
 
 
+def with_experts(inner: int) -> nn.Module:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": inner}
+    return shared.made(shared.decoder(architecture="qwen3_moe", hidden_size=32, num_key_value_heads=4, **sizes))()
+
+
 def rounded(matrix: Tensor) -> Tensor:
     """Each row rounded to e4m3 by its own scale, as numbers: by hand, from the nearest of all values that it has."""
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
@@ -36,6 +45,12 @@ def rounded(matrix: Tensor) -> Tensor:
     scale = matrix.double().abs().amax(-1, keepdim=True) / LARGEST
     nearest = (matrix.double() / scale)[..., None].sub(values).abs().argmin(-1)
     return values[nearest] * scale
+
+
+def twice(matrix: Tensor) -> Tensor:
+    """A matrix whose rows were rounded to fp8, in float64."""
+    values, scale = quantise(matrix)
+    return values.double() * scale
 
 
 def test_rows_are_rounded_to_the_nearest() -> None:
@@ -56,10 +71,6 @@ def test_product_and_gradients_are_those_of_rounded_numbers() -> None:
     value = torch.randn(3, 16, 32, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(48, 32, dtype=torch.bfloat16, requires_grad=True)
     given = torch.randn(3, 16, 48, dtype=torch.bfloat16)
-
-    def twice(matrix: Tensor) -> Tensor:
-        values, scale = quantise(matrix)
-        return values.double() * scale
 
     out = multiply(value, weight)
     out.backward(given)
@@ -83,6 +94,68 @@ def test_tokens_that_the_kernel_does_not_take_give_weights_a_gradient_in_bf16() 
     multiply(value, weight).backward(given)
     assert weight.grad is not None
     assert torch.equal(weight.grad, given.t() @ value)
+
+
+def grouped_by_hand(rows: Tensor, weight: Tensor, ends: list[int]) -> Tensor:
+    """The products of rounded numbers [rows, out] in float64, one expert after another."""
+    starts = [0, *ends[:-1]]
+    parts = [
+        twice(rows[start:end]) @ twice(one.reshape(1, -1)).view_as(one).t()
+        for start, end, one in zip(starts, ends, weight, strict=True)
+    ]
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("ends", [[5, 5, 24], None])
+def test_experts_multiply_rounded_numbers(ends: list[int] | None) -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(24, 32, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(3, 48, 32, dtype=torch.bfloat16, requires_grad=True)
+    given = torch.randn(24, 48, dtype=torch.bfloat16)
+    out = grouped_multiply(rows, weight, None if ends is None else torch.tensor(ends, dtype=torch.int32))
+    out.backward(given)
+    ends = ends or [8, 16, 24]
+    assert rows.grad is not None
+    assert weight.grad is not None
+    close: Any = {"rtol": 1e-2, "atol": 1e-2}
+    expected = grouped_by_hand(rows.detach(), weight.detach(), ends)
+    assert torch.allclose(out.double(), expected, **close)
+    exact = grouped_matmul.grouped_product(
+        rows.detach().double(), weight.detach().double().transpose(1, 2), torch.tensor(ends)
+    )
+    assert 0.005 < float((out.detach().double() - exact).norm() / exact.norm()) < 0.06  # it is fp8, and no worse
+    of_rows = grouped_by_hand(given, weight.detach().transpose(1, 2), ends)
+    assert torch.allclose(rows.grad.double(), of_rows, **close)
+    for expert, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):  # the second may have no rows
+        assert torch.allclose(weight.grad[expert], given[start:end].t() @ rows.detach()[start:end], **close)
+
+
+def test_a_plan_computes_experts_in_fp8() -> None:
+    totals = []
+    for plan in (PLAN, replace(PLAN, matmul="compute")):
+        torch.manual_seed(0)
+        model = parallelize(with_experts(32), plan, Mesh(plan))
+        layers = [module for module in model.modules() if isinstance(module, StackedExperts)]
+        assert {layer.linear for layer in layers} == {
+            grouped_multiply if plan is PLAN else grouped_matmul.grouped_linear
+        }
+        totals.append(CROSS_ENTROPY.total(model, shared.token_batch(0)).item())
+    assert totals[0] != totals[1]
+    assert totals[0] == pytest.approx(totals[1], rel=0.02)
+    narrow = parallelize(with_experts(24), PLAN, Mesh(PLAN))  # 24 is not a multiple of 16
+    layers = [module for module in narrow.modules() if isinstance(module, StackedExperts)]
+    assert all(layer.linear is grouped_matmul.grouped_linear for layer in layers)
+
+
+def test_saved_bytes_of_compiled_experts_are_known() -> None:
+    """The planner traces experts on a CPU as the kernels of a GPU."""
+
+    def tokens() -> Tensor:
+        return shared.token_batch(0)[0]
+
+    known = profile(with_experts(32), lambda: (tokens(),), ExampleLoss(tokens), torch.bfloat16)
+    assert compiled_profile(known, "fp8") is not known
+    assert not assumptions(compiled_profile(known, "fp8"))
 
 
 def test_a_model_trains_near_its_bf16_self() -> None:

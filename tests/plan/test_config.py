@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runs_for_tests import write_run_file
 
-from weft.commands import app as cli
+from weft.commands.main import main
 from weft.errors import ConfigError
 from weft.plan import Context, Pipe, Tensor
 from weft.run_file import load_run, run_from_tables
@@ -50,7 +50,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
     def call(*arguments: object, command: str = "train") -> str:
         monkeypatch.setattr(sys, "argv", ["weft", command, *map(str, arguments)])
         with pytest.raises(SystemExit) as left:
-            cli.main()
+            main()
         assert left.value.code == 2
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1, lines

@@ -13,11 +13,14 @@ from weft.models import build
 from weft.models.loss import ExampleLoss
 from weft.parallel.apply import cost, localise
 from weft.plan import Context, Memory, Plan, split_batch
+from weft.plan import Tensor as TensorAxis
+from weft.planner.folded_experts import folded_plans
 from weft.planner.micro_batch import LINK_SHARE
 from weft.planner.model import planned_model
 from weft.planner.question import Question, parse_constraints
 from weft.planner.search import Model, search
 from weft.profiling import profile
+from weft.profiling.parts import Matmul
 from weft.profiling.software import Software
 
 SEQUENCE = 32
@@ -73,6 +76,35 @@ def test_uneven_routing_takes_longer() -> None:
     assert uneven > even
 
 
+WIDE = replace(CONFIG, hidden_size=2048, head_dim=64, num_attention_heads=32, num_key_value_heads=8)
+WIDE = replace(WIDE, moe_intermediate_size=4096, max_position_embeddings=4096)
+
+
+def test_fp8_experts_are_priced() -> None:
+    """Two of three products at the rate of fp8, and the casts; nothing on a device without it."""
+    plan = Plan(micro_batch=4, precision="bf16", exact=False)
+    ratios = {}
+    for cluster in ("h200:1x1", "a100-80:1x1"):
+        steps = planned_model(WIDE, 4096, load(cluster)).steps
+        part = steps.workload.blocks[0]
+        assert part.expert_flops == 2 * 2 * 4096 * 3 * 2048 * 4096  # k rows a token, three matrices
+        assert part.expert_numel == 8 * 3 * 2048 * 4096
+        assert part.expert_operands == 2 * 4096 * (2048 + 8192 + 4096 + 2048)
+        kernels = steps._kernels["bf16"]
+        seconds = [steps._experts(part, replace(plan, matmul=name), 4, kernels) for name in ("fp8", "compute")]
+        ratios[cluster] = sum(seconds[0]) / sum(seconds[1])
+    assert ratios["a100-80:1x1"] == 1
+    assert 0.7 < ratios["h200:1x1"] < 1
+
+
+def test_a_routers_product_is_counted() -> None:
+    with torch.device("meta"):
+        model = build(replace(CONFIG, num_experts=23))  # no other product has 23 columns
+    found = profile(model, lambda: (torch.zeros(1, SEQUENCE, dtype=torch.long, device="cpu"),))
+    products = {one: count for one, count in found.blocks[0].matmuls.items() if one.columns == 23}
+    assert products == {Matmul(1, SEQUENCE, CONFIG.hidden_size, 23): 1}
+
+
 def test_an_all_to_all_between_nodes_has_its_own_nics() -> None:
     """Half of what a rank sends stays in its node; the rest has an eighth of the node's bandwidth."""
     steps, num_bytes = planned("h100:2x8").steps, 1e9
@@ -101,3 +133,35 @@ def test_experts_over_context_are_state_of_one_rank_each() -> None:
     experts = 2 * 8 * (2 * 8 * 16 + 16 * 8)
     difference = model.held(plan, 1).parameters_bytes - model.held(folded, 1).parameters_bytes
     assert difference == experts * 3 / 4 * (2 + 4)
+
+
+def test_the_search_keeps_collectives_of_split_experts() -> None:
+    question = Question(8, SEQUENCE, constraints=parse_constraints(["expert=2", "recompute=full"]))
+    found = search(planned(), question, keep=200)
+    assert {one.plan.memory.keep_collectives for one in found.best} == {False, True}
+    whole = Question(8, SEQUENCE, constraints=parse_constraints(["expert=1", "recompute=full"]))
+    assert not any(one.plan.memory.keep_collectives for one in search(planned(), whole, keep=200).best)
+
+
+def test_rows_over_a_joint_axis_take_as_long_as_over_one_of_its_size() -> None:
+    steps = planned("h100:2x8").steps
+    folded = Plan(expert=4, context=Context(2), expert_over=("context",))
+    assert steps.seconds("experts", "all_to_all", 1e9, folded) == steps.seconds(
+        "expert", "all_to_all", 1e9, Plan(expert=8)
+    )
+    assert sum(steps.chain(replace(folded, micro_batch=1, precision="bf16"))) > 0
+
+
+def test_the_search_folds_experts_of_the_plans_that_it_finds() -> None:
+    asked = ["expert=2", "x=2", "data=1", "pipe=1"]
+    found = search(planned(), Question(8, SEQUENCE, constraints=parse_constraints(asked)), keep=200).best
+    assert {one.plan.expert_over for one in found} == {(), ("x",)}
+    folded = next(one for one in found if one.plan.expert_over)
+    whole = next(one for one in found if one.plan == replace(folded.plan, expert_over=()))
+    assert folded.memory.parameters_bytes < whole.memory.parameters_bytes
+    assert folded.seconds != whole.seconds
+    for constraint, over in (("expert_over=x", {("x",)}), ("expert_over!=x", {()})):
+        constraints = parse_constraints([*asked, constraint])
+        again = search(planned(), Question(8, SEQUENCE, constraints=constraints), keep=200).best
+        assert {one.plan.expert_over for one in again} == over
+    assert [one.expert_over for one in folded_plans(Plan(tensor=TensorAxis(16)), 8)] == []  # 16 do not divide 8

@@ -121,10 +121,10 @@ def test_pages_hold_the_rounded_numbers() -> None:
     tokens, layer = random_tokens(GROUP), new_layer()
     attended(layer, tokens, [GROUP])
     keys, values = layer.decoded(TABLE[0, 0].long(), torch.float64)
-    scale = layer._key_ranges[TABLE[0, 0].long(), :, 0].double()  # [key heads, channels]
+    scale = layer._key_ranges[TABLE[0, 0].long(), ..., 0].double()  # [key heads, channels]
     assert bool(((keys - tokens[1]).abs() <= scale / 2 * (1 + 1e-6)).all())
     assert float(scale[:, 1].min()) > 5 * float(scale[:, 0].max())  # the large channel alone has a large scale
-    of_tokens = layer._value_ranges[TABLE[0, 0].long(), :, 0, 0].double().T[..., None]  # [tokens, key heads, 1]
+    of_tokens = layer._value_ranges[TABLE[0, 0].long(), :, 0, :, 0].double().T[..., None]  # [tokens, key heads, 1]
     assert bool(((values - tokens[2]).abs() <= of_tokens / 2 * (1 + 1e-6)).all())
 
 
@@ -137,7 +137,7 @@ def forget_tails(layer: FourBitLayer) -> None:
 
 
 def take_the_next_scale(layer: FourBitLayer) -> None:
-    layer._key_ranges[:, :, 0].copy_(layer._key_ranges[:, :, 0].roll(1, 2))
+    layer._key_ranges[..., 0].copy_(layer._key_ranges[..., 0].roll(1, 2))
 
 
 @pytest.mark.parametrize("damage", [swap_halves, forget_tails, take_the_next_scale])

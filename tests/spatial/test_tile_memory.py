@@ -22,8 +22,8 @@ from weft.strategy import Cost
 
 pytestmark = pytest.mark.processes
 
-SIZE = 4096
-LIMIT_BYTES = 500_000_000  # of one rank, set for this test
+SIZE = 2048
+LIMIT_BYTES = 125_000_000  # of one rank, set for this test
 
 
 class Cnn(nn.Module):

@@ -17,7 +17,7 @@ from runs_for_tests import Silent, events, losses, make_run, train_on_ranks
 from sampled_for_tests import one_in, some_soak
 
 from weft.checkpoint import Checkpoint, latest
-from weft.commands import app as cli
+from weft.commands.main import main
 from weft.data.order import batch_indices
 from weft.data.slides import make_slide, write_slide
 from weft.errors import ConfigError, DataError, PlanError, WeftError
@@ -405,7 +405,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     monkeypatch.setattr(sys, "argv", ["weft", *map(str, arguments)])
     monkeypatch.setenv("COLUMNS", "200")
     try:
-        cli.main()
+        main()
     except SystemExit as left:
         return int(left.code or 0)
     return 0

@@ -81,9 +81,12 @@ class Checkpoint:
         return [entry for entry in self._entries.values() if kind in (None, entry.kind)]
 
     def read(self, name: str, kind: str) -> Tensor:
-        """Read a whole tensor."""
-        shape = self._entry(name, kind).shape
-        return self.read_region(name, kind, Region.whole(shape)).reshape(shape)
+        """Read a whole tensor, for use at once: the memory of one that is stored in one piece is that of its file."""
+        entry = self._entry(name, kind)
+        whole = Region.whole(entry.shape)
+        if len(entry.pieces) == 1 and entry.pieces[0].region == whole:
+            return self._stored(entry.pieces[0], np.array([[0, 0, whole.size]])).reshape(entry.shape)
+        return self.read_region(name, kind, whole).reshape(entry.shape)
 
     def read_region(
         self, name: str, kind: str, region: Region, out: Tensor | None = None, cast: bool = False
@@ -106,9 +109,7 @@ class Checkpoint:
             for piece in entry.pieces:
                 runs = overlap(piece.region, region)
                 if len(runs):
-                    stored = self._files[piece.file].get_tensor(piece.key)
-                    self._verify(piece, stored, runs)
-                    copy_runs(runs, stored, local)
+                    copy_runs(runs, self._stored(piece, runs), local)
             return local if out is None or straight else out.copy_(local)
 
     def stated(self, key: str, kind: type[Value]) -> Value:
@@ -183,6 +184,12 @@ class Checkpoint:
             if found != stated[name]:
                 self._refuse(name, "its header does not list the keys, dtypes and lengths of the manifest")
 
+    def _stored(self, piece: StoredPiece, runs: npt.NDArray[np.int64]) -> Tensor:
+        """A piece in the memory of its file, of which the runs are read."""
+        stored: Tensor = self._files[piece.file].get_tensor(piece.key)
+        self._verify(piece, stored, runs)
+        return stored
+
     def _verify(self, piece: StoredPiece, stored: Tensor, runs: npt.NDArray[np.int64]) -> None:
         """Check the hashes of the chunks of a piece that the runs read."""
         begin = runs[:, 0] * stored.itemsize // HASH_CHUNK_BYTES
@@ -249,9 +256,13 @@ def copy_runs(runs: npt.NDArray[np.int64], stored: Tensor, out: Tensor) -> None:
     """Copy each run. Runs of equal length at equal distances, as in a tensor split by columns, are one strided copy."""
     for group in _evenly_spaced_groups(runs):
         length = int(group[0, 2])
+        if len(group) == 1:  # torch copies views of the form below by one thread
+            begin, at = int(group[0, 0]), int(group[0, 1])
+            out[at : at + length].copy_(stored[begin : begin + length])
+            continue
         # [runs, length] views of the 1-D tensors
         source, target = (
-            tensor[int(at[0]) : int(at[-1]) + length].unfold(0, length, int(at[1] - at[0]) if len(at) > 1 else 1)
+            tensor[int(at[0]) : int(at[-1]) + length].unfold(0, length, int(at[1] - at[0]))
             for tensor, at in ((stored, group[:, 0]), (out, group[:, 1]))
         )
         target.copy_(source)

@@ -23,7 +23,6 @@ from weft.commands import calibrate
 from weft.commands.bench import bench_app
 from weft.commands.bench_serve import EXAMPLE as BENCH_SERVE_EXAMPLE
 from weft.commands.bench_serve import bench_serve_command
-from weft.commands.early_stop import stopping_early
 from weft.commands.generate import EXAMPLE as GENERATE_EXAMPLE
 from weft.commands.generate import generate_command
 from weft.commands.plan_command import EXAMPLE as PLAN_EXAMPLE
@@ -31,8 +30,7 @@ from weft.commands.plan_command import plan_command
 from weft.commands.serve import EXAMPLE as SERVE_EXAMPLE
 from weft.commands.serve import serve_command
 from weft.commands.shared_arguments import Json, Overrides, RunFile
-from weft.errors import BAD_INPUT, ConfigError, WeftError, exit_status
-from weft.launch.one_speaker import is_first_to_say
+from weft.errors import ConfigError
 from weft.version import VERSION
 
 app = typer.Typer(
@@ -266,18 +264,6 @@ def doctor_command(
         raise SystemExit(1)
 
 
-def main() -> None:
-    """The entry point. An error that a user may meet is printed as one line. docs/commands.md lists the statuses."""
-    try:
-        with stopping_early():
-            app()
-    except WeftError as error:
-        _fail(str(error), exit_status(error))
-    except OSError as error:  # a file that cannot be read or written, a full disk
-        what = f"{error.filename or 'a file'}: {error.strerror or error}"
-        _fail(f"{what}; check the path, its permissions and the space left", BAD_INPUT)
-
-
 def _run_as_rank(arguments: list[str]) -> None:
     """Run `weft ARGUMENTS` in a forked rank. Errors are raised, so that the agent shows them."""
     app(arguments, standalone_mode=False)
@@ -285,12 +271,6 @@ def _run_as_rank(arguments: list[str]) -> None:
 
 def _warn(message: str) -> None:
     print(f"weft: {message}", file=sys.stderr)
-
-
-def _fail(message: str, status: int) -> None:
-    if is_first_to_say(message, os.environ):
-        print(f"weft: {message}", file=sys.stderr)
-    raise SystemExit(status)
 
 
 def _print_version(asked: bool) -> None:

@@ -233,7 +233,7 @@ PLAN = {
     "memory.activations": "the share of saved activations in host memory, 0 to 1",
     "memory.weights": "the share of weights and state in host memory, 0 to 1",
     "precision": "of parameters and activations; by default what suits the machine",
-    "matmul": "fp8: linears of blocks multiply in fp8; needs exact = false",
+    "matmul": "fp8: linears and experts of blocks multiply in fp8; needs exact = false",
     "exact": "refuse what changes the mathematics",
     "hierarchical": "collectives across nodes in two levels",
     "communication": "how collectives are carried out",

@@ -15,11 +15,11 @@ import typer
 
 from weft.commands.device_option import DeviceOption, chosen_device
 from weft.errors import ConfigError
-from weft.plan import Plan
 from weft.schema import build_dataclass, parse_override
 from weft.serve.addresses import is_loopback
 
-if TYPE_CHECKING:  # these import torch
+if TYPE_CHECKING:  # these import torch, or take a while
+    from weft.plan import Plan
     from weft.serve.run_server import Ready, ServeOptions
 
 EXAMPLE = "Example: weft serve runs/quickstart --port 8000, then: curl http://127.0.0.1:8000/v1/models"
@@ -185,6 +185,8 @@ def serving_plan(overrides: list[str]) -> Plan:
             if not isinstance(table, dict):
                 raise ConfigError(f"'{text}' sets a part of '{key}', which another argument sets as a whole; give one")
         table[keys[-1]] = value
+    from weft.plan import Plan
+
     return build_dataclass(Plan, tables, "plan")
 
 

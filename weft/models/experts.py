@@ -13,14 +13,16 @@ parameters are those of transformers' Mixtral, Qwen2-MoE and Qwen3-MoE, and of D
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from weft.architectures import DecoderConfig
 from weft.models.expert_rows import RowOrder, draw_priorities, fill_slots, sort_by_expert, through_experts
-from weft.models.grouped_matmul import grouped_linear
+from weft.models.grouped_matmul import GroupedLinear, grouped_linear
 from weft.models.router import Router
 
 
@@ -41,17 +43,20 @@ class SwiGLU(nn.Module):
 class StackedExperts(nn.Module):
     """Many MLPs (SwiGLU) whose weights are stacked. Rows are sorted by expert; expert i's end before row `ends[i]`.
 
-    Without `ends`, all experts have equally many rows.
+    Without `ends`, all experts have equally many rows. `linear` computes their products, as `grouped_linear`.
     """
+
+    linear: GroupedLinear
 
     def __init__(self, config: DecoderConfig, num_experts: int) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * inner, hidden))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden, inner))
+        self.linear = grouped_linear
 
     def forward(self, rows: Tensor, ends: Tensor | None = None) -> Tensor:
-        return stacked_experts(rows, ends, self.gate_up_proj, self.down_proj)
+        return stacked_experts(rows, ends, self.gate_up_proj, self.down_proj, linear=self.linear)
 
 
 class SparseMLP(nn.Module):
@@ -113,7 +118,30 @@ def stacked_experts(
     gate_up_proj: Tensor,
     down_proj: Tensor,
     activation: Callable[[Tensor], Tensor] = F.silu,
+    linear: GroupedLinear = grouped_linear,
 ) -> Tensor:
     """Compute the gated MLP of its expert for each row. Rows are sorted; expert i's end before row `ends[i]`."""
-    gate, up = grouped_linear(rows, gate_up_proj, ends).chunk(2, dim=-1)
-    return grouped_linear(activation(gate) * up, down_proj, ends)
+    gate_up = linear(rows, gate_up_proj, ends)
+    if activation is F.silu:
+        gated: Tensor = _Gated.apply(gate_up)
+    else:
+        gate, up = gate_up.chunk(2, dim=-1)
+        gated = activation(gate) * up
+    return linear(gated, down_proj, ends)
+
+
+class _Gated(torch.autograd.Function):
+    """silu(gate) * up, of gate and up beside each other [rows, 2 * inner]."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        of_gate_up: Tensor = torch.ops.weft.gated_gradient(gradient, gate_up)
+        return of_gate_up

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.architectures import DecoderConfig
+from weft.models.wide_linear import wide_linear
 
 
 class _RouterRecord:
@@ -70,8 +70,7 @@ class Router(nn.Module):
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [batch, sequence, hidden] -> the weights of the experts and the experts, [batch * sequence, k]."""
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        logits = self.logits(hidden.to(dtype), self.weight.to(dtype))
+        logits = self.logits(hidden)
         if self.is_sigmoid:
             scores = logits.sigmoid()
             experts = self._choose(scores)
@@ -86,9 +85,9 @@ class Router(nn.Module):
             weights = weights / weights.sum(-1, keepdim=True)
         return weights * self.scale if self.is_sigmoid else weights, experts
 
-    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """Returns the score of each expert for each token."""
-        return F.linear(hidden, weight)
+        return wide_linear(hidden, self.weight)
 
     @torch.no_grad()
     def _choose(self, scores: Tensor) -> Tensor:

@@ -160,7 +160,7 @@ def _refuse_unknown_parameters(checkpoint: Checkpoint, model: nn.Module) -> None
 def _read_state(checkpoint: Checkpoint, name: str, kind: str, region: Region, piece: nn.Parameter) -> Tensor:
     shape = next(entry.shape for entry in checkpoint.entries(kind) if entry.name == name)
     if shape != region.shape:  # a number, or a factor of K-FAC
-        return checkpoint.read(name, kind)
+        return checkpoint.read(name, kind).clone()  # it is kept, and the file's memory is not ours
     return checkpoint.read_region(name, kind, region).to(piece.device).view(piece.shape)
 
 

@@ -78,7 +78,7 @@ class Plan:
     """How the work is split over ranks.
 
     `micro_batch` is the number of sequences (or images) per forward and rank; None means one micro-batch a step.
-    `matmul = "fp8"`: linears of blocks multiply in fp8 instead of `precision`.
+    `matmul = "fp8"`: linears and experts of blocks multiply in fp8 instead of `precision`.
     `exact = false` allows options that change the mathematics, such as statistics over a part of the batch.
     `statistics`: batch norms take statistics over a "rank"'s micro-batch, or over the "batch", which is the
     micro-batches of all ranks together.

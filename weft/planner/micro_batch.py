@@ -21,10 +21,10 @@ from weft.mesh import level_degrees
 from weft.parallel.apply import STRATEGIES
 from weft.parallel.context.closed_form import attends_again, key_numel
 from weft.parallel.expert.layers import row_parts
-from weft.parallel.fp8 import MULTIPLE
+from weft.parallel.fp8_products import MULTIPLE
 from weft.parallel.tensor.closed_form import gathers_again, gathers_fp8
 from weft.plan import Plan
-from weft.planner.kernels import ALIGNED_ELEMENTS, BACKWARD_PASSES, Kernels
+from weft.planner.kernels import ALIGNED_ELEMENTS, BACKWARD_PASSES, CAST_BYTES, FP8_PRODUCT, Kernels
 from weft.planner.question import inner_settings
 from weft.profiling.software import BlockPass, Software
 from weft.profiling.workload import Beside, BlockWork, Call, Product, Workload
@@ -42,6 +42,9 @@ OVERLAP_LOSS = 0.2
 # 684 and 675 TFLOP/s in forward, and 756, 719 and 651 for gradients of weights, with 8, 64 and 128 experts; the best
 # matmul reaches 790.
 GROUPED_PRODUCTS = 0.89
+# Bytes for each weight of experts in fp8, (forward, backward): read for the largest, read again and written; read and
+# written in the other orientation.
+EXPERT_CAST_BYTES = (5, 3)
 OTHER_PRODUCTS = 0.6  # speed of other products and of convolutions in language models, relative to the best matmul
 # The host's time for backward divided by that for forward: backward has twice the kernels, but autograd issues them
 # without Python.
@@ -162,20 +165,34 @@ class MicroBatchModel:
             times = kernels.convolution(one, scale)
             forward, backward = forward + times[0], backward + times[1]
         products = forward
-        uneven = plan.num_expert_parts > 1 and not part.is_routed_evenly
-        experts = part.expert_flops * (self.software.imbalance if uneven else 1)
-        experts /= math.prod(row_parts(plan)) * (x if plan.tensor.sequence else 1)
-        others = (part.other_flops - part.expert_flops) / (x * y) / OTHER_PRODUCTS + experts / GROUPED_PRODUCTS
+        others = (part.other_flops - part.expert_flops) / (x * y) / OTHER_PRODUCTS
         others *= scale / kernels.flops_per_second
+        experts = self._experts(part, plan, scale, kernels)
         attention = self._attention(part, plan, scale)
         outside = y * (x if plan.tensor.sequence else 1)
         places = (_scaled(part.inner, scale / x), _scaled(part.outer, scale / outside))
         moved, moved_backward, again = self._moved(part, places, kernels)
         loss = kernels.loss(part.num_logits * scale / (x * y))
-        forward += others + attention.forward + moved + loss / 2
-        backward += 2 * others + attention.backward + moved_backward + loss / 2
+        forward += others + experts.forward + attention.forward + moved + loss / 2
+        backward += 2 * others + experts.backward + attention.backward + moved_backward + loss / 2
         backward += self.software.head_bytes * heads / kernels.bytes_per_second
         return _KernelSeconds(Seconds(forward, backward), attention, products, last, moved, again)
+
+    def _experts(self, part: BlockWork, plan: Plan, scale: float, kernels: Kernels) -> Seconds:
+        """Seconds of the grouped matmuls of experts."""
+        x, device = plan.tensor.x, self.cluster.node.device
+        uneven = plan.num_expert_parts > 1 and not part.is_routed_evenly
+        share = scale * (self.software.imbalance if uneven else 1)
+        share /= math.prod(row_parts(plan)) * (x if plan.tensor.sequence else 1)
+        once = part.expert_flops * share / GROUPED_PRODUCTS / kernels.flops_per_second
+        if plan.matmul != "fp8" or "fp8" not in device.peak_flops:
+            return Seconds(once, 2 * once)
+        # The forward and the gradient of rows are in fp8, the gradient of weights is not.
+        product = part.expert_flops * share / (device.peak_flops["fp8"] * device.calibration * FP8_PRODUCT["row"])
+        rows = CAST_BYTES[self.software.fused] * part.expert_operands / 2 * share / kernels.bytes_per_second
+        weights = part.expert_numel / plan.num_expert_parts / kernels.bytes_per_second
+        forward, backward = EXPERT_CAST_BYTES
+        return Seconds(product + rows + forward * weights, product + once + rows + backward * weights)
 
     def _moved(self, part: BlockWork, places: Sequence[MemoryTraffic], kernels: Kernels) -> tuple[float, float, float]:
         """Seconds of operations that only move bytes: (forward, backward, repeated by selective recompute).
@@ -399,6 +416,8 @@ def place(plan: Plan, axis: str, pipe_outside: bool = False) -> tuple[int, int]:
     """
     if axis == "tile":
         return plan.inner("columns"), plan.tile.degree
+    if axis == "experts":  # as if its axes were neighbours
+        return plan.inner(plan.expert_axes[-1]), plan.num_expert_parts
     if axis == "replicas":
         return plan.inner("context"), plan.data * plan.context.degree
     if pipe_outside and axis in ("data", "pipe"):

@@ -6,8 +6,8 @@ For each of them, all layouts of the other axes (pipe with its schedules, shard 
 memory and timed in closed form. A plan that does not fit is tried with stages by memory, with recompute in its first
 stages, with fewer micro-batches in flight, with inputs of matmuls gathered again, and with the smallest share of its
 state in host memory with which it fits. The search ends when no remaining bound is lower than the times of the plans
-found, so it misses no plan that is among the fastest. The best plans are then timed by simulating their schedules. The
-search is deterministic: the same question has the same answer.
+found, so it misses no plan that is among the fastest. The best plans, also with folded experts, are then timed by
+simulating their schedules. The search is deterministic: the same question has the same answer.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from weft.planner.asked import AskedFields
 from weft.planner.candidate import Candidate, SearchResult, offloaded, rank
 from weft.planner.closed_form_memory import RankMemory, Sizes, plan_sizes
 from weft.planner.common_costs import CommonCosts, TextCosts, costs_of_stages
+from weft.planner.folded_experts import with_folded_experts
 from weft.planner.memory_stages import StageChoice
 from weft.planner.question import Constraint, Question, size_settings, with_fields
 from weft.planner.smaller_forms import IN_FLIGHT, STAGES, may_recompute, smaller_forms
@@ -147,7 +148,8 @@ class Search(ABC):
                 break
             self._lay_out(plan)
         kept = sorted((item[2] for item in self._best), key=rank)
-        timed = sorted((self._time(candidate) for candidate in kept), key=rank)
+        folding = with_folded_experts(kept, self.model, self.limit_bytes, self._reason, self._asked.holds_outer)
+        timed = sorted(map(self._time, folding), key=rank)
         timed = [one for one in timed if one.seconds < self.limit_seconds][: self.keep]
         fastest = timed[0].seconds if timed else float("inf")
         large = [one for one in self._large.values() if one.seconds < fastest] or list(self._large.values())
@@ -227,7 +229,7 @@ class Search(ABC):
         self._refused.setdefault(reason, " × ".join(f"{axis} {degrees[axis]}" for axis in strategy.axes))
 
     def _policies(self, inner: Plan) -> Iterator[Plan]:
-        """Yields the plan with each micro-batch and recompute policy."""
+        """Yields the plan with each micro-batch and recompute policy; with kept collectives where experts are split."""
         batch = self.question.batch
         for micro_batch in divisors(batch):
             if micro_batch > MAX_MICRO_BATCH and "micro_batch" not in self._names:
@@ -235,9 +237,11 @@ class Search(ABC):
             if inner.tile.hand_over == "batch" and micro_batch % inner.tile.degree:
                 continue
             for recompute in RECOMPUTES[:1] if inner.tensor.regather else RECOMPUTES:
-                plan = replace(inner, micro_batch=micro_batch, memory=MemoryPolicy(recompute))
-                if self._asked.holds_inner(plan):
-                    yield self._asked.shaped(plan) if self._asked.fields else plan
+                for keeps in (False, True)[: 1 + (recompute != "none" and inner.num_expert_parts > 1)]:
+                    memory = MemoryPolicy(recompute, keep_collectives=keeps)
+                    plan = replace(inner, micro_batch=micro_batch, memory=memory)
+                    if self._asked.holds_inner(plan):
+                        yield self._asked.shaped(plan) if self._asked.fields else plan
 
     @abstractmethod
     def _pipes(self, degree: int, inner: Plan) -> list[Pipe]:

@@ -29,7 +29,7 @@ from weft.serve.rank_part import RankPlace, part_bytes, refuse_plan, stage_of
 from weft.serve.request import Request
 from weft.serve.scheduler import ActiveRequest, ScheduledChunk, Scheduler
 from weft.serve.traffic import ServedSizes, step_calls
-from weft.serve.weight_formats import weight_format
+from weft.serve.weight_formats import MAX_KERNEL_ROWS, RowFp8, weight_bytes, weight_format
 
 BLOCK_SIZE = 16
 TOKEN_BUDGET, MAX_RUNNING = 2048, 256  # what `weft serve` uses on a GPU
@@ -38,6 +38,8 @@ SMALL_KERNELS = 4
 # Host time of a step that is not a CUDA graph: torch issues about so many operations for each layer.
 OPERATIONS_PER_LAYER, HOST_SECONDS = 14, 10e-6
 SAMPLING_PASSES = 4  # over the logits, in float32
+# Bytes that plain functions move for each weight that is decoded, and for each input that is rounded to float8.
+DECODING_BYTES, ROUNDING_BYTES = 14, 16
 ALONE_OUTPUT = 32  # tokens for which one request alone is predicted
 
 
@@ -123,9 +125,10 @@ class ServingModel:
             for stage in range(plan.pipe.degree)
         ]
         self._cache_format = cache_format(cache)
-        format, item_bytes = None if weights is None else weight_format(weights), self.kernels.item_bytes
+        self._format = None if weights is None else weight_format(weights)
         self._weight_bytes = [
-            part_bytes(config, places[stage], item_bytes, format) for stage in range(plan.pipe.degree)
+            part_bytes(config, places[stage], self.kernels.item_bytes, self._format)
+            for stage in range(plan.pipe.degree)
         ]
 
     @property
@@ -151,8 +154,8 @@ class ServingModel:
         sizes, fits = self.sizes, []
         widest = max(sizes.projected(self.plan.tensor.x), 2 * sizes.inner // self.plan.tensor.x, sizes.hidden)
         beside = 16 * TOKEN_BUDGET * widest + 24 * MAX_RUNNING * sizes.vocab
-        for stage, weight_bytes in enumerate(self._weight_bytes):
-            free = self.cluster.node.device.memory_bytes - weight_bytes
+        for stage, own_bytes in enumerate(self._weight_bytes):
+            free = self.cluster.node.device.memory_bytes - own_bytes
             rows = (MAX_RUNNING + 1) * self.row_bytes(stage)
             fits.append((GPU_SHARE * free - beside - rows) / self.cache_bytes(stage))
         return math.floor(min(fits))
@@ -171,17 +174,18 @@ class ServingModel:
         num_tokens = num_decodes + sum(computed for computed, _ in prompts)
         layers = sizes.stage_layers(plan, stage)
         is_last = stage == plan.pipe.degree - 1
-        matmul, flops, weights = 0.0, 0.0, 0.0
+        matmul, flops, num_read = 0.0, 0.0, 0.0
         for has_experts, number in self._layer_kinds[stage].items():
-            for rows, inner, columns, times in self._products(num_tokens, has_experts):
+            for rows, inner, columns, times, is_packed in self._products(num_tokens, has_experts):
                 copies = number * times
-                matmul += copies * kernels.product(max(1, round(rows)), inner, columns)
-                flops, weights = flops + 2 * copies * rows * inner * columns, weights + copies * inner * columns
+                seconds, stored = self._product(max(1, round(rows)), inner, columns, is_packed)
+                matmul, num_read = matmul + copies * seconds, num_read + copies * stored
+                flops += 2 * copies * rows * inner * columns
         if is_last and num_sampled:
             columns = -(-sizes.vocab // x)
             matmul += kernels.product(num_sampled, sizes.hidden // plan.tensor.y, columns)
             flops += 2 * num_sampled * sizes.hidden * columns
-            weights += sizes.hidden * columns // plan.tensor.y
+            num_read += kernels.item_bytes * sizes.hidden * columns // plan.tensor.y
         cache = num_cached * self.cache_bytes(stage)
         attention = cache / kernels.bytes_per_second
         for computed, end in prompts:
@@ -201,27 +205,43 @@ class ServingModel:
             host = OPERATIONS_PER_LAYER * len(layers) * HOST_SECONDS
             by_cause["waiting for the host"] = max(0.0, host - sum(by_cause.values()))
         assert self.cluster.node.device.memory_bandwidth_bytes_per_second is not None
-        read = (weights * kernels.item_bytes + cache) / self.cluster.node.device.memory_bandwidth_bytes_per_second
+        read = (num_read + cache) / self.cluster.node.device.memory_bandwidth_bytes_per_second
         return _StageStep(by_cause, max(read, flops / kernels.peak))
 
-    def _products(self, num_tokens: int, has_experts: bool) -> Iterable[tuple[float, int, int, float]]:
-        """The matmuls of a layer on one rank: (rows, inner, columns, how many)."""
+    def _product(self, rows: int, inner: int, columns: int, is_packed: bool) -> tuple[float, int]:
+        """Seconds of a matmul, and the bytes of its weight."""
+        kernels = self.kernels
+        if self._format is None or not is_packed:
+            return kernels.product(rows, inner, columns), kernels.item_bytes * inner * columns
+        stored = weight_bytes(self._format, columns, inner)
+        if rows <= MAX_KERNEL_ROWS:
+            num_bytes = stored + kernels.item_bytes * rows * (inner + columns)
+            at_least = 2 * rows * inner * columns / kernels.peak
+            return max(at_least, num_bytes / kernels.bytes_per_second) + LAUNCH_SECONDS, stored
+        if isinstance(self._format, RowFp8):  # the product of float8 has twice the rate; inputs are rounded for it
+            rounding = ROUNDING_BYTES * rows * inner / kernels.bytes_per_second
+            return kernels.product(rows, inner, columns) / 2 + rounding, stored
+        decoding = (stored + DECODING_BYTES * inner * columns) / kernels.bytes_per_second
+        return kernels.product(rows, inner, columns) + decoding, stored
+
+    def _products(self, num_tokens: int, has_experts: bool) -> Iterable[tuple[float, int, int, float, bool]]:
+        """The matmuls of a layer on one rank: (rows, inner, columns, how many, are their weights packed)."""
         sizes, x, y = self.sizes, self.plan.tensor.x, self.plan.tensor.y
-        yield num_tokens, sizes.hidden // y, sizes.projected(x), 1
-        yield num_tokens, sizes.num_heads // x * sizes.head_dim, sizes.hidden // y, 1
+        yield num_tokens, sizes.hidden // y, sizes.projected(x), 1, True
+        yield num_tokens, sizes.num_heads // x * sizes.head_dim, sizes.hidden // y, 1, True
         if not has_experts:
-            yield num_tokens, sizes.hidden // y, (1 + sizes.is_gated) * sizes.inner // x, 1
-            yield num_tokens, sizes.inner // x, sizes.hidden // y, 1
+            yield num_tokens, sizes.hidden // y, (1 + sizes.is_gated) * sizes.inner // x, 1, True
+            yield num_tokens, sizes.inner // x, sizes.hidden // y, 1, True
             return
         missed = (1 - sizes.num_experts_per_tok / sizes.num_experts) ** num_tokens
         used = max(1.0, sizes.num_experts * (1 - missed) / self.plan.expert)  # experts that get a token
         rows = num_tokens * sizes.num_experts_per_tok / self.plan.expert / used
         inner = self._expert_inner
-        yield rows, sizes.hidden, 2 * inner, used
-        yield rows, inner, sizes.hidden, used
+        yield rows, sizes.hidden, 2 * inner, used, False
+        yield rows, inner, sizes.hidden, used, False
         if sizes.shared_inner:
-            yield num_tokens, sizes.hidden, 2 * sizes.shared_inner // x, 1
-            yield num_tokens, sizes.shared_inner // x, sizes.hidden, 1
+            yield num_tokens, sizes.hidden, 2 * sizes.shared_inner // x, 1, True
+            yield num_tokens, sizes.shared_inner // x, sizes.hidden, 1, True
 
     @property
     def _expert_inner(self) -> int:
@@ -294,8 +314,7 @@ def predict_serving(
 ) -> ServingPrediction:
     """Predict a layout. Raises PlanError if the model or a request does not fit.
 
-    `weights` and `cache` are formats of fewer bits. Memory and reads of the cache follow them; the times of matmuls are
-    those of weights in `precision`.
+    `weights` and `cache` are formats of fewer bits.
     """
     refuse_plan(config, plan)
     model = ServingModel(config, cluster, plan, precision, weights, cache)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+import weft.models.wide_linear  # noqa: F401 (defines an operation)
 from weft.profiling.parts import Convolution, Flops, Matmul
 
 aten = torch.ops.aten
@@ -28,10 +29,11 @@ _ATTENTION = (
 )
 ATTENTION = tuple(getattr(aten, name) for name in _ATTENTION)
 GROUPED = aten._grouped_mm
+WIDE = torch.ops.weft.wide_product
 # Operations whose results selective recompute keeps: matmuls, convolutions, attention. Others are cheap to recompute.
 KEPT_OPERATIONS = frozenset(
     [aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default]
-    + [aten.convolution.default, GROUPED.default]
+    + [aten.convolution.default, GROUPED.default, aten._scaled_grouped_mm.default, WIDE.default]
     + [packet.default for packet in ATTENTION]
 )
 # The positions of the two operands, where they are not the first two arguments.
@@ -55,6 +57,12 @@ def count_product(func: Any, args: Any, kwargs: Any, result: Any) -> CountedProd
     if packet is GROUPED:
         matmul = _grouped(*args[:2])
         return CountedProduct(_twice_in_backward(2 * matmul.rows * matmul.inner * matmul.columns, args[:2]), matmul)
+    if packet is WIDE:  # an autograd function, inside of which gradients are disabled
+        rows, weight = args
+        flops = 2 * rows.numel() * len(weight)
+        return CountedProduct(
+            Flops(flops, 0, 2 * flops * rows.requires_grad), Matmul(1, rows.shape[0], rows.shape[1], len(weight))
+        )
     if packet not in flop_registry:
         return None
     operands = args[_OPERANDS.get(packet, slice(0, 2))]

@@ -115,6 +115,8 @@ class BlockWork:
     routed_numel: int = 0  # elements of the rows for experts: k rows for a token with k experts, or their capacity
     num_experts: int = 0  # of all its layers of experts
     expert_flops: int = 0  # the part of `other_flops` that experts compute
+    expert_numel: int = 0  # parameters of experts
+    expert_operands: int = 0  # elements of the rows that experts multiply, and of their results
     is_routed_evenly: bool = False  # whether experts have a capacity: all compute as many rows, whatever the routing
     filters: tuple[Filter, ...] = ()
     tile_calls: tuple[Call, ...] = ()
@@ -170,6 +172,7 @@ def _part(profile: Profile, block: Block, splits: Mapping[str, Split]) -> BlockW
     sequence = max((one.sequence for one in heads), default=0)
     batch, tokens, hidden = profile.stream_shape if block.experts and len(profile.stream_shape) == 3 else (0, 0, 0)
     with_capacity = {one.num_experts for one in block.experts if one.capacity is not None}
+    of_experts = [item for item in block.matmuls.items() if item[0].groups > 1 or item[0].batch in with_capacity]
     return BlockWork(
         products,
         block.attention_flops,
@@ -184,11 +187,9 @@ def _part(profile: Profile, block: Block, splits: Mapping[str, Split]) -> BlockW
         num_parameters=len(block.parameters),
         routed_numel=sum(one.num_rows(batch, tokens) for one in block.experts) * hidden,
         num_experts=sum(one.num_experts for one in block.experts),
-        expert_flops=sum(
-            2 * one.batch * one.rows * one.inner * one.columns * count
-            for one, count in block.matmuls.items()
-            if one.groups > 1 or one.batch in with_capacity
-        ),
+        expert_flops=sum(2 * one.batch * one.rows * one.inner * one.columns * count for one, count in of_experts),
+        expert_numel=sum(one.numel * one.num_experts for one in block.experts),
+        expert_operands=sum(one.batch * one.rows * (one.inner + one.columns) * count for one, count in of_experts),
         is_routed_evenly=bool(with_capacity),
     )
 

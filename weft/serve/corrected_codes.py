@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import ConfigError, NumbersError
-from weft.serve.group_codes import codes_of, group_range, pack
+from weft.serve.group_codes import codes_of, group_range, joined_ranges, pack
 from weft.serve.packed_linear import PackedLinear, linears_to_pack, refuse_bad_weight, replace_linear
 from weft.serve.weight_formats import Grouped, WeightFormat
 
@@ -78,5 +78,5 @@ def corrected(weight: Tensor, moment: Tensor, format: Grouped) -> tuple[Tensor, 
         rest[:, end:] -= errors @ factor[start:end, end:]
         scales.append(scale)
         leasts.append(least)
-    of_groups = (torch.stack(one, dim=1).view(torch.int16) for one in (scales, leasts))
-    return pack(torch.cat(codes, dim=1), format.bits), *of_groups
+    ranges = joined_ranges(torch.stack(scales, dim=1), torch.stack(leasts, dim=1))
+    return pack(torch.cat(codes, dim=1), format.bits), ranges

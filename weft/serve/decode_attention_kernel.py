@@ -109,9 +109,10 @@ def _sum_of_parts(
     tl.store(out_ptr + out_place, out.to(out_ptr.dtype.element_ty), mask=columns < HEAD_DIM)
 
 
-def number_of_parts(num_requests: int, num_key_heads: int) -> int:
+def number_of_parts(num_requests: int, num_key_heads: int, num_programs: int | None = None) -> int:
     """Into how many parts a sequence is split: a power of two."""
-    return max(1, min(_MAX_PARTS, int(triton.next_power_of_2(_PROGRAMS // (num_requests * num_key_heads)))))
+    number = (num_programs or _PROGRAMS) // (num_requests * num_key_heads)
+    return max(1, min(_MAX_PARTS, int(triton.next_power_of_2(number))))
 
 
 def decode_attention_by_kernel(

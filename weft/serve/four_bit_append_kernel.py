@@ -57,12 +57,12 @@ def _keep_value(
         high_lowest, high_highest = low_lowest, low_highest
     low_scale, low_least = _scale(one + low_lowest, one + low_highest)  # of one element
     high_scale, high_least = _scale(one + high_lowest, one + high_highest)
-    ranges = range_ptr + token + one
+    ranges = range_ptr + 2 * token + one
     tl.store(ranges, low_scale)
-    tl.store(ranges + NUM_GROUPS * 64, low_least)
+    tl.store(ranges + 1, low_least)
     if NUM_GROUPS == 2:
-        tl.store(ranges + 64, high_scale)
-        tl.store(ranges + NUM_GROUPS * 64 + 64, high_least)
+        tl.store(ranges + 128, high_scale)
+        tl.store(ranges + 129, high_least)
     shift = token // 32 * 4
     kept = 240 >> shift  # the half of a byte of the other token
     place = code_ptr + channel * 32 + token % 32
@@ -86,10 +86,11 @@ def _keep_keys(
     high_keys = tl.where(older, tl.load(places + HALF_DIM, mask=older, other=0.0), high_key[None, :]).to(tl.float32)
     low_scale, low_least = _scale(tl.min(low_keys, 0), tl.max(low_keys, 0))
     high_scale, high_least = _scale(tl.min(high_keys, 0), tl.max(high_keys, 0))
-    tl.store(range_ptr + channel, low_scale, mask=exists)
-    tl.store(range_ptr + HALF_DIM + channel, high_scale, mask=exists)
-    tl.store(range_ptr + 2 * HALF_DIM + channel, low_least, mask=exists)
-    tl.store(range_ptr + 3 * HALF_DIM + channel, high_least, mask=exists)
+    low_ranges, high_ranges = range_ptr + 2 * channel, range_ptr + 2 * (HALF_DIM + channel)
+    tl.store(low_ranges, low_scale, mask=exists)
+    tl.store(low_ranges + 1, low_least, mask=exists)
+    tl.store(high_ranges, high_scale, mask=exists)
+    tl.store(high_ranges + 1, high_least, mask=exists)
     low = _codes(low_keys, low_scale[None, :], low_least[None, :])
     high = _codes(high_keys, high_scale[None, :], high_least[None, :])
     places = code_ptr + tokens[:, None] * HALF_DIM + channel[None, :]
@@ -153,7 +154,7 @@ def append_by_kernel(
         rows.stride(0),
         NUM_KEY_HEADS=num_key_heads,
         HEAD_DIM=head_dim,
-        NUM_GROUPS=pages[3].shape[3],
+        NUM_GROUPS=pages[3].shape[2],
         WIDTH=max(16, triton.next_power_of_2(head_dim // 2)),
         num_warps=4,
     )

@@ -3,11 +3,16 @@
 A program handles the queries that share one key head of one request, over a part of its pages, as in
 `decode_attention_kernel.py`. Codes go into the products as they are:
 
-    query . key      =  sum over channels of (query * scale) * code  +  query . least
-    weights . value  =  sum over tokens of (weight * scale) * code   +  weights . least
+    key . query      =  sum over channels of code * (scale * query)  +  least . query
+    value . weights  =  sum over tokens of code * (scale * weight)   +  least . weights
 
 A byte of keys has two channels, half a head apart, and a byte of values two tokens, half a page apart, so that each
 half of the bytes is one operand of a product. The page that a request writes has its keys as they are, in the tail.
+
+Codes are the first operand of a product, which fills the tensor cores: these take 16 rows of the first and 8 columns of
+the second, and few queries share a key head. So scores are [tokens, queries], and sums of values [channels, queries].
+A program is one warp, because warps would have to wait for each other several times for every page. Programs that are
+on a multiprocessor together hide each other's waiting.
 """
 
 from __future__ import annotations
@@ -22,35 +27,28 @@ from torch import Tensor
 from weft.serve.decode_attention_kernel import _LOG2E, _sum_of_parts, number_of_parts
 from weft.serve.unpacking_kernel import four_bit_numbers
 
-_WARPS = 2
-_STAGES = 5
+_PROGRAMS = 1024  # as many as fit into a GPU at once
+_WARPS = 1
+_STAGES = 3
 
 
 @triton.jit
-def _half_of_values(
-    first,
-    second,
-    codes,
-    range_ptr,
-    num_valid,
-    NUM_GROUPS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    BY_PTX: tl.constexpr,
-):
-    """Of half the channels of a page's values: the sum of weight * scale * code [rows, channels], and the terms
-    weight * least [rows, 32], to be added up over tokens. `first` and `second` are the weights of the page's halves.
-    """
+def _ranges(range_ptr, exists):
+    """The scales and least values of groups. The two are loaded as one number of 32 bits."""
+    both = tl.load(range_ptr, mask=exists, other=0)
+    scale = (both & 65535).to(tl.uint16).to(tl.float16, bitcast=True)
+    least = (both >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+    return scale.to(tl.float32), least.to(tl.float32)
+
+
+@triton.jit
+def _scaled_weights(first, second, range_ptr, num_valid, DTYPE: tl.constexpr):
+    """The weights of a page's halves times the scales of values, and the terms weight * least of both, in one."""
     token = tl.arange(0, 32)
-    has_first, has_second = token < num_valid, token + 32 < num_valid
-    scale_first = tl.load(range_ptr + token, mask=has_first, other=0.0).to(tl.float32)
-    scale_second = tl.load(range_ptr + 32 + token, mask=has_second, other=0.0).to(tl.float32)
-    least_ptr = range_ptr + NUM_GROUPS * 64
-    least_first = tl.load(least_ptr + token, mask=has_first, other=0.0).to(tl.float32)
-    least_second = tl.load(least_ptr + 32 + token, mask=has_second, other=0.0).to(tl.float32)
-    low, high = four_bit_numbers(codes, DTYPE, BY_PTX)
-    mixed = tl.dot((first * scale_first[None, :]).to(DTYPE), tl.trans(low))
-    mixed = tl.dot((second * scale_second[None, :]).to(DTYPE), tl.trans(high), mixed)
-    return mixed, first * least_first[None, :] + second * least_second[None, :]
+    first_scale, first_least = _ranges(range_ptr + token, token < num_valid)
+    second_scale, second_least = _ranges(range_ptr + 32 + token, token + 32 < num_valid)
+    terms = first * first_least[:, None] + second * second_least[:, None]
+    return (first * first_scale[:, None]).to(DTYPE), (second * second_scale[:, None]).to(DTYPE), terms
 
 
 @triton.jit
@@ -77,21 +75,23 @@ def _add_page(
     `low` and `high` are the sums over the halves of the channels without least values. Sums of least values and the
     softmax's denominator are kept for each place in half a page, and added up at the end.
     """
-    above = tl.maximum(highest, tl.maximum(tl.max(first_scores, 1), tl.max(second_scores, 1)))
+    above = tl.maximum(highest, tl.maximum(tl.max(first_scores, 0), tl.max(second_scores, 0)))
     safe = tl.where(above == float("-inf"), 0.0, above)
-    kept = tl.exp2(highest - safe)[:, None]
-    first, second = tl.exp2(first_scores - safe[:, None]), tl.exp2(second_scores - safe[:, None])
+    kept = tl.exp2(highest - safe)[None, :]
+    first, second = tl.exp2(first_scores - safe[None, :]), tl.exp2(second_scores - safe[None, :])
     token, channel = tl.arange(0, 32), tl.arange(0, WIDTH)
     inside, place = (channel < HALF_DIM)[:, None], channel[:, None] * 32 + token[None, :]
     low_codes = tl.load(code_ptr + place, mask=inside, other=0)  # [WIDTH, 32]
     high_codes = tl.load(code_ptr + HALF_DIM * 32 + place, mask=inside, other=0)
-    low_added, low_terms = _half_of_values(first, second, low_codes, range_ptr, num_valid, NUM_GROUPS, DTYPE, BY_PTX)
-    high_range_ptr = range_ptr + (NUM_GROUPS - 1) * 64
-    high_added, high_terms = _half_of_values(
-        first, second, high_codes, high_range_ptr, num_valid, NUM_GROUPS, DTYPE, BY_PTX
-    )
+    first_scaled, second_scaled, low_terms = _scaled_weights(first, second, range_ptr, num_valid, DTYPE)
+    first_codes, second_codes = four_bit_numbers(low_codes, DTYPE, BY_PTX)
+    low = tl.dot(second_codes, second_scaled, tl.dot(first_codes, first_scaled, low * kept))
+    high_terms = low_terms
+    if NUM_GROUPS == 2:
+        first_scaled, second_scaled, high_terms = _scaled_weights(first, second, range_ptr + 64, num_valid, DTYPE)
+    first_codes, second_codes = four_bit_numbers(high_codes, DTYPE, BY_PTX)
+    high = tl.dot(second_codes, second_scaled, tl.dot(first_codes, first_scaled, high * kept))
     total = total * kept + first + second
-    low, high = low * kept + low_added, high * kept + high_added
     return above, total, low, high, low_least * kept + low_terms, high_least * kept + high_terms
 
 
@@ -106,24 +106,21 @@ def _page_scores(
     DTYPE: tl.constexpr,
     BY_PTX: tl.constexpr,
 ):
-    """The scores of both halves of a page whose keys are coded: [rows, 32] each."""
+    """The scores of both halves of a page whose keys are coded: [32, queries] each."""
     channel, token = tl.arange(0, WIDTH), tl.arange(0, 32)
     exists = channel < HALF_DIM
-    ranges = range_ptr + channel
-    low_scale = tl.load(ranges, mask=exists, other=0.0).to(tl.float32)
-    high_scale = tl.load(ranges + HALF_DIM, mask=exists, other=0.0).to(tl.float32)
-    low_least = tl.load(ranges + 2 * HALF_DIM, mask=exists, other=0.0).to(tl.float32)
-    high_least = tl.load(ranges + 3 * HALF_DIM, mask=exists, other=0.0).to(tl.float32)
-    low_scaled = (low_query * low_scale[None, :]).to(DTYPE)
-    high_scaled = (high_query * high_scale[None, :]).to(DTYPE)
-    least = tl.sum(low_query * low_least[None, :] + high_query * high_least[None, :], 1)[:, None]
+    low_scale, low_least = _ranges(range_ptr + channel, exists)
+    high_scale, high_least = _ranges(range_ptr + HALF_DIM + channel, exists)
+    low_scaled = (low_query * low_scale[:, None]).to(DTYPE)
+    high_scaled = (high_query * high_scale[:, None]).to(DTYPE)
+    least = tl.sum(low_query * low_least[:, None] + high_query * high_least[:, None], 0)[None, :]
     place = code_ptr + token[:, None] * HALF_DIM + channel[None, :]
     first_codes = tl.load(place, mask=exists[None, :], other=0)  # [32, WIDTH]
     second_codes = tl.load(place + 32 * HALF_DIM, mask=exists[None, :], other=0)
     low, high = four_bit_numbers(first_codes, DTYPE, BY_PTX)
-    first = tl.dot(high_scaled, tl.trans(high), tl.dot(low_scaled, tl.trans(low))) + least
+    first = tl.dot(high, high_scaled, tl.dot(low, low_scaled)) + least
     low, high = four_bit_numbers(second_codes, DTYPE, BY_PTX)
-    second = tl.dot(high_scaled, tl.trans(high), tl.dot(low_scaled, tl.trans(low))) + least
+    second = tl.dot(high, high_scaled, tl.dot(low, low_scaled)) + least
     return first, second
 
 
@@ -145,29 +142,28 @@ def _tail_scores(
     other_place = place + 32 * token_stride
     low, high = low_query.to(DTYPE), high_query.to(DTYPE)
     loaded = (token < num_valid)[:, None] & exists
-    low_keys = tl.trans(tl.load(place, mask=loaded, other=0.0))
-    high_keys = tl.trans(tl.load(place + HALF_DIM, mask=loaded, other=0.0))
-    first = tl.dot(high, high_keys, tl.dot(low, low_keys))
+    low_keys, high_keys = tl.load(place, mask=loaded, other=0.0), tl.load(place + HALF_DIM, mask=loaded, other=0.0)
+    first = tl.dot(high_keys, high, tl.dot(low_keys, low))
     loaded = (token + 32 < num_valid)[:, None] & exists
-    low_keys = tl.trans(tl.load(other_place, mask=loaded, other=0.0))
-    high_keys = tl.trans(tl.load(other_place + HALF_DIM, mask=loaded, other=0.0))
-    second = tl.dot(high, high_keys, tl.dot(low, low_keys))
-    first = tl.where((token < num_valid)[None, :], first, float("-inf"))
-    return first, tl.where((token + 32 < num_valid)[None, :], second, float("-inf"))
+    low_keys = tl.load(other_place, mask=loaded, other=0.0)
+    high_keys = tl.load(other_place + HALF_DIM, mask=loaded, other=0.0)
+    second = tl.dot(high_keys, high, tl.dot(low_keys, low))
+    first = tl.where((token < num_valid)[:, None], first, float("-inf"))
+    return first, tl.where((token + 32 < num_valid)[:, None], second, float("-inf"))
 
 
 @triton.jit
 def _since(first, second, oldest):
     """Scores of tokens of a page from the one numbered `oldest` on, -inf of others."""
     token = tl.arange(0, 32)
-    first = tl.where((token >= oldest)[None, :], first, float("-inf"))
-    return first, tl.where((token + 32 >= oldest)[None, :], second, float("-inf"))
+    first = tl.where((token >= oldest)[:, None], first, float("-inf"))
+    return first, tl.where((token + 32 >= oldest)[:, None], second, float("-inf"))
 
 
 @triton.jit
 def _store(out, log_out, low, high, highest, total, inside, is_row, HALF_DIM: tl.constexpr, NUM_PARTS: tl.constexpr):
     """Write the result of a part, and the logarithm of its softmax's denominator if there are others."""
-    divisor = tl.where(total > 0, total, 1.0)[:, None]
+    divisor = tl.where(total > 0, total, 1.0)[None, :]
     tl.store(out, (low / divisor).to(out.dtype.element_ty), mask=inside)
     tl.store(out + HALF_DIM, (high / divisor).to(out.dtype.element_ty), mask=inside)
     if NUM_PARTS > 1:
@@ -179,7 +175,7 @@ def _parts(
     query_ptr, key_code_ptr, key_range_ptr, value_code_ptr, value_range_ptr, tail_ptr, table_ptr, length_ptr, row_ptr,
     mixed_ptr, log_ptr, factor, query_stride, table_stride, length_stride, row_stride,
     NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    WINDOW: tl.constexpr, NUM_PARTS: tl.constexpr, GROUP_ROWS: tl.constexpr, WIDTH: tl.constexpr, BY_PTX: tl.constexpr,
+    WINDOW: tl.constexpr, NUM_PARTS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BY_PTX: tl.constexpr,
 ):  # fmt: skip
     request, key_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     group: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
@@ -192,44 +188,47 @@ def _parts(
     begin = oldest // 64 + part * size
     end = tl.minimum(begin + size, own + 1)
 
-    rows, channel = tl.arange(0, GROUP_ROWS), tl.arange(0, WIDTH)
-    heads, inside = key_head * group + rows, (rows < group)[:, None] & (channel < half)[None, :]
-    query_place = query_ptr + request * query_stride + heads[:, None] * HEAD_DIM + channel[None, :]
+    columns, channel = tl.arange(0, COLUMNS), tl.arange(0, WIDTH)
+    heads, inside = key_head * group + columns, (columns < group)[None, :] & (channel < half)[:, None]
+    query_place = query_ptr + request * query_stride + heads[None, :] * HEAD_DIM + channel[:, None]
     low_query = tl.load(query_place, mask=inside, other=0.0).to(tl.float32) * factor
     high_query = tl.load(query_place + half, mask=inside, other=0.0).to(tl.float32) * factor
-    highest, total = tl.full([GROUP_ROWS], float("-inf"), tl.float32), tl.zeros([GROUP_ROWS, 32], tl.float32)
-    low, high = tl.zeros([GROUP_ROWS, WIDTH], tl.float32), tl.zeros([GROUP_ROWS, WIDTH], tl.float32)
-    low_least, high_least = tl.zeros([GROUP_ROWS, 32], tl.float32), tl.zeros([GROUP_ROWS, 32], tl.float32)
+    highest, total = tl.full([COLUMNS], float("-inf"), tl.float32), tl.zeros([32, COLUMNS], tl.float32)
+    low, high = tl.zeros([WIDTH, COLUMNS], tl.float32), tl.zeros([WIDTH, COLUMNS], tl.float32)
+    low_least, high_least = tl.zeros([32, COLUMNS], tl.float32), tl.zeros([32, COLUMNS], tl.float32)
 
+    table_ptr += request * table_stride
+    next_block = tl.load(table_ptr + tl.minimum(begin, own))  # a page ahead, so that codes are loaded further ahead
     for page in range(begin, tl.minimum(end, own)):
-        block = tl.load(table_ptr + request * table_stride + page).to(tl.int64) * NUM_KEY_HEADS + key_head
-        codes, ranges = key_code_ptr + block * 64 * half, key_range_ptr + block * 2 * HEAD_DIM
+        block = next_block.to(tl.int64) * NUM_KEY_HEADS + key_head
+        next_block = tl.load(table_ptr + page + 1)
+        codes, ranges = key_code_ptr + block * 64 * half, key_range_ptr + block * HEAD_DIM
         first, second = _page_scores(low_query, high_query, codes, ranges, half, WIDTH, dtype, BY_PTX)
         if WINDOW > 0:
             first, second = _since(first, second, oldest - page * 64)
-        codes, ranges = value_code_ptr + block * HEAD_DIM * 32, value_range_ptr + block * 2 * NUM_GROUPS * 64
+        codes, ranges = value_code_ptr + block * HEAD_DIM * 32, value_range_ptr + block * NUM_GROUPS * 64
         highest, total, low, high, low_least, high_least = _add_page(
             highest, total, low, high, low_least, high_least, first, second, codes, ranges, 64,
             half, WIDTH, NUM_GROUPS, dtype, BY_PTX,
         )  # fmt: skip
     if (begin <= own) & (end == own + 1):
-        block = tl.load(table_ptr + request * table_stride + own).to(tl.int64) * NUM_KEY_HEADS + key_head
+        block = tl.load(table_ptr + own).to(tl.int64) * NUM_KEY_HEADS + key_head
         row = tl.load(row_ptr + request * row_stride).to(tl.int64)
         page_ptr = tail_ptr + ((row * 2 + own % 2) * 64 * NUM_KEY_HEADS + key_head) * HEAD_DIM
         num_valid, stride = length - own * 64, NUM_KEY_HEADS * HEAD_DIM
         first, second = _tail_scores(low_query, high_query, page_ptr, num_valid, stride, half, WIDTH, dtype)
         if WINDOW > 0:
             first, second = _since(first, second, oldest - own * 64)
-        codes, ranges = value_code_ptr + block * HEAD_DIM * 32, value_range_ptr + block * 2 * NUM_GROUPS * 64
+        codes, ranges = value_code_ptr + block * HEAD_DIM * 32, value_range_ptr + block * NUM_GROUPS * 64
         highest, total, low, high, low_least, high_least = _add_page(
             highest, total, low, high, low_least, high_least, first, second, codes, ranges, num_valid,
             half, WIDTH, NUM_GROUPS, dtype, BY_PTX,
         )  # fmt: skip
 
-    low, high = low + tl.sum(low_least, 1)[:, None], high + tl.sum(high_least, 1)[:, None]
+    low, high = low + tl.sum(low_least, 0)[None, :], high + tl.sum(high_least, 0)[None, :]
     row = (request * NUM_PARTS + part) * NUM_HEADS + heads
-    out = mixed_ptr + row[:, None] * HEAD_DIM + channel[None, :]
-    _store(out, log_ptr + row, low, high, highest, tl.sum(total, 1), inside, rows < group, half, NUM_PARTS)
+    out = mixed_ptr + row[None, :] * HEAD_DIM + channel[:, None]
+    _store(out, log_ptr + row, low, high, highest, tl.sum(total, 0), inside, columns < group, half, NUM_PARTS)
 
 
 def four_bit_attention_by_kernel(
@@ -243,8 +242,9 @@ def four_bit_attention_by_kernel(
 ) -> Tensor:
     """Attention of one query for each request [requests, heads, head_dim]; see `four_bit_cache.py` for the pages."""
     num_requests, num_heads, head_dim = query.shape
-    num_key_heads, num_groups = tails.shape[3], pages[3].shape[3]
-    num_parts = number_of_parts(num_requests, num_key_heads)
+    num_key_heads, num_groups = tails.shape[3], pages[3].shape[2]
+    key_codes, key_ranges, value_codes, value_ranges = pages
+    num_parts = number_of_parts(num_requests, num_key_heads, _PROGRAMS)
     assert query.stride()[1:] == (head_dim, 1), "the heads of a query lie end to end"
     out = query.new_empty(num_requests, num_heads, head_dim)
     parts, logs = out, out
@@ -253,7 +253,10 @@ def four_bit_attention_by_kernel(
         logs = query.new_empty(num_requests, num_parts, num_heads, dtype=torch.float32)
     _parts[(num_requests, num_key_heads, num_parts)](
         query,
-        *pages,
+        key_codes,
+        key_ranges.view(torch.int32),
+        value_codes,
+        value_ranges.view(torch.int32),
         tails,
         tables,
         lengths,
@@ -271,7 +274,7 @@ def four_bit_attention_by_kernel(
         NUM_GROUPS=num_groups,
         WINDOW=window or 0,
         NUM_PARTS=num_parts,
-        GROUP_ROWS=max(16, triton.next_power_of_2(num_heads // num_key_heads)),  # tensor cores need 16 rows
+        COLUMNS=max(8, triton.next_power_of_2(num_heads // num_key_heads)),  # tensor cores need 8
         WIDTH=max(16, triton.next_power_of_2(head_dim // 2)),
         BY_PTX=query.is_cuda and torch.version.hip is None,
         num_warps=_WARPS,

@@ -75,11 +75,11 @@ class FourBitLayer:
             return torch.zeros(shape, dtype=dtype, device=sizes.device)
 
         # A byte has two channels of a key, half a head apart, or two tokens of a value's channel, half a page apart.
-        # Ranges are scales and least values.
+        # Ranges are pairs of a scale and a least value.
         self._key_codes = zeros(blocks, heads, GROUP, dim // 2, dtype=torch.uint8)
-        self._key_ranges = zeros(blocks, heads, 2, dim)
+        self._key_ranges = zeros(blocks, heads, dim, 2)
         self._value_codes = zeros(blocks, heads, dim, GROUP // 2, dtype=torch.uint8)
-        self._value_ranges = zeros(blocks, heads, 2, value_groups(dim), GROUP)
+        self._value_ranges = zeros(blocks, heads, value_groups(dim), GROUP, 2)
         self.pages: Sequence[Tensor] = (self._key_codes, self._key_ranges, self._value_codes, self._value_ranges)
         self._tails = zeros(sizes.num_rows + 1, 2, GROUP, heads, dim, dtype=sizes.dtype)  # the last row is for padding
 
@@ -124,12 +124,11 @@ class FourBitLayer:
         """Code values. A byte has two tokens, which are written one after the other: in both turns, tokens of the other
         half of a page go to the page for padding.
         """
-        grouped = values.unflatten(-1, (self._value_ranges.shape[3], -1))
+        grouped = values.unflatten(-1, (self._value_ranges.shape[2], -1))
         scale, least = group_range(grouped, 4)
         codes = codes_of(grouped, scale, least, 4).flatten(-2)
         blocks, places = slots // GROUP, slots % GROUP
-        self._value_ranges[blocks, :, 0, :, places] = scale
-        self._value_ranges[blocks, :, 1, :, places] = least
+        self._value_ranges[blocks, :, :, places] = torch.stack([scale, least], dim=-1)
         for half in range(2):
             own = torch.where(places // (GROUP // 2) == half, blocks, self._sizes.num_blocks - 1)
             others = self._value_codes[own, :, :, places % (GROUP // 2)] & (240 >> 4 * half)
@@ -166,14 +165,14 @@ class FourBitLayer:
         grouped = pages.permute(0, 2, 3, 1)
         scale, least = group_range(grouped, 4)
         self._key_codes[blocks] = pack_halves(codes_of(grouped, scale, least, 4).transpose(-1, -2))
-        self._key_ranges[blocks] = torch.stack([scale, least], dim=2)
+        self._key_ranges[blocks] = torch.stack([scale, least], dim=-1)
 
     def decoded(self, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The decoded keys and values of blocks [...]: [..., GROUP, key heads, head_dim]."""
         wide = torch.promote_types(dtype, torch.float32)
-        scale, least = self._key_ranges[blocks].to(wide).unbind(-2)  # [..., key heads, head_dim]
+        scale, least = self._key_ranges[blocks].to(wide).unbind(-1)  # [..., key heads, head_dim]
         keys = unpack_halves(self._key_codes[blocks]).to(wide) * scale[..., None, :] + least[..., None, :]
-        scale, least = self._value_ranges[blocks].to(wide).unbind(-3)  # [..., key heads, groups, GROUP]
+        scale, least = self._value_ranges[blocks].to(wide).unbind(-1)  # [..., key heads, groups, GROUP]
         codes = unpack_halves(self._value_codes[blocks]).unflatten(-2, (scale.shape[-2], -1)).to(wide)
         values = (codes * scale[..., None, :] + least[..., None, :]).flatten(
             -3, -2

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from weft.models.attention import RMSNorm, rotate
 from weft.serve.packed_linear import PackedLinear
+from weft.serve.weight_formats import FEW_ROWS
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -45,6 +46,8 @@ def linear(hidden: Tensor, layer: nn.Linear) -> Tensor:
 def norm_linear(hidden: Tensor, norm: nn.Module, layer: nn.Linear, is_gated: bool = False) -> Tensor:
     """layer(norm(hidden)) of [tokens, in]. If `is_gated`, silu(gate) * up of its result, which has both end to end."""
     if isinstance(layer, PackedLinear):
+        if isinstance(norm, RMSNorm) and len(hidden) <= FEW_ROWS:
+            return layer.fused(hidden, is_gated=is_gated, norm=norm)
         return layer.fused(normed(hidden, norm), is_gated=is_gated)
     if hasattr(layer, "updates"):
         out = linear(normed(hidden, norm), layer)

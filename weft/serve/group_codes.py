@@ -42,6 +42,17 @@ def decode(coded: GroupCodes, bits: int, dtype: torch.dtype) -> Tensor:
     return numbers.flatten(-2)
 
 
+def joined_ranges(scale: Tensor, least: Tensor) -> Tensor:
+    """Scales and least values (float16) side by side in numbers of 32 bits, so that a kernel loads both at once."""
+    return torch.stack([scale, least], dim=-1).view(torch.int32)[..., 0]
+
+
+def split_ranges(ranges: Tensor) -> tuple[Tensor, Tensor]:
+    """The scales and least values (float16) of `joined_ranges`."""
+    scale, least = ranges[..., None].view(torch.float16).unbind(-1)
+    return scale, least
+
+
 def group_range(grouped: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """The scale and least value (float16) of groups [..., group]; a scale of 0 if all numbers are equal."""
     wide = grouped.to(torch.promote_types(grouped.dtype, torch.float32))

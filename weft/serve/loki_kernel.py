@@ -16,7 +16,8 @@ from torch import Tensor
 from weft.serve.decode_attention_kernel import number_of_parts
 
 _TOKENS = 64  # that the first kernel loads at a time
-_CHUNK = 4096  # scores that the second kernel loads at a time
+_WARPS, _STAGES, _PROGRAMS = 1, 1, 2048  # of the first kernel
+_CHUNK, _CHOOSING_WARPS = 4096, 16  # scores that the second kernel loads at a time, and its warps
 
 
 @triton.jit
@@ -24,41 +25,50 @@ def _scores(
     query_ptr, key_ptr, table_ptr, length_ptr, score_ptr, best_ptr, query_stride, table_stride, length_stride,
     score_stride, NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, NUM_DIMS: tl.constexpr, WINDOW: tl.constexpr, NUM_PARTS: tl.constexpr,
-    GROUP_ROWS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """The scores of the tokens of a part by the queries of a key head, and the best of each query."""
-    request, key_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    """The scores of the tokens of a part by the queries of a key head, and the best of each query.
+
+    Neighbours handle the key heads of the same tokens, whose keys lie end to end in memory.
+    """
+    key_head, part, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     group: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
     length = tl.load(length_ptr + request * length_stride)
     oldest = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
     size = tl.cdiv(tl.cdiv(length, NUM_PARTS), TOKENS) * TOKENS
-    rows, columns = tl.arange(0, GROUP_ROWS), tl.arange(0, WIDTH)
-    is_row, is_dim = rows < group, columns < NUM_DIMS
-    heads = key_head * group + rows
-    query_place = request * query_stride + heads[:, None] * HEAD_DIM + columns[None, :]
-    query = tl.load(query_ptr + query_place, mask=is_row[:, None] & is_dim[None, :], other=0.0)
-    target = score_ptr + (request * NUM_HEADS + heads)[:, None] * score_stride
-    best = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
-    for start in range(part * size, tl.minimum(part * size + size, length), TOKENS):
-        token = start + tl.arange(0, TOKENS)
-        valid = token < length
-        block = tl.load(table_ptr + request * table_stride + token // BLOCK_SIZE, mask=valid, other=0)
-        row = (block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE) * NUM_KEY_HEADS + key_head
+    begin, end = part * size, tl.minimum(part * size + size, length)
+    queries, dims, places = tl.arange(0, COLUMNS), tl.arange(0, WIDTH), tl.arange(0, TOKENS)
+    is_query, is_dim = queries < group, dims < NUM_DIMS
+    heads = key_head * group + queries
+    query_place = request * query_stride + heads[None, :] * HEAD_DIM + dims[:, None]
+    query = tl.load(query_ptr + query_place, mask=is_query[None, :] & is_dim[:, None], other=0.0)  # [WIDTH, COLUMNS]
+    target = score_ptr + (request * NUM_HEADS + heads)[None, :] * score_stride
+    best = tl.full([COLUMNS], float("-inf"), tl.float32)
+    table_ptr += request * table_stride
+    next_block = tl.load(table_ptr + (begin + places) // BLOCK_SIZE, mask=begin + places < end, other=0)
+    for start in range(begin, end, TOKENS):
+        token, following = start + places, start + TOKENS + places
+        valid, block = token < end, next_block.to(tl.int64)
+        next_block = tl.load(table_ptr + following // BLOCK_SIZE, mask=following < end, other=0)
+        row = (block * BLOCK_SIZE + token % BLOCK_SIZE) * NUM_KEY_HEADS + key_head
         loaded = valid[:, None] & is_dim[None, :]
-        key = tl.load(key_ptr + row[:, None] * HEAD_DIM + columns[None, :], mask=loaded, other=0.0)
-        scores = tl.dot(query, tl.trans(key)).to(tl.float32)
-        counted = (valid & (token >= oldest))[None, :]
-        best = tl.maximum(best, tl.max(tl.where(counted, scores, float("-inf")), 1))
-        tl.store(target + token[None, :], scores, mask=is_row[:, None] & valid[None, :])
-    tl.store(best_ptr + (request * NUM_HEADS + heads) * NUM_PARTS + part, best, mask=is_row)
+        key = tl.load(key_ptr + row[:, None] * HEAD_DIM + dims[None, :], mask=loaded, other=0.0)
+        scores = tl.dot(key, query).to(tl.float32)  # keys are first, as they fill the tensor cores
+        counted = (valid & (token >= oldest))[:, None]
+        best = tl.maximum(best, tl.max(tl.where(counted, scores, float("-inf")), 0))
+        tl.store(target + token[:, None], scores, mask=is_query[None, :] & valid[:, None])
+    tl.store(best_ptr + (request * NUM_HEADS + heads) * NUM_PARTS + part, best, mask=is_query)
 
 
 @triton.jit
 def _join(
-    score_ptr, best_ptr, score_stride, oldest, length, NEWEST: tl.constexpr, GROUP: tl.constexpr,
+    score_ptr, order_ptr, best_ptr, score_stride, oldest, length, NEWEST: tl.constexpr, GROUP: tl.constexpr,
     NUM_PARTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Put the joint scores of a group of queries in the place of the first one's; inf of tokens always chosen."""
+    """Put the joint scores of a group of queries in the place of the first one's, as integers of the same order.
+
+    Tokens that are always chosen have the highest integer, and places without a token the lowest.
+    """
     for start in range(oldest // CHUNK * CHUNK, length, CHUNK):
         token = start + tl.arange(0, CHUNK)
         valid = (token >= oldest) & (token < length)
@@ -68,16 +78,10 @@ def _join(
             own = tl.load(score_ptr + member * score_stride + token, mask=valid, other=float("-inf"))
             joint = tl.maximum(joint, own - best)
         joint = tl.where((token >= length - NEWEST) | (token == oldest), float("inf"), joint)
-        tl.store(score_ptr + token, joint, mask=valid)
+        bits = joint.to(tl.int32, bitcast=True)
+        order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        tl.store(order_ptr + token, tl.where(valid, order, -2147483648))
     tl.debug_barrier()  # they are read again
-
-
-@triton.jit
-def _ordered(score_ptr, place, oldest, length):
-    """Scores as integers of the same order, and which of them are of tokens that can be chosen."""
-    valid = (place >= oldest) & (place < length)
-    bits = tl.load(score_ptr + place, mask=valid, other=0.0).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), valid
 
 
 @triton.jit
@@ -96,32 +100,33 @@ def _choose(
     number = tl.maximum(tl.ceil(share * span.to(tl.float32)).to(tl.int32), NEWEST + 1)
     number = tl.where(span < DENSE_BELOW, span, tl.minimum(number, span))
     scores = score_ptr + row * GROUP * score_stride
-    _join(scores, best_ptr + row * GROUP * NUM_PARTS, score_stride, oldest, length, NEWEST, GROUP, NUM_PARTS, CHUNK)
+    orders, best = scores.to(tl.pointer_type(tl.int32)), best_ptr + row * GROUP * NUM_PARTS
+    _join(scores, orders, best, score_stride, oldest, length, NEWEST, GROUP, NUM_PARTS, CHUNK)
     lowest = -2147483648  # the largest integer so far that `number` scores reach
     for digit in range(16):
         step = 1 << (30 - 2 * digit)
         one, two = lowest + step, lowest + step + step
+        three = two + step
         counts = tl.zeros([CHUNK], tl.int32)  # of scores that reach one, two and three steps: ten bits each
         for start in range(oldest // CHUNK * CHUNK, length, CHUNK):
-            order, valid = _ordered(scores, start + place, oldest, length)
-            reached = (order >= one).to(tl.int32) + ((order >= two).to(tl.int32) << 10)
-            counts += tl.where(valid, reached + ((order >= two + step).to(tl.int32) << 20), 0)
+            order = tl.load(orders + start + place)
+            counts += (order >= one).to(tl.int32)
+            counts += tl.where(order >= two, 1 << 10, 0)
+            counts += tl.where(order >= three, 1 << 20, 0)
         steps = (tl.sum(counts & 1023, 0) >= number).to(tl.int32)
         steps += (tl.sum((counts >> 10) & 1023, 0) >= number).to(tl.int32)
         steps += (tl.sum(counts >> 20, 0) >= number).to(tl.int32)
         lowest += tl.where(steps > 0, step, 0) + tl.where(steps > 1, step, 0) + tl.where(steps > 2, step, 0)
     above = tl.zeros([CHUNK], tl.int32)
     for start in range(oldest // CHUNK * CHUNK, length, CHUNK):
-        order, valid = _ordered(scores, start + place, oldest, length)
-        above += (valid & (order > lowest)).to(tl.int32)
+        above += (tl.load(orders + start + place) > lowest).to(tl.int32)
     num_equal = number - tl.sum(above, 0)  # of those with the lowest score, so many are chosen
     num_seen, num_written = 0, 0
     for start in range(oldest // CHUNK * CHUNK, length, CHUNK):
-        order, valid = _ordered(scores, start + place, oldest, length)
-        equal = (valid & (order == lowest)).to(tl.int32)
+        order, token = tl.load(orders + start + place), start + place
+        equal = (order == lowest).to(tl.int32)
         is_first = (equal > 0) & (num_seen + tl.cumsum(equal, 0) <= num_equal)
-        taken = (valid & (order > lowest)) | is_first
-        token = start + place
+        taken = ((order > lowest) | is_first) & (token >= oldest) & (token < length)
         block = tl.load(table_ptr + request * table_stride + token // BLOCK_SIZE, mask=taken, other=0)
         target = num_written + tl.cumsum(taken.to(tl.int32), 0) - 1
         tl.store(chosen_ptr + row * chosen_stride + target, block * BLOCK_SIZE + token % BLOCK_SIZE, mask=taken)
@@ -147,23 +152,23 @@ def chosen_slots_by_kernel(
     num_dims, share, newest, dense_below, most = choice
     (num_requests, num_heads, head_dim), num_key_heads = query.shape, keys.shape[1]
     assert query.stride()[1:] == (head_dim, 1), "the heads of a query lie end to end"
-    num_parts = number_of_parts(num_requests, num_key_heads)
-    width = tables.shape[1] * block_size
+    num_parts = number_of_parts(num_requests, num_key_heads, _PROGRAMS)
+    width = triton.cdiv(tables.shape[1] * block_size, _CHUNK) * _CHUNK  # chunks are whole
     scores = torch.empty(num_requests, num_heads, width, dtype=torch.float32, device=query.device)
     best = torch.empty(num_requests, num_heads, num_parts, dtype=torch.float32, device=query.device)
     chosen = torch.empty(num_requests, num_key_heads, most, dtype=torch.int32, device=query.device)
     counts = torch.empty(num_requests, num_key_heads, dtype=torch.int32, device=query.device)
-    _scores[(num_requests, num_key_heads, num_parts)](
+    _scores[(num_key_heads, num_parts, num_requests)](
         query, keys, tables, lengths, scores, best, query.stride(0), tables.stride(0), lengths.stride(0), width,
         NUM_HEADS=num_heads, NUM_KEY_HEADS=num_key_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, NUM_DIMS=num_dims,
         WINDOW=window or 0, NUM_PARTS=num_parts,
-        GROUP_ROWS=max(16, triton.next_power_of_2(num_heads // num_key_heads)),  # tensor cores need 16 rows
-        WIDTH=max(16, triton.next_power_of_2(num_dims)), TOKENS=_TOKENS, num_warps=4, num_stages=5,
+        COLUMNS=max(8, triton.next_power_of_2(num_heads // num_key_heads)),  # tensor cores need 8
+        WIDTH=max(16, triton.next_power_of_2(num_dims)), TOKENS=_TOKENS, num_warps=_WARPS, num_stages=_STAGES,
     )  # fmt: skip
     assert width < 1024 * _CHUNK, "counts have ten bits"
     _choose[(num_requests, num_key_heads)](
         scores, best, tables, lengths, chosen, counts, share, tables.stride(0), lengths.stride(0), width, most,
         NUM_KEY_HEADS=num_key_heads, GROUP=num_heads // num_key_heads, NUM_PARTS=num_parts, BLOCK_SIZE=block_size,
-        NEWEST=newest, DENSE_BELOW=dense_below, WINDOW=window or 0, CHUNK=_CHUNK, num_warps=16,
+        NEWEST=newest, DENSE_BELOW=dense_below, WINDOW=window or 0, CHUNK=_CHUNK, num_warps=_CHOOSING_WARPS,
     )  # fmt: skip
     return chosen, counts

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import NumbersError
+from weft.models.attention import RMSNorm
 from weft.models.decoder import Attention
 from weft.models.experts import SwiGLU
 from weft.models.gpt2 import GPT2MLP, GPT2Attention
@@ -43,9 +44,15 @@ class PackedLinear(nn.Linear):
         """hidden @ weight.T."""
         return self.format.product(hidden, self.parts, AfterProduct())
 
-    def fused(self, hidden: Tensor, residual: Tensor | None = None, is_gated: bool = False) -> Tensor:
-        """The linear, and what follows it (`AfterProduct`)."""
-        return self.format.product(hidden, self.parts, AfterProduct(self.bias, residual, is_gated))
+    def fused(
+        self,
+        hidden: Tensor,
+        residual: Tensor | None = None,
+        is_gated: bool = False,
+        norm: RMSNorm | None = None,
+    ) -> Tensor:
+        """The linear of norm(hidden), and what follows it (`AfterProduct`)."""
+        return self.format.product(hidden, self.parts, AfterProduct(self.bias, residual, is_gated), norm)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.fused(hidden)

@@ -1,4 +1,4 @@
-"""Products with weights in fewer bits (`weight_formats.py`) as Triton kernels, for few rows: each code is read once.
+"""Products with weights in fewer bits (`weight_formats.py`) as Triton kernels, for some rows: each code is read once.
 
 A program computes some outputs of all rows from a part of the inputs. Codes become numbers in registers and go to the
 tensor cores. A second kernel adds up the parts and does what follows a product: bias, residual, silu(gate) * up.
@@ -15,7 +15,6 @@ from weft.serve.unpacking_kernel import four_bit_numbers, fp8_numbers
 from weft.serve.weight_formats import AfterProduct
 
 _OUTPUTS = 64  # of a program
-_INPUTS = 128  # that are loaded at a time
 _PROGRAMS = 512  # as many as keep a GPU busy
 _WARPS = 2
 _STAGES = 4
@@ -23,9 +22,11 @@ _COLUMNS = 512  # of a program of the second kernel
 
 
 @triton.jit
-def _ranges(scale_ptr, least_ptr, place, inside):
+def _ranges(range_ptr, place, inside):
     """The scales and least values of a group for each output."""
-    return tl.load(scale_ptr + place, mask=inside, other=0.0), tl.load(least_ptr + place, mask=inside, other=0.0)
+    both = tl.load(range_ptr + place, mask=inside, other=0)
+    scale = (both & 65535).to(tl.uint16).to(tl.float16, bitcast=True)
+    return scale, ((both >> 16) & 65535).to(tl.uint16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
@@ -35,7 +36,7 @@ def _decoded(numbers, scale, least, DTYPE: tl.constexpr):
 
 @triton.jit
 def _product(
-    hidden_ptr, code_ptr, scale_ptr, least_ptr, out_ptr, num_rows, num_in, num_out, hidden_stride,
+    hidden_ptr, code_ptr, range_ptr, out_ptr, num_rows, num_in, num_out, hidden_stride,
     BITS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BY_PTX: tl.constexpr,
 ):  # fmt: skip
@@ -52,10 +53,10 @@ def _product(
     codes_at = code_ptr + outputs.to(tl.int64)[:, None] * (num_blocks * width) + column[None, :]
     total = tl.zeros([ROWS, OUTPUTS], tl.float32)
     if GROUPS > 0:
-        low_scale, low_least = _ranges(scale_ptr, least_ptr, groups + begin * GROUPS, inside)
+        low_scale, low_least = _ranges(range_ptr, groups + begin * GROUPS, inside)
         high_scale, high_least = low_scale, low_least
         if GROUPS == 2:
-            high_scale, high_least = _ranges(scale_ptr, least_ptr, groups + begin * 2 + 1, inside)
+            high_scale, high_least = _ranges(range_ptr, groups + begin * 2 + 1, inside)
     for block in range(begin, end):
         codes = tl.load(codes_at + block * width, mask=inside[:, None], other=0)
         low_hidden = tl.load(given + block * BLOCK, mask=exists, other=0.0)
@@ -72,12 +73,12 @@ def _product(
             total = tl.dot(low_hidden, tl.trans(numbers), total)
         if GROUPS > 0:
             next_group = groups + tl.minimum(block + 1, num_blocks - 1) * GROUPS
-            low_scale, low_least = _ranges(scale_ptr, least_ptr, next_group, inside)
+            low_scale, low_least = _ranges(range_ptr, next_group, inside)
             high_scale, high_least = low_scale, low_least
             if GROUPS == 2:
-                high_scale, high_least = _ranges(scale_ptr, least_ptr, next_group + 1, inside)
+                high_scale, high_least = _ranges(range_ptr, next_group + 1, inside)
     if GROUPS == 0:
-        total *= tl.load(scale_ptr + outputs, mask=inside, other=0.0)[None, :]
+        total *= tl.load(range_ptr + outputs, mask=inside, other=0.0)[None, :]
     out = out_ptr + (part * num_rows + rows).to(tl.int64)[:, None] * num_out + outputs[None, :]
     tl.store(out, total, mask=exists & inside[None, :])
 
@@ -109,10 +110,19 @@ def _finish(
     tl.store(out_ptr + row * num_out + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def _by_kernels(
-    hidden: Tensor, codes: Tensor, scale: Tensor, least: Tensor, sizes: tuple[int, int, int], after: AfterProduct
+def packed_product_by_kernel(
+    hidden: Tensor,
+    codes: Tensor,
+    ranges: Tensor,
+    sizes: tuple[int, int, int],
+    after: AfterProduct = AfterProduct(),  # noqa: B008
 ) -> Tensor:
-    """`sizes` are bits, inputs of a block and groups of a block."""
+    """hidden [rows, in] @ weight.T, from codes [out, in * bits / 8], and what follows.
+
+    `sizes` are bits, inputs of a block and groups of a block. Codes of 4 bits lie in blocks, the first half of a block
+    in the low halves of its bytes. `ranges` are scales and least values as they are kept (`weight_formats.py`) [out,
+    groups]; of float8, whose blocks have no groups, scales [out] in float32.
+    """
     (num_rows, num_in), num_out = hidden.shape, len(codes)
     assert hidden.stride(1) == 1, "the inputs of a row lie end to end"
     bits, block, groups = sizes
@@ -123,8 +133,7 @@ def _by_kernels(
     _product[(tiles, num_parts)](
         hidden,
         codes,
-        scale,
-        least,
+        ranges,
         parts,
         num_rows,
         num_in,
@@ -159,34 +168,3 @@ def _by_kernels(
         num_warps=4,
     )
     return out
-
-
-def grouped_product_by_kernel(
-    hidden: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    least: Tensor,
-    bits: int,
-    block: int,
-    after: AfterProduct = AfterProduct(),  # noqa: B008
-) -> Tensor:
-    """hidden [rows, in] @ weight.T, from codes [out, in * bits / 8], scale and least [out, groups] (float16).
-
-    Codes of 4 bits lie in blocks of this many inputs, the first half of a block in the low halves of its bytes.
-    """
-    group = hidden.shape[1] // scale.shape[1]
-    sizes = (4, block, block // group) if bits == 4 else (8, group, 1)
-    return _by_kernels(hidden, codes, scale, least, sizes, after)
-
-
-def fp8_product_by_kernel(
-    hidden: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    after: AfterProduct = AfterProduct(),  # noqa: B008
-) -> Tensor:
-    """hidden [rows, in] @ weight.T, from bytes of float8 [out, in] and a scale [out] (float32)."""
-    block = _INPUTS
-    while hidden.shape[1] % block:
-        block //= 2
-    return _by_kernels(hidden, codes, scale, scale, (8, block, 0), after)

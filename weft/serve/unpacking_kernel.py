@@ -12,10 +12,10 @@ def _unpacking(shift: int, kind: str, magic: str, one: str, minus: str) -> tl.co
     Codes are put into the last bits of 128 (bf16) or 1024 (fp16), which is then subtracted, two numbers at a time: GPUs
     convert integers more slowly.
     """
+    given = f"shr.b32 c, $2, {shift}; and.b32 c, c, 0x0f0f0f0f; " if shift else "and.b32 c, $2, 0x0f0f0f0f; "
     return tl.constexpr(
-        f"{{ .reg .b32 a, b, c, d, e; shr.b32 c, $2, {shift}; mov.b32 d, {one}; mov.b32 e, {minus}; "
+        f"{{ .reg .b32 a, b, c, d, e; {given}mov.b32 d, {one}; mov.b32 e, {minus}; "
         f"prmt.b32 a, c, {magic}, 0x4140; prmt.b32 b, c, {magic}, 0x4342; "
-        f"and.b32 a, a, 0xff0fff0f; and.b32 b, b, 0xff0fff0f; "
         f"fma.rn.{kind} $0, a, d, e; fma.rn.{kind} $1, b, d, e; }}"
     )
 
@@ -41,12 +41,69 @@ def four_bit_numbers(codes, DTYPE: tl.constexpr, BY_PTX: tl.constexpr):
     return low, high
 
 
-# Sign, exponent and fraction of e4m3 are put where bf16 has them; the exponent is then 120 too low.
+def _raising(shift: int, magic: str) -> tl.constexpr:
+    """PTX that takes four bytes and gives the codes in the bits from `shift` on, plus `RAISE`."""
+    given = f"shr.b32 c, $2, {shift}; and.b32 c, c, 0x0f0f0f0f; " if shift else "and.b32 c, $2, 0x0f0f0f0f; "
+    return tl.constexpr(f"{{ .reg .b32 c; {given}prmt.b32 $0, c, {magic}, 0x4140; prmt.b32 $1, c, {magic}, 0x4342; }}")
+
+
+_LOW_RAISED_BF16, _HIGH_RAISED_BF16 = _raising(0, "0x43434343"), _raising(4, "0x43434343")
+_LOW_RAISED_FP16, _HIGH_RAISED_FP16 = _raising(0, "0x64646464"), _raising(4, "0x64646464")
+_ONES_BF16 = tl.constexpr("{ .reg .b32 a; mov.b32 a, $2; mov.b32 $0, 0x3f803f80; mov.b32 $1, 0x3f803f80; }")
+_ONES_FP16 = tl.constexpr("{ .reg .b32 a; mov.b32 a, $2; mov.b32 $0, 0x3c003c00; mov.b32 $1, 0x3c003c00; }")
+
+
+@triton.jit
+def raised_four_bit_numbers(codes, DTYPE: tl.constexpr, BY_PTX: tl.constexpr):
+    """The codes in the low and in the high halves of bytes, each plus the same number, and that number.
+
+    So the number is not subtracted from each code: a product with inputs has it as a factor of the inputs' sum.
+    """
+    if BY_PTX:
+        if tl.bfloat16 == DTYPE:
+            low = tl.inline_asm_elementwise(
+                _LOW_RAISED_BF16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4
+            )
+            high = tl.inline_asm_elementwise(
+                _HIGH_RAISED_BF16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4
+            )
+            raised = 128.0
+        else:
+            low = tl.inline_asm_elementwise(
+                _LOW_RAISED_FP16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
+            )
+            high = tl.inline_asm_elementwise(
+                _HIGH_RAISED_FP16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
+            )
+            raised = 1024.0
+    else:
+        low, high, raised = (codes & 15).to(DTYPE), (codes >> 4).to(DTYPE), 0.0
+    return low, high, raised
+
+
+@triton.jit
+def ones_like(codes, DTYPE: tl.constexpr, BY_PTX: tl.constexpr):
+    """1 for each code. A product with them gives sums of inputs; made from codes, they lie in registers as codes do."""
+    if BY_PTX:
+        if tl.bfloat16 == DTYPE:
+            ones = tl.inline_asm_elementwise(_ONES_BF16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+        else:
+            ones = tl.inline_asm_elementwise(_ONES_FP16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+    else:
+        ones = (codes * 0 + 1).to(DTYPE)
+    return ones
+
+
+# A byte is widened by its sign; sign, exponent and fraction of e4m3 are put where bf16 has them. The exponent is then
+# 120 too low.
+_SMALL_FP8_BF16 = tl.constexpr(
+    "{ .reg .b32 a, b; prmt.b32 a, $2, 0, 0x9180; prmt.b32 b, $2, 0, 0xb3a2; "
+    "shl.b32 a, a, 4; shl.b32 b, b, 4; and.b32 $0, a, 0x87f087f0; and.b32 $1, b, 0x87f087f0; }"
+)
 _FP8_BF16 = tl.constexpr(
-    "{ .reg .b32 a, b, c, d, e; mov.b32 d, 0x7b807b80; mov.b32 e, 0x80008000; "
-    "prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424; "
-    "shr.b32 c, a, 4; and.b32 c, c, 0x07f007f0; and.b32 a, a, e; or.b32 a, a, c; "
-    "shr.b32 c, b, 4; and.b32 c, c, 0x07f007f0; and.b32 b, b, e; or.b32 b, b, c; "
+    "{ .reg .b32 a, b, d, e; mov.b32 d, 0x7b807b80; mov.b32 e, 0x80008000; "
+    "prmt.b32 a, $2, 0, 0x9180; prmt.b32 b, $2, 0, 0xb3a2; "
+    "shl.b32 a, a, 4; shl.b32 b, b, 4; and.b32 a, a, 0x87f087f0; and.b32 b, b, 0x87f087f0; "
     "fma.rn.bf16x2 $0, a, d, e; fma.rn.bf16x2 $1, b, d, e; }"
 )
 
@@ -59,3 +116,18 @@ def fp8_numbers(codes, DTYPE: tl.constexpr, BY_PTX: tl.constexpr):
     else:
         numbers = codes.to(tl.float8e4nv, bitcast=True).to(DTYPE)
     return numbers
+
+
+@triton.jit
+def small_fp8_numbers(codes, DTYPE: tl.constexpr, BY_PTX: tl.constexpr):
+    """Bytes of float8 as numbers times a power of two, and the root of its inverse, by which inputs and results of a
+    product are to be multiplied. So not each number is multiplied.
+    """
+    if BY_PTX and tl.bfloat16 == DTYPE:
+        root = 2.0**60
+        numbers = tl.inline_asm_elementwise(
+            _SMALL_FP8_BF16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4
+        )
+    else:
+        root, numbers = 1.0, codes.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    return numbers, root

@@ -20,11 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.errors import ConfigError
-from weft.serve.group_codes import GroupCodes, decode, encode, size_of_block
+from weft.models.attention import RMSNorm
+from weft.serve.group_codes import GroupCodes, decode, encode, joined_ranges, size_of_block, split_ranges
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # the largest number of e4m3
-MAX_KERNEL_ROWS = 64  # of a product by the kernel, which is bound by memory; weights are decoded for more
+MAX_KERNEL_ROWS = 64  # of a product by a kernel, which is bound by memory; weights are decoded for more
+FEW_ROWS = 4  # of a product by the kernel for few rows
 
 
 class AfterProduct(NamedTuple):
@@ -52,8 +54,10 @@ class WeightFormat(Protocol):
 
     def decode(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor: ...
 
-    def product(self, hidden: Tensor, parts: Sequence[Tensor], after: AfterProduct) -> Tensor:
-        """hidden @ weight.T, and what follows."""
+    def product(
+        self, hidden: Tensor, parts: Sequence[Tensor], after: AfterProduct, norm: RMSNorm | None = None
+    ) -> Tensor:
+        """norm(hidden) @ weight.T, and what follows."""
 
 
 @dataclass(frozen=True)
@@ -70,26 +74,29 @@ class Grouped:
         if num_in * self.bits % 8:
             raise ConfigError(f"int4 keeps two weights in a byte, and a layer has {num_in} inputs; use int8 or fp8")
         codes = torch.empty(num_out, num_in * self.bits // 8, dtype=torch.uint8, device=device)
-        shape = (num_out, num_in // self.size_of_group(num_in))
-        return codes, *(torch.empty(shape, dtype=torch.int16, device=device) for _ in range(2))
+        return codes, torch.empty(num_out, num_in // self.size_of_group(num_in), dtype=torch.int32, device=device)
 
     def encode(self, weight: Tensor) -> tuple[Tensor, ...]:
         codes, scale, least = encode(weight, self.size_of_group(weight.shape[1]), self.bits)
-        return codes, scale.view(torch.int16), least.view(torch.int16)
+        return codes, joined_ranges(scale, least)
 
     def decode(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        codes, scale, least = parts
-        return decode(GroupCodes(codes, scale.view(torch.float16), least.view(torch.float16)), self.bits, dtype)
+        codes, ranges = parts
+        return decode(GroupCodes(codes, *split_ranges(ranges)), self.bits, dtype)
 
-    def product(self, hidden: Tensor, parts: Sequence[Tensor], after: AfterProduct) -> Tensor:
+    def block(self, num_in: int) -> tuple[int, int, int]:
+        """For kernels: bits, inputs of a block and groups of a block. In a block, codes of 4 bits are packed."""
+        group = self.size_of_group(num_in)
+        return (4, size_of_block(num_in), size_of_block(num_in) // group) if self.bits == 4 else (8, group, 1)
+
+    def product(
+        self, hidden: Tensor, parts: Sequence[Tensor], after: AfterProduct, norm: RMSNorm | None = None
+    ) -> Tensor:
+        codes, ranges = parts
         num_in = hidden.shape[-1]
         if is_for_kernel(hidden) and self.size_of_group(num_in) >= 32:
-            from weft.serve.packed_product_kernel import grouped_product_by_kernel
-
-            codes, scale, least = parts
-            of_groups = (scale.view(torch.float16), least.view(torch.float16))
-            return grouped_product_by_kernel(hidden, codes, *of_groups, self.bits, size_of_block(num_in), after)
-        return after.of(F.linear(hidden, self.decode(parts, hidden.dtype)))
+            return product_by_kernel(hidden, codes, ranges, self.block(num_in), after, norm)
+        return after.of(F.linear(hidden if norm is None else norm(hidden), self.decode(parts, hidden.dtype)))
 
 
 @dataclass(frozen=True)
@@ -109,18 +116,41 @@ class RowFp8:
         codes, scale = parts
         return codes.view(FP8).to(dtype) * scale.view(torch.float32).to(dtype)
 
-    def product(self, hidden: Tensor, parts: Sequence[Tensor], after: AfterProduct) -> Tensor:
+    def block(self, num_in: int) -> tuple[int, int, int]:
+        """For kernels: bits, inputs of a block and no groups."""
+        return 8, size_of_block(num_in), 0
+
+    def product(
+        self, hidden: Tensor, parts: Sequence[Tensor], after: AfterProduct, norm: RMSNorm | None = None
+    ) -> Tensor:
         codes, scale = parts[0].view(FP8), parts[1].view(torch.float32)
         if is_for_kernel(hidden) and hidden.shape[-1] % 32 == 0:
-            from weft.serve.packed_product_kernel import fp8_product_by_kernel
-
-            return fp8_product_by_kernel(hidden, parts[0], scale[:, 0], after)
+            return product_by_kernel(hidden, parts[0], scale[:, 0], self.block(hidden.shape[-1]), after, norm)
+        hidden = hidden if norm is None else norm(hidden)
         if has_fp8_products(hidden) and len(codes) % 16 == 0 == hidden.shape[-1] % 16:
             given = hidden.float().abs().amax(1, keepdim=True).clamp(min=1e-30) / FP8_MAX
             rounded = (hidden.float() / given).to(FP8)
             out = torch._scaled_mm(rounded, codes.T, given, scale.T, out_dtype=hidden.dtype, use_fast_accum=True)
             return after.of(out)
         return after.of(F.linear(hidden, codes.to(hidden.dtype)) * scale.to(hidden.dtype).T)
+
+
+def product_by_kernel(
+    hidden: Tensor,
+    codes: Tensor,
+    ranges: Tensor,
+    block: tuple[int, int, int],
+    after: AfterProduct,
+    norm: RMSNorm | None,
+) -> Tensor:
+    """norm(hidden) @ weight.T, and what follows, by the kernel for this number of rows."""
+    if len(hidden) <= FEW_ROWS:
+        from weft.serve.packed_row_kernel import product_of_rows_by_kernel
+
+        return product_of_rows_by_kernel(hidden, codes, ranges, block, after, norm)
+    from weft.serve.packed_product_kernel import packed_product_by_kernel
+
+    return packed_product_by_kernel(hidden if norm is None else norm(hidden), codes, ranges, block, after)
 
 
 def is_for_kernel(hidden: Tensor) -> bool:

@@ -46,7 +46,8 @@ def refuse_interface(name: str, layer: Any) -> str | None:
     try:
         with torch.no_grad():
             expected = functional_call(layer, parameters, (hidden, experts, weights))
-            compute = partial(stacked_experts, **parameters, activation=layer.act_fn)
+            gate_up, down = parameters["gate_up_proj"], parameters["down_proj"]
+            compute = partial(stacked_experts, gate_up_proj=gate_up, down_proj=down, activation=layer.act_fn)
             found = through_experts(hidden, weights, sort_by_expert(experts, num_experts), compute)
             is_equal = found.shape == expected.shape and bool((found - expected).abs().max() < _TOLERANCE)
     except Exception as error:  # the layer's own code, which may do anything

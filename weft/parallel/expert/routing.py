@@ -7,7 +7,6 @@ weights are partial sums over y, too.
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.comm import Axis
@@ -39,13 +38,13 @@ class SplitRouter:
     """Replaces `Router.logits` and `Router.forward` of a router of whose tokens each rank of y has a part."""
 
     def __init__(self, router: Router, y: Axis) -> None:
-        self._y, self._forward = y, router.forward
+        self._y, self._forward, self._logits = y, router.forward, router.logits
         setattr(router, "logits", self.logits)  # noqa: B010 (methods to mypy)
         setattr(router, "forward", self.forward)  # noqa: B010
 
-    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits of all features."""
-        return leave(F.linear(hidden, weight), self._y)
+        return leave(self._logits(hidden), self._y)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Returns weights and experts as `Router.forward`; gradients of the weights are summed over y."""

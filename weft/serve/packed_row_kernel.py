@@ -1,0 +1,223 @@
+"""Products of few rows with weights in fewer bits (`weight_formats.py`), as one Triton kernel with all around them.
+
+A decode of one request reads a weight in some microseconds, so one kernel computes the norm before a product, the
+product, and bias, residual or silu(gate) * up after it.
+
+Codes are the first operand of the product, which fills the tensor cores: these take 16 rows of the first and 8 columns
+of the second. Few rows of inputs would leave columns empty. So the inputs are cut into chunks, and a tile has all
+chunks of some outputs below each other, and all chunks of the inputs side by side. Its product is each chunk of codes
+times each chunk of inputs; those of the same chunk are added up at the end. Scales and least values belong to outputs,
+which are the rows, so they are applied to products: sum of (code * scale + least) * input = scale * sum of code * input
++ least * sum of inputs. The sums of inputs are a product with ones.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.models.attention import RMSNorm
+from weft.serve.unpacking_kernel import ones_like, raised_four_bit_numbers, small_fp8_numbers
+from weft.serve.weight_formats import AfterProduct
+
+_TILE, _LARGE_TILE = 64, 128  # rows of codes: outputs times chunks
+_MANY_PROGRAMS = 1024  # so many large tiles are better than twice as many tiles
+_MAX_CHUNKS = 8
+_WARPS = 2
+_STAGES = 3
+_SQUARES = 4096  # inputs that are squared at a time
+
+
+@triton.jit
+def _add_group(total, product, sums, both, raised):
+    """Add a group's part of the results: from the product of codes that are raised, the sums of inputs, and the 32 bits
+    of a scale and a least value.
+    """
+    scale = (both & 65535).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    least = ((both >> 16) & 65535).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return product * scale[:, None] + (sums * (least - raised * scale)[:, None] + total)
+
+
+@triton.jit
+def _normed_inputs(given, norms, exists, factor, DTYPE: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Inputs times the norm's weights and a factor. The norm's own factor is the same for all of a row, and applied at
+    the end.
+    """
+    inputs = tl.load(given, mask=exists, other=0.0)
+    if HAS_NORM:
+        weights = tl.load(norms, mask=exists, other=0.0)
+        inputs = (inputs.to(tl.float32) * weights.to(tl.float32)).to(DTYPE)
+    if factor != 1.0:
+        inputs = (inputs.to(tl.float32) * factor).to(DTYPE)
+    return inputs
+
+
+@triton.jit
+def _norm_factor(
+    hidden_ptr, eps, num_rows, num_in, hidden_stride, ROWS: tl.constexpr, SQUARES: tl.constexpr
+):  # fmt: skip
+    """What the norm multiplies each row by: [1, ROWS]."""
+    rows, column = tl.arange(0, ROWS), tl.arange(0, SQUARES)
+    squares = tl.zeros([SQUARES, ROWS], tl.float32)
+    for start in range(0, num_in, SQUARES):
+        exists = (start + column < num_in)[:, None] & (rows < num_rows)[None, :]
+        place = hidden_ptr + rows[None, :] * hidden_stride + start + column[:, None]
+        inputs = tl.load(place, mask=exists, other=0.0).to(tl.float32)
+        squares += inputs * inputs
+    return tl.rsqrt(tl.sum(squares, 0) / num_in + eps)[None, :]
+
+
+@triton.jit
+def _halves(pairs, HALF: tl.constexpr, ROWS: tl.constexpr):
+    """The first and the second half of [2 * HALF, ROWS]."""
+    split = tl.reshape(pairs, [2, HALF, ROWS])
+    is_first = (tl.arange(0, 2) == 0)[:, None, None]
+    return tl.sum(tl.where(is_first, split, 0.0), 0), tl.sum(tl.where(is_first, 0.0, split), 0)
+
+
+@triton.jit
+def _finished(
+    total, bias_ptr, residual_ptr, outs, rows, exists, num_results, residual_stride,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_GATED: tl.constexpr, RESULTS: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """What follows a product, of [outputs, ROWS]: [RESULTS, ROWS]."""
+    exists_out = outs < num_results
+    if IS_GATED:
+        gate, total = _halves(total, RESULTS, ROWS)
+        if HAS_BIAS:
+            gate += tl.load(bias_ptr + outs, mask=exists_out, other=0.0).to(tl.float32)[:, None]
+            total += tl.load(bias_ptr + num_results + outs, mask=exists_out, other=0.0).to(tl.float32)[:, None]
+        total = total * gate / (1 + tl.exp(-gate))
+    elif HAS_BIAS:
+        total += tl.load(bias_ptr + outs, mask=exists_out, other=0.0).to(tl.float32)[:, None]
+    if HAS_RESIDUAL:
+        place = residual_ptr + rows[None, :] * residual_stride + outs[:, None]
+        total += tl.load(place, mask=exists, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def _product_of_rows(
+    hidden_ptr, norm_ptr, code_ptr, range_ptr, bias_ptr, residual_ptr, out_ptr, eps, num_rows, num_in, num_results,
+    hidden_stride, residual_stride, BITS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_GATED: tl.constexpr,
+    ROWS: tl.constexpr, CHUNKS: tl.constexpr, OUTPUTS: tl.constexpr, SQUARES: tl.constexpr, STAGES: tl.constexpr,
+    BY_PTX: tl.constexpr,
+):  # fmt: skip
+    """Inputs come in blocks, of one or two groups; none: codes are float8. Codes past the last are multiplied by 0."""
+    dtype: tl.constexpr = hidden_ptr.dtype.element_ty
+    width: tl.constexpr = BLOCK * BITS // 8  # bytes of a block
+    results: tl.constexpr = OUTPUTS // 2 if IS_GATED else OUTPUTS
+    num_blocks, begin = num_in // BLOCK, tl.program_id(0) * results
+    size = tl.cdiv(num_blocks, CHUNKS)  # blocks of a chunk
+    place, column, byte = tl.arange(0, CHUNKS * OUTPUTS), tl.arange(0, CHUNKS * ROWS), tl.arange(0, width)
+    output = place % OUTPUTS
+    output = tl.minimum(begin + output % results, num_results - 1) + output // results * num_results
+    chunk, row = column // ROWS, column % ROWS
+    codes_at = code_ptr + output.to(tl.int64)[:, None] * (num_blocks * width) + byte[None, :]
+    ranges_at = range_ptr + output.to(tl.int64) * (1 if GROUPS == 0 else num_blocks)  # both groups of a block in one
+    given = hidden_ptr + row[None, :] * hidden_stride + byte[:, None]
+    norms = norm_ptr + byte[:, None]
+    total = tl.zeros([CHUNKS * OUTPUTS, CHUNKS * ROWS], tl.float32)
+    for step in tl.range(0, size, num_stages=STAGES):  # said here, so that ranges are loaded ahead too
+        block = tl.minimum(place // OUTPUTS * size + step, num_blocks - 1)
+        exists = ((chunk * size + step < num_blocks) & (row < num_rows))[None, :]
+        start = ((chunk * size + step) * BLOCK)[None, :]
+        codes = tl.load(codes_at + block[:, None] * width)
+        if GROUPS == 0:
+            numbers, root = small_fp8_numbers(codes, dtype, BY_PTX)
+            inputs = _normed_inputs(given + start, norms + start, exists, root, dtype, HAS_NORM)
+            total = tl.dot(numbers, inputs, total, input_precision="ieee")
+        else:
+            ranges, ones = tl.load(ranges_at + block), ones_like(codes, dtype, BY_PTX)
+            inputs = _normed_inputs(given + start, norms + start, exists, 1.0, dtype, HAS_NORM)
+            sums = tl.dot(ones, inputs, input_precision="ieee")
+            if BITS == 4:
+                low, high, raised = raised_four_bit_numbers(codes, dtype, BY_PTX)
+                product = tl.dot(low, inputs, input_precision="ieee")
+                inputs = _normed_inputs(given + start + width, norms + start + width, exists, 1.0, dtype, HAS_NORM)
+                if GROUPS == 2:
+                    total = _add_group(total, product, sums, ranges, raised)
+                    product = tl.dot(high, inputs, input_precision="ieee")
+                    sums = tl.dot(ones, inputs, input_precision="ieee")
+                    total = _add_group(total, product, sums, ranges >> 32, raised)
+                else:
+                    product = tl.dot(high, inputs, product, input_precision="ieee")
+                    sums = tl.dot(ones, inputs, sums, input_precision="ieee")
+                    total = _add_group(total, product, sums, ranges, raised)
+            else:
+                product = tl.dot(codes.to(dtype), inputs, input_precision="ieee")
+                total = _add_group(total, product, sums, ranges, 0.0)
+    if GROUPS == 0:
+        total *= tl.load(ranges_at)[:, None] * (2.0**60 if BY_PTX and dtype == tl.bfloat16 else 1.0)
+
+    total = tl.where((place // OUTPUTS)[:, None] == chunk[None, :], total, 0.0)
+    total = tl.sum(tl.sum(tl.reshape(total, [CHUNKS, OUTPUTS, CHUNKS, ROWS]), 2), 0)  # [OUTPUTS, ROWS]
+    if HAS_NORM:
+        total *= _norm_factor(hidden_ptr, eps, num_rows, num_in, hidden_stride, ROWS, SQUARES)
+    outs, rows = begin + tl.arange(0, results), tl.arange(0, ROWS)
+    exists = (outs < num_results)[:, None] & (rows < num_rows)[None, :]
+    total = _finished(
+        total, bias_ptr, residual_ptr, outs, rows, exists, num_results, residual_stride,
+        HAS_BIAS, HAS_RESIDUAL, IS_GATED, results, ROWS,
+    )  # fmt: skip
+    out_place = out_ptr + rows[None, :] * num_results + outs[:, None]
+    tl.store(out_place, total.to(out_ptr.dtype.element_ty), mask=exists)
+
+
+def product_of_rows_by_kernel(
+    hidden: Tensor,
+    codes: Tensor,
+    ranges: Tensor,
+    sizes: tuple[int, int, int],
+    after: AfterProduct = AfterProduct(),  # noqa: B008
+    norm: RMSNorm | None = None,
+) -> Tensor:
+    """norm(hidden) [rows, in] @ weight.T, and what follows, of at most 8 rows.
+
+    `sizes` are bits, inputs of a block and groups of a block. `ranges` are scales and least values as they are kept
+    (`weight_formats.py`); of float8, whose blocks have no groups, scales [out] in float32.
+    """
+    (num_rows, num_in), num_out = hidden.shape, len(codes)
+    assert hidden.stride(1) == 1, "the inputs of a row lie end to end"
+    bits, block, groups = sizes
+    bias, residual, is_gated = after
+    num_results = num_out // 2 if is_gated else num_out
+    rows = triton.next_power_of_2(num_rows)
+    chunks = max(1, min(_MAX_CHUNKS, 2 * _MAX_CHUNKS // rows))
+    tile = _LARGE_TILE if num_out * chunks >= _MANY_PROGRAMS * _LARGE_TILE else _TILE
+    outputs = tile // chunks
+    out = hidden.new_empty(num_rows, num_results)
+    _product_of_rows[(triton.cdiv(num_results, outputs // 2 if is_gated else outputs),)](
+        hidden,
+        hidden if norm is None else norm.weight,
+        codes,
+        ranges.view(torch.int64) if groups == 2 else ranges,
+        hidden if bias is None else bias,
+        hidden if residual is None else residual,
+        out,
+        0.0 if norm is None else norm.eps,
+        num_rows,
+        num_in,
+        num_results,
+        hidden.stride(0),
+        0 if residual is None else residual.stride(0),
+        BITS=bits,
+        BLOCK=block,
+        GROUPS=groups,
+        HAS_NORM=norm is not None,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        IS_GATED=is_gated,
+        ROWS=rows,
+        CHUNKS=chunks,
+        OUTPUTS=outputs,
+        SQUARES=min(_SQUARES, triton.next_power_of_2(num_in)) // rows,
+        STAGES=_STAGES,
+        BY_PTX=hidden.is_cuda and torch.version.hip is None,
+        num_warps=_WARPS,
+    )
+    return out
