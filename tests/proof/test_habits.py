@@ -342,7 +342,7 @@ def test_a_buffer_that_forwards_register_is_named() -> None:
 
 
 class ExpectsAll(Chain):
-    """Its block expects all of its inner features, by a view that only the whole fits, in a line of the file of `Block`."""
+    """Its block expects all of its inner features, where `Block` calls its second layer."""
 
     def __init__(self) -> None:
         super().__init__()
