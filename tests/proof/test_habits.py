@@ -338,6 +338,24 @@ def test_a_buffer_that_forwards_register_is_named() -> None:
     )
 
 
+# --- errors that no rule foresees
+
+
+class ExpectsAll(Chain):
+    """Its block expects all of its inner features, where `Block` calls its second layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].up.register_forward_hook(lambda module, args, result: result.view(-1, 2 * WIDTH))
+
+
+def test_an_error_that_no_rule_foresees_names_the_line_of_the_model() -> None:
+    with pytest.raises(
+        PlanError, match=r"ExpectsAll runs unsplit and fails under x 2: .*\(test_awkward_models\.py:\d+\)"
+    ):
+        verify(ExpectsAll, vectors, X)
+
+
 # --- statistics over few values
 
 

@@ -211,12 +211,20 @@ def unsplit(name: str) -> Iterator[None]:
 
 
 def _described(error: Exception) -> str:
-    """Returns an error of a model's own code in words: its class, its message and the line that raised it."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    """Returns an error of a model's own code in words: its class, its message and the last line of that code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((one for one in reversed(frames) if _is_of_a_model(one.filename)), frames[-1])
     message = str(error).strip().partition("\n")[0]  # torch's may go on for a page
     if len(message) > MAX_MESSAGE:
         message = f"{message[:MAX_MESSAGE]} …"
     return f"{type(error).__name__}: {message} ({Path(frame.filename).name}:{frame.lineno})"
+
+
+def _is_of_a_model(file: str) -> bool:
+    """Is this file neither torch's nor weft's, but for weft's models?"""
+    weft_root = Path(__file__).parents[1]
+    is_ours = file.startswith(str(weft_root)) and not file.startswith(str(weft_root / "models"))
+    return not is_ours and not file.startswith(str(Path(torch.__file__).parent))
 
 
 # --- the unsplit model
