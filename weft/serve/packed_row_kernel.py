@@ -100,6 +100,40 @@ def _finished(
 
 
 @triton.jit
+def _add_block(
+    total, codes, ranges_at, given, norms, exists,
+    DTYPE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, HAS_NORM: tl.constexpr,
+    BY_PTX: tl.constexpr,
+):  # fmt: skip
+    """Add the product of a block of codes and inputs. Codes of float8 have no groups; they are scaled at the end."""
+    if GROUPS == 0:
+        numbers, root = small_fp8_numbers(codes, DTYPE, BY_PTX)
+        inputs = _normed_inputs(given, norms, exists, root, DTYPE, HAS_NORM)
+        total = tl.dot(numbers, inputs, total, input_precision="ieee")
+    else:
+        ranges, ones = tl.load(ranges_at), ones_like(codes, DTYPE, BY_PTX)
+        inputs = _normed_inputs(given, norms, exists, 1.0, DTYPE, HAS_NORM)
+        sums = tl.dot(ones, inputs, input_precision="ieee")
+        if BITS == 4:
+            low, high, raised = raised_four_bit_numbers(codes, DTYPE, BY_PTX)
+            product = tl.dot(low, inputs, input_precision="ieee")
+            inputs = _normed_inputs(given + WIDTH, norms + WIDTH, exists, 1.0, DTYPE, HAS_NORM)
+            if GROUPS == 2:
+                total = _add_group(total, product, sums, ranges, raised)
+                product = tl.dot(high, inputs, input_precision="ieee")
+                sums = tl.dot(ones, inputs, input_precision="ieee")
+                total = _add_group(total, product, sums, ranges >> 32, raised)
+            else:
+                product = tl.dot(high, inputs, product, input_precision="ieee")
+                sums = tl.dot(ones, inputs, sums, input_precision="ieee")
+                total = _add_group(total, product, sums, ranges, raised)
+        else:
+            product = tl.dot(codes.to(DTYPE), inputs, input_precision="ieee")
+            total = _add_group(total, product, sums, ranges, 0.0)
+    return total
+
+
+@triton.jit
 def _product_of_rows(
     hidden_ptr, norm_ptr, code_ptr, range_ptr, bias_ptr, residual_ptr, out_ptr, eps, num_rows, num_in, num_results,
     hidden_stride, residual_stride, BITS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
@@ -127,30 +161,10 @@ def _product_of_rows(
         exists = ((chunk * size + step < num_blocks) & (row < num_rows))[None, :]
         start = ((chunk * size + step) * BLOCK)[None, :]
         codes = tl.load(codes_at + block[:, None] * width)
-        if GROUPS == 0:
-            numbers, root = small_fp8_numbers(codes, dtype, BY_PTX)
-            inputs = _normed_inputs(given + start, norms + start, exists, root, dtype, HAS_NORM)
-            total = tl.dot(numbers, inputs, total, input_precision="ieee")
-        else:
-            ranges, ones = tl.load(ranges_at + block), ones_like(codes, dtype, BY_PTX)
-            inputs = _normed_inputs(given + start, norms + start, exists, 1.0, dtype, HAS_NORM)
-            sums = tl.dot(ones, inputs, input_precision="ieee")
-            if BITS == 4:
-                low, high, raised = raised_four_bit_numbers(codes, dtype, BY_PTX)
-                product = tl.dot(low, inputs, input_precision="ieee")
-                inputs = _normed_inputs(given + start + width, norms + start + width, exists, 1.0, dtype, HAS_NORM)
-                if GROUPS == 2:
-                    total = _add_group(total, product, sums, ranges, raised)
-                    product = tl.dot(high, inputs, input_precision="ieee")
-                    sums = tl.dot(ones, inputs, input_precision="ieee")
-                    total = _add_group(total, product, sums, ranges >> 32, raised)
-                else:
-                    product = tl.dot(high, inputs, product, input_precision="ieee")
-                    sums = tl.dot(ones, inputs, sums, input_precision="ieee")
-                    total = _add_group(total, product, sums, ranges, raised)
-            else:
-                product = tl.dot(codes.to(dtype), inputs, input_precision="ieee")
-                total = _add_group(total, product, sums, ranges, 0.0)
+        total = _add_block(
+            total, codes, ranges_at + block, given + start, norms + start, exists,
+            dtype, width, BITS, GROUPS, HAS_NORM, BY_PTX,
+        )  # fmt: skip
     if GROUPS == 0:
         total *= tl.load(ranges_at)[:, None] * (2.0**60 if BY_PTX and dtype == tl.bfloat16 else 1.0)
 
