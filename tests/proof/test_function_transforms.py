@@ -92,7 +92,7 @@ class OwnGradient(Chain):
 
 
 @pytest.mark.processes
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("make", "plan"),
     [
