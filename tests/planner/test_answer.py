@@ -204,6 +204,13 @@ def test_files_are_there_when_nobody_reads_what_is_printed(
     assert "data 8" in (tmp_path / "best.html").read_text()
 
 
+def test_tokens_of_a_step_have_a_default_that_is_said(weft: Weft) -> None:
+    left = weft("plan", "--model", "mpt-1b", "--cluster", "h100:1x8", "--json")
+    assert left.status == 0, left.err
+    assert left.err == "weft: 4,194,304 tokens a step, as --tokens-per-step is not given\n"
+    assert left.json["question"]["tokens_per_step"] == 4 << 20
+
+
 def test_in_words(weft: Weft) -> None:
     left = weft(*NAMED, "--what-if")
     assert left.status == 0, left.err
@@ -218,7 +225,9 @@ def test_in_words(weft: Weft) -> None:
         (["--model", "gpt-9t", "--cluster", "h100", "--tokens-per-step", "1M"], "unknown model 'gpt-9t'"),
         (["--model", "mpt-1b", "--cluster", "z80", "--tokens-per-step", "1M"], "unknown cluster 'z80'.*known: a100-40"),
         (["--model", "mpt-1b", "--cluster", "h100:0x8", "--tokens-per-step", "1M"], "zero nodes or devices"),
-        (["--model", "mpt-1b", "--cluster", "h100"], "--model needs --cluster and --tokens-per-step"),
+        (["--model", "mpt-1b"], "--model needs --cluster, e.g. "),
+        (["--model", "mpt-1b", "--cluster", "h100", "--size", "64"], "needs --cluster, --images-per-step and --size"),
+        (["--model", "resnet50", "--cluster", "h100"], "resnet50 is of images; give --images-per-step and --size"),
         (["--model", "mpt-1b", "--cluster", "h100", "--tokens-per-step", "1000"], "is not a multiple of the sequence"),
         ([*NAMED[1:], "--best", "luck"], "--best luck is not one of time, cost, devices"),
         ([*NAMED[1:], "--where", "pipe=a"], "'a' is not a whole number"),

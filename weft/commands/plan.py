@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,8 @@ from weft.planner.report.page import page
 from weft.run_file import Run
 from weft.step.examples import micro_batch_profile
 from weft.train.timeline import refuse_timeline
+
+USUAL_TOKENS = 4 << 20  # of a step, if the command line gives none
 
 
 class JobFile(NamedTuple):
@@ -84,11 +87,13 @@ def named_run(
     size: int | None,
 ) -> Run:
     """Returns a run of a model of the catalog, from the options of the command line."""
+    if images_per_step is not None and size is not None:
+        return image_run(model, cluster, parse_count(images_per_step, "--images-per-step"), size)
     if tokens_per_step is not None:
         return catalog_run(model, cluster, parse_count(tokens_per_step, "--tokens-per-step"), sequence)
-    assert images_per_step is not None
-    assert size is not None
-    return image_run(model, cluster, parse_count(images_per_step, "--images-per-step"), size)
+    run = catalog_run(model, cluster, USUAL_TOKENS, sequence)
+    print(f"weft: {USUAL_TOKENS:,} tokens a step, as --tokens-per-step is not given", file=sys.stderr)
+    return run
 
 
 def search_plans(run: Run, options: PlanOptions, console: Console, as_json: bool) -> None:

@@ -35,7 +35,9 @@ def plan_command(
     model: Annotated[str | None, typer.Option(help="a model of the catalog, in place of a run file")] = None,
     like: Annotated[str | None, typer.Option(help="a famous run, beside weft's best: llama3-405b-meta")] = None,
     cluster: Annotated[str | None, typer.Option(help="name, name:nodes or name:nodesxdevices")] = None,
-    tokens_per_step: Annotated[str | None, typer.Option(help="with --model: 4M is 4 × 1024 × 1024")] = None,
+    tokens_per_step: Annotated[
+        str | None, typer.Option(help="with --model; 4M, which is 4 × 1024 × 1024, if not given")
+    ] = None,
     sequence: Annotated[int | None, typer.Option(help="with --model: tokens of a sequence", min=1)] = None,
     images_per_step: Annotated[str | None, typer.Option(help="with a --model of images, and --size")] = None,
     size: Annotated[int | None, typer.Option(help="with --images-per-step: rows and columns of an image")] = None,
@@ -137,7 +139,7 @@ def _refuse_two_models(model: str | None, run_file: Path | None, sizes: tuple[ob
     if model is not None and run_file is not None:
         raise ConfigError(f"--model {model} and the run file {run_file} both say what the model is; give one")
     if model is None and run_file is None:
-        raise ConfigError("give a run file, or --model with --cluster and --tokens-per-step; see weft plan --help")
+        raise ConfigError("give a run file, or --model with --cluster; see weft plan --help")
     if model is None and any(given is not None for given in sizes):
         raise ConfigError(
             "--tokens-per-step, --sequence, --images-per-step and --size go with --model; a run file has [train] and "
@@ -164,10 +166,11 @@ def _refuse_options(
 ) -> None:
     """Raise ConfigError unless one model is given, and `--model` with the options that it needs."""
     _refuse_two_models(model, run_file, (tokens, sequence, images, size))
-    if model is not None and (cluster is None or (tokens is None) == (None in (images, size))):
+    is_of_two = tokens is not None and images is not None
+    if model is not None and (cluster is None or is_of_two or (images is None) != (size is None)):
         raise ConfigError(
-            "--model needs --cluster and --tokens-per-step, e.g. --cluster h100:32x8 ... 4M; a model of images "
-            "--cluster, --images-per-step and --size"
+            "--model needs --cluster, e.g. --cluster h100:32x8, and may have --tokens-per-step; a model of images "
+            "needs --cluster, --images-per-step and --size"
         )
 
 
