@@ -35,9 +35,7 @@ def plan_command(
     model: Annotated[str | None, typer.Option(help="a model of the catalog, in place of a run file")] = None,
     like: Annotated[str | None, typer.Option(help="a famous run, beside weft's best: llama3-405b-meta")] = None,
     cluster: Annotated[str | None, typer.Option(help="name, name:nodes or name:nodesxdevices")] = None,
-    tokens_per_step: Annotated[
-        str | None, typer.Option(help="with --model; 4M, which is 4 × 1024 × 1024, if not given")
-    ] = None,
+    tokens_per_step: Annotated[str | None, typer.Option(help="with --model: 4M (if not given) is 4 × 1024²")] = None,
     sequence: Annotated[int | None, typer.Option(help="with --model: tokens of a sequence", min=1)] = None,
     images_per_step: Annotated[str | None, typer.Option(help="with a --model of images, and --size")] = None,
     size: Annotated[int | None, typer.Option(help="with --images-per-step: rows and columns of an image")] = None,
