@@ -31,7 +31,7 @@ serve: $(SERVE)  ## the model that `make train` trained, at http://127.0.0.1:800
 	test -d runs/quickstart/checkpoints || $(BIN)/weft train examples/quickstart.toml
 	$(BIN)/weft serve runs/quickstart
 
-test: install    ## every test, of many cases a sample, in three processes (about 18 minutes on 2 slow cores)
+test: install    ## every test, of many cases a sample, in three processes (about 15 minutes on 2 slow cores)
 	$(PYTEST) --numprocesses 3 --dist loadfile
 
 # With the python that has CUDA's torch, pytest, pytest-xdist and hypothesis: .venv has the CPU's.

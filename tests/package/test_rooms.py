@@ -144,7 +144,7 @@ print(json.dumps(failed))
 """
 
 
-@pytest.mark.parametrize("one_in", [20, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("one_in", [40, pytest.param(1, marks=pytest.mark.soak)])
 def test_every_module_imports_alone(one_in: int) -> None:
     names = [name for name in MODULES if name not in ("weft", "weft.__main__") and not name.endswith("_kernel")]
     command = [sys.executable, "-c", ALONE, str(PACKAGE), json.dumps(names[::one_in])]

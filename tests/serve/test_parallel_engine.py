@@ -73,8 +73,9 @@ def check(cases: list[tuple[str, Plan]], num_ranks: int) -> None:
 
 
 @pytest.mark.processes
-def test_four_ranks_give_the_tokens_of_one_under_every_axis() -> None:
-    check(FOUR_RANKS, 4)
+@pytest.mark.parametrize("one_in", [2, pytest.param(1, marks=pytest.mark.soak)])
+def test_four_ranks_give_the_tokens_of_one_under_every_axis(one_in: int) -> None:
+    check(FOUR_RANKS[::one_in], 4)
 
 
 @pytest.mark.processes
