@@ -14,6 +14,7 @@ from weft.commands.job_files import write_job
 from weft.errors import ConfigError
 
 
+@pytest.mark.processes
 def test_a_script_of_slurm(tmp_path: Path) -> None:
     run_file = write_run_file(tmp_path)
     run = make_run(run_file, "My run", "plan.data=16")
