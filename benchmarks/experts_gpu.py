@@ -23,7 +23,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -41,6 +40,7 @@ from one_gpu import (
     matmul_ceiling,
     predicted_bytes,
     run_apart,
+    time_steps,
     weft_contender,
 )
 from torch import Tensor, nn
@@ -143,27 +143,14 @@ def work(part: str, shape: str, arguments: argparse.Namespace) -> dict[str, Any]
     compiles = device.type == "cuda" or arguments.compile
     with ExitStack() as stack:
         step, take = make_step(part, case, device, stack, compiles), batches(case, device, None)
-        begin = time.perf_counter()
-        first = float(step(*take(0)))
-        first_seconds = time.perf_counter() - begin
-        for number in range(arguments.warm):
-            step(*take(number))
-        _wait(device)
-        begin = time.perf_counter()
-        for number in range(arguments.steps):
-            last = step(*take(number))
-        _wait(device)
-        seconds = (time.perf_counter() - begin) / arguments.steps
+        timed = time_steps(step, take, arguments, device)
         memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
         kernels = kernel_seconds(lambda: step(*take(0)), device) if arguments.profile else None
     return {
-        "tokens_per_second": case.num_tokens / seconds,
-        "step_seconds": seconds,
-        "first_step_seconds": first_seconds,
-        "mfu": case.flops / seconds / PEAK_FLOPS,
+        **timed,
+        "tokens_per_second": case.num_tokens / timed["step_seconds"],
+        "mfu": case.flops / timed["step_seconds"] / PEAK_FLOPS,
         "gpu_bytes": memory,
-        "first_loss": first,
-        "last_loss": float(last),
     } | ({"kernels": kernels} if kernels else {})
 
 

@@ -325,26 +325,36 @@ def work(name: str, case: Case, arguments: argparse.Namespace) -> dict[str, Any]
         if arguments.losses:
             found = [step(*take(number)).detach().double() for number in range(arguments.losses)]
             return {"losses": torch.stack(found).tolist()}
-        begin = time.perf_counter()
-        first = float(step(*take(0)))
-        compile_seconds = time.perf_counter() - begin
-        for number in range(arguments.warm):
-            step(*take(number))
-        _wait(device)
-        begin = time.perf_counter()
-        for number in range(arguments.steps):
-            last = step(*take(number))
-        _wait(device)
-        seconds = (time.perf_counter() - begin) / arguments.steps
+        timed = time_steps(step, take, arguments, device)
     return {
-        "tokens_per_second": case.num_tokens / seconds,
-        "step_seconds": seconds,
-        "first_step_seconds": compile_seconds,
-        "flops_per_second": case.flops / seconds,
+        **timed,
+        "tokens_per_second": case.num_tokens / timed["step_seconds"],
+        "flops_per_second": case.flops / timed["step_seconds"],
         "gpu_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
         "gpu_reserved_bytes": torch.cuda.max_memory_reserved() if device.type == "cuda" else None,
         "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "predicted_gpu_bytes": predicted_bytes(name, case),
+    }
+
+
+def time_steps(
+    step: Step, take: Callable[[int], tuple[Tensor, Tensor]], arguments: argparse.Namespace, device: torch.device
+) -> dict[str, float]:
+    """Take a first step, which compiles, then `arguments.warm` steps, and time `arguments.steps` more."""
+    begin = time.perf_counter()
+    first = float(step(*take(0)))
+    first_seconds = time.perf_counter() - begin
+    for number in range(arguments.warm):
+        step(*take(number))
+    _wait(device)
+    begin = time.perf_counter()
+    for number in range(arguments.steps):
+        last = step(*take(number))
+    _wait(device)
+    seconds = (time.perf_counter() - begin) / arguments.steps
+    return {
+        "step_seconds": seconds,
+        "first_step_seconds": first_seconds,
         "first_loss": first,
         "last_loss": float(last),
     }

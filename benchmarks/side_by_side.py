@@ -1,4 +1,5 @@
-"""Weft and a peer take the same steps on the same CPU ranks, in one run: what `peers.py` and `pipeline.py` share.
+"""Weft and a peer take the same steps on the same CPU ranks, in one run: what `peers.py`, `peers_experts.py` and
+`pipeline.py` share.
 
 Losses and gradient norms must agree over the first steps, or nothing is measured. Then steps alternate, and which side
 goes first too, so that both meet the same weather on a noisy machine. A step takes as long as its slowest rank.

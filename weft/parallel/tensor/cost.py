@@ -376,7 +376,7 @@ def _saved_per_row(module: nn.Module, width: int, dtype: torch.dtype, is_split: 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         try:
             out = split_norm(copy, ALONE, value) if is_split else copy(value)
-        except Exception:  # anything that the user's code may raise
+        except Exception:  # of the user's code, whatever it is; the caller takes what the profile has counted
             return None
     del out
     return sum(saved.values()) // num_rows
