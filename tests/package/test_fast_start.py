@@ -63,6 +63,19 @@ def test_help_and_mistakes_need_no_torch(tmp_path: Path) -> None:
     assert texts[7] == "weft: unknown key 'model.hiden_size'; did you mean 'hidden_size'?\n"
 
 
+def test_a_mistake_in_a_run_file_needs_no_command_line(tmp_path: Path) -> None:
+    (tmp_path / "broken.toml").write_text("name = \n")
+    program = (
+        "import sys\nfrom weft.commands.main import main\n"
+        "try:\n    main()\nexcept SystemExit as left:\n    print(left.code, 'typer' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program, "train", "broken.toml", "--json", "train.steps=1"]
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout == "2 False\n"
+    assert done.stderr.startswith("weft: broken.toml is not valid TOML")
+
+
 def test_public_names_are_those_that_are_imported_late() -> None:
     assert set(weft.__all__) == set(weft._MODULE_OF)
     assert set(weft.__all__) <= set(dir(weft))
