@@ -13,7 +13,7 @@ from weft.serve.decode_graph import GraphRecorder
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.four_bit_cache import FourBitFormat, FourBitLayer
 from weft.serve.layer_cache import CacheSizes
-from weft.serve.loki_cache import LokiChoice, LokiFormat, chosen_attention, chosen_attention_by_kernel
+from weft.serve.loki_cache import LokiChoice, LokiFormat, chosen_attention, chosen_attention_by_kernel, first_dims
 from weft.serve.packed_linear import pack_model
 from weft.serve.paged_attention import PagedBatch, decode_attention
 from weft.serve.request import Request, Sampling
@@ -89,11 +89,13 @@ def chosen(device: torch.device) -> Found:
         query = torch.randn(5, heads[0], heads[2], dtype=dtype, device=device)
         keys, values = (torch.randn(tables.numel() * 16, *heads[1:], dtype=dtype, device=device) for _ in range(2))
         keys *= torch.linspace(2, 0, heads[2], dtype=dtype, device=device)  # the first dims say most
-        given = (query, keys, values, tables, lengths, 16, window, LokiChoice(newest=16, dense_below=256))
+        choice = LokiChoice(newest=16, dense_below=256)
+        given = (query, keys, values, tables, lengths, 16, window, choice)
+        first = first_dims(keys, 16, choice.num_dims(heads[2]))
         expected = chosen_attention(*given)
         name = f"chosen tokens {dtype} {heads} {window}"
         # Scores that are nearly equal may be chosen either way.
-        yield name, difference(chosen_attention_by_kernel(*given), expected), 0.03
+        yield name, difference(chosen_attention_by_kernel(*given[:5], first, window, choice), expected), 0.03
         all_tokens = difference(decode_attention_by_kernel(*given[:-1]), expected)
         yield name + ", 1 over the difference to all tokens", 1 / max(all_tokens, 1e-9), 25
 

@@ -47,7 +47,14 @@ from weft.serve.fused_kernel import (
     row_linear_by_kernel,
 )
 from weft.serve.layer_cache import CacheSizes
-from weft.serve.loki_cache import LokiChoice, chosen_attention, chosen_attention_by_kernel, chosen_tokens
+from weft.serve.loki_cache import (
+    LokiChoice,
+    LokiLayer,
+    chosen_attention,
+    chosen_attention_by_kernel,
+    chosen_tokens,
+    first_dims,
+)
 from weft.serve.loki_kernel import chosen_slots_by_kernel
 from weft.serve.packed_product_kernel import packed_product_by_kernel
 from weft.serve.packed_row_kernel import product_of_rows_by_kernel
@@ -293,23 +300,24 @@ def four_bits() -> dict[str, dict[str, float]]:
 def chosen() -> dict[str, dict[str, float]]:
     """Of the tokens that Loki chooses, with many equal scores, and of attention to them."""
     found = {}
-    decode_attention_kernel._TOKENS, loki_kernel._TOKENS, loki_kernel._CHUNK = 16, 16, 32
+    decode_attention_kernel._TOKENS, loki_kernel._TOKENS = 16, 16
     for dtype, (num_heads, num_key_heads, head_dim), window, choice, num_programs in (
         (torch.float32, (4, 2, 8), None, LokiChoice(0.5, 0.3, 2, 1), 1),
         (torch.float32, (3, 1, 24), 40, LokiChoice(0.25, 0.25, 3, 20), 16),
         (torch.float16, (2, 2, 16), None, LokiChoice(0.25, 0.4, 5, 30), 16),
     ):
         decode_attention_kernel._PROGRAMS = loki_kernel._PROGRAMS = num_programs
+        loki_kernel._CHUNK, loki_kernel._KEPT = 32, 0 if num_programs == 1 else 64
         lengths = torch.tensor([1, 17, 50], dtype=torch.int32)
         tables = torch.randperm(48, dtype=torch.int32).reshape(3, 16)[:, :13]  # rows lie apart
         query = torch.randn(3, num_heads, head_dim).to(dtype)
         keys, values = (torch.randn(48 * 4, num_key_heads, head_dim).to(dtype) for _ in range(2))
         keys[..., 0], keys[..., 1:6] = keys[..., 0].round(), 0
+        added = pages_after_decodes(choice, (num_heads, num_key_heads, head_dim), dtype)
         given = (query, keys, values, tables, lengths, 4, window, choice)
-        numbers = (choice.num_dims(head_dim), *(choice.tokens, choice.newest, choice.dense_below))
-        slots, counts = chosen_slots_by_kernel(
-            query, keys, tables, lengths, 4, window, (*numbers, choice.most_tokens(52))
-        )
+        first = first_dims(keys, 4, choice.num_dims(head_dim))
+        numbers = (choice.tokens, choice.newest, choice.dense_below, choice.most_tokens(52))
+        slots, counts = chosen_slots_by_kernel(query, first, tables, lengths, window, numbers)
         every = slots_of(tables, 52, 4).long()
         places, taken = chosen_tokens(query, keys, every, lengths, window, choice)
         wrong = 0
@@ -321,11 +329,26 @@ def chosen() -> dict[str, dict[str, float]]:
         name = f"{dtype} {num_heads} {num_key_heads} {head_dim} {window}"
         expected = chosen_attention(*given)
         found[name] = {
-            "mixed": difference(chosen_attention_by_kernel(*given), expected),
+            "mixed": difference(chosen_attention_by_kernel(*given[:5], first, window, choice), expected),
             "choices that differ": float(wrong),
             "to all tokens": difference(decode_attention(*given[:-1]), expected),
+            **added,
         }
     return found
+
+
+def pages_after_decodes(choice: LokiChoice, heads: tuple[int, int, int], dtype: torch.dtype) -> dict[str, float]:
+    """Of queries along the axes of Loki, and of the pages to which keys and values go."""
+    num_heads, num_key_heads, head_dim = heads
+    sizes = CacheSizes(6, 4, 3, num_key_heads, head_dim, dtype, torch.device("cpu"))
+    axes = torch.linalg.qr(torch.randn(num_key_heads, head_dim, head_dim))[0]
+    layers = [LokiLayer(axes, choice, sizes) for _ in range(2)]
+    query, keys, values = (torch.randn(3, number, head_dim).to(dtype) for number in (num_heads, *2 * (num_key_heads,)))
+    given = (query, keys, values, torch.tensor([5, 14, 23]))
+    found = [layer._turn_and_store(*given, index == 1) for index, layer in enumerate(layers)]
+    named = zip(("keys", "values", "first dims"), layers[0].pages, layers[1].pages, strict=True)
+    turned = {"queries along axes": difference(found[1], found[0])}
+    return turned | {f"{name} in pages": difference(other, one) for name, one, other in named}
 
 
 def packed() -> dict[str, dict[str, float]]:

@@ -2,7 +2,7 @@
 
 Keys of a head lie near a subspace of few dims. Calibration finds its axes, most important first
 (`loki_calibration.py`). Keys are kept along these axes instead of their own, which changes no product with a query
-along the same axes and takes no more memory. A decode
+along the same axes. Their first dims are kept a second time, end to end, so that a GPU reads them alone. A decode
 
     1. scores all tokens by the first dims of their keys alone; where several queries share a key head, each score is
        taken relative to its query's best, and the highest counts, so that each key and value is read once for all,
@@ -16,7 +16,6 @@ Prompts attend to everything, and so do decodes of few tokens. No token is ever 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,7 +77,7 @@ class LokiFormat:
         return LokiLayer(self.axes[index], self.choice, sizes)
 
     def bytes_per_token(self, num_key_heads: int, head_dim: int, item_bytes: int) -> float:
-        return 2 * num_key_heads * head_dim * item_bytes
+        return num_key_heads * (2 * head_dim + self.choice.num_dims(head_dim)) * item_bytes
 
     def bytes_per_row(self, num_key_heads: int, head_dim: int, item_bytes: int) -> int:
         return 0
@@ -87,6 +86,8 @@ class LokiFormat:
 class LokiLayer:
     """The cache of one block of the model."""
 
+    pages: tuple[Tensor, Tensor, Tensor]
+
     def __init__(self, axes: Tensor, choice: LokiChoice, sizes: CacheSizes) -> None:
         if axes.shape != (sizes.num_key_heads, sizes.head_dim, sizes.head_dim):
             raise ConfigError(
@@ -94,26 +95,42 @@ class LokiLayer:
                 f"{sizes.num_key_heads} of {sizes.head_dim}; run weft calibrate on the model that is served"
             )
         self._sizes, self._choice = sizes, choice
-        self._axes = axes.to(sizes.device, torch.promote_types(sizes.dtype, torch.float32))
+        self._axes = axes.to(sizes.device, torch.promote_types(sizes.dtype, torch.float32)).contiguous()
         shape = (2, sizes.num_blocks, sizes.block_size, sizes.num_key_heads, sizes.head_dim)
-        self.pages: Sequence[Tensor] = torch.zeros(shape, dtype=sizes.dtype, device=sizes.device).unbind()
-        self._keys, self._values = (page.flatten(0, 1) for page in self.pages)
+        keys, values = torch.zeros(shape, dtype=sizes.dtype, device=sizes.device)
+        num_dims = choice.num_dims(sizes.head_dim)
+        first = keys.new_zeros(sizes.num_blocks, sizes.num_key_heads, sizes.block_size, num_dims)
+        self.pages = (keys, values, first)
+        self._keys, self._values = keys.flatten(0, 1), values.flatten(0, 1)
 
     def room(self, batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor]:
         return staging(batch, self._sizes)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
-        self._keys[batch.slots], self._values[batch.slots] = self._along_axes(keys), values
-        query, number = self._along_axes(query), batch.num_decodes
-        parts = []
+        number, size, parts = batch.num_decodes, batch.block_size, []
+        has_kernels = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+        query = self._turn_and_store(query, keys, values, batch.slots, has_kernels and not batch.prompt_queries)
         if number:
-            given = (batch.tables[:number], batch.lengths[:number], batch.block_size, window)
-            by_kernel = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
-            attention = chosen_attention_by_kernel if by_kernel else chosen_attention
-            parts.append(attention(query[:number], self._keys, self._values, *given, self._choice))
+            given = (query[:number], self._keys, self._values, batch.tables[:number], batch.lengths[:number])
+            if has_kernels:
+                parts.append(chosen_attention_by_kernel(*given, self.pages[2], window, self._choice))
+            else:
+                parts.append(chosen_attention(*given, size, window, self._choice))
         if batch.prompt_queries:
             parts.append(attend_prompts(query[number:], self._keys, self._values, batch, window))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _turn_and_store(self, query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, by_kernel: bool) -> Tensor:
+        """Queries along the axes. Keys along the axes, and values, go to the pages."""
+        if by_kernel:
+            from weft.serve.loki_axes_kernel import turn_and_store_by_kernel
+
+            return turn_and_store_by_kernel(query, keys, values, self._axes, slots, self.pages)
+        keys, first = self._along_axes(keys), self.pages[2]
+        self._keys[slots], self._values[slots] = keys, values
+        size = first.shape[2]
+        first[slots // size, :, slots % size] = keys[..., : first.shape[-1]]
+        return self._along_axes(query)
 
     def _along_axes(self, heads: Tensor) -> Tensor:
         """Queries or keys [tokens, heads, head_dim] along the axes of their key heads."""
@@ -171,21 +188,26 @@ def chosen_attention(
     return torch.einsum("bhgk,bhkd->bhgd", weights, value).flatten(1, 2).to(query.dtype)
 
 
+def first_dims(keys: Tensor, block_size: int, num_dims: int) -> Tensor:
+    """The first dims of keys [slots, key heads, head_dim] as pages keep them: [blocks, key heads, block_size, dims]."""
+    return keys[..., :num_dims].unflatten(0, (-1, block_size)).transpose(1, 2).contiguous()
+
+
 def chosen_attention_by_kernel(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
     tables: Tensor,
     lengths: Tensor,
-    block_size: int,
+    first: Tensor,
     window: int | None,
     choice: LokiChoice,
 ) -> Tensor:
-    """Equals `chosen_attention`."""
+    """Equals `chosen_attention`. `first` are the first dims of keys: [blocks, key heads, block_size, dims]."""
     from weft.serve.decode_attention_kernel import decode_attention_by_kernel
     from weft.serve.loki_kernel import chosen_slots_by_kernel
 
-    most = choice.most_tokens(tables.shape[1] * block_size)
-    numbers = (choice.num_dims(keys.shape[-1]), choice.tokens, choice.newest, choice.dense_below, most)
-    chosen, counts = chosen_slots_by_kernel(query, keys, tables, lengths, block_size, window, numbers)
+    block_size = first.shape[2]
+    numbers = (choice.tokens, choice.newest, choice.dense_below, choice.most_tokens(tables.shape[1] * block_size))
+    chosen, counts = chosen_slots_by_kernel(query, first, tables, lengths, window, numbers)
     return decode_attention_by_kernel(query, keys, values, tables, counts, block_size, None, chosen)

@@ -1,9 +1,11 @@
 """Which tokens a decode of Loki attends to (`loki_cache.py`), as Triton kernels.
 
-The first kernel scores all tokens by the first dims of their keys, for each query. The second takes for each token the
+The first kernel scores all tokens by the first dims of their keys, for each query. Pages keep these dims a second
+time, those of a key head end to end, because memory is read in long pieces. The second kernel takes for each token the
 highest score relative to the best of a query, by the queries of a key head, and finds the lowest score that is chosen,
 two bits of it at a time, by counting how many scores are at least as high; it then writes where the chosen tokens lie,
-in their order. `decode_attention_kernel.py` attends to these. All shapes follow from the batch and the cache alone.
+in their order. If all scores fit into registers, they stay there. `decode_attention_kernel.py` attends to the chosen
+tokens. All shapes follow from the batch and the cache alone.
 """
 
 from __future__ import annotations
@@ -17,20 +19,18 @@ from weft.serve.decode_attention_kernel import number_of_parts
 
 _TOKENS = 64  # that the first kernel loads at a time
 _WARPS, _STAGES, _PROGRAMS = 1, 1, 2048  # of the first kernel
-_CHUNK, _CHOOSING_WARPS = 4096, 16  # scores that the second kernel loads at a time, and its warps
+_CHUNK, _CHOOSING_WARPS = 8192, 32  # scores that the second kernel loads at a time, and its warps
+_KEPT = 32768  # the most scores that stay in registers
 
 
 @triton.jit
 def _scores(
-    query_ptr, key_ptr, table_ptr, length_ptr, score_ptr, best_ptr, query_stride, table_stride, length_stride,
+    query_ptr, first_ptr, table_ptr, length_ptr, score_ptr, best_ptr, query_stride, table_stride, length_stride,
     score_stride, NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, NUM_DIMS: tl.constexpr, WINDOW: tl.constexpr, NUM_PARTS: tl.constexpr,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """The scores of the tokens of a part by the queries of a key head, and the best of each query.
-
-    Neighbours handle the key heads of the same tokens, whose keys lie end to end in memory.
-    """
+    """The scores of the tokens of a part by the queries of a key head, and the best of each query."""
     key_head, part, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     group: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
     length = tl.load(length_ptr + request * length_stride)
@@ -50,9 +50,9 @@ def _scores(
         token, following = start + places, start + TOKENS + places
         valid, block = token < end, next_block.to(tl.int64)
         next_block = tl.load(table_ptr + following // BLOCK_SIZE, mask=following < end, other=0)
-        row = (block * BLOCK_SIZE + token % BLOCK_SIZE) * NUM_KEY_HEADS + key_head
+        row = (block * NUM_KEY_HEADS + key_head) * BLOCK_SIZE + token % BLOCK_SIZE
         loaded = valid[:, None] & is_dim[None, :]
-        key = tl.load(key_ptr + row[:, None] * HEAD_DIM + dims[None, :], mask=loaded, other=0.0)
+        key = tl.load(first_ptr + row[:, None] * NUM_DIMS + dims[None, :], mask=loaded, other=0.0)
         scores = tl.dot(key, query).to(tl.float32)  # keys are first, as they fill the tensor cores
         counted = (valid & (token >= oldest))[:, None]
         best = tl.maximum(best, tl.max(tl.where(counted, scores, float("-inf")), 0))
@@ -61,27 +61,59 @@ def _scores(
 
 
 @triton.jit
-def _join(
-    score_ptr, order_ptr, best_ptr, score_stride, oldest, length, NEWEST: tl.constexpr, GROUP: tl.constexpr,
-    NUM_PARTS: tl.constexpr, CHUNK: tl.constexpr,
+def _joint_scores(
+    score_ptr, best_ptr, score_stride, token, oldest, length, NEWEST: tl.constexpr, GROUP: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Put the joint scores of a group of queries in the place of the first one's, as integers of the same order.
+    """The joint scores of a group of queries, as integers of the same order.
 
     Tokens that are always chosen have the highest integer, and places without a token the lowest.
     """
-    for start in range(oldest // CHUNK * CHUNK, length, CHUNK):
-        token = start + tl.arange(0, CHUNK)
-        valid = (token >= oldest) & (token < length)
-        joint = tl.full([CHUNK], float("-inf"), tl.float32)
-        for member in tl.static_range(GROUP):
-            best = tl.max(tl.load(best_ptr + member * NUM_PARTS + tl.arange(0, NUM_PARTS)), 0)
-            own = tl.load(score_ptr + member * score_stride + token, mask=valid, other=float("-inf"))
-            joint = tl.maximum(joint, own - best)
-        joint = tl.where((token >= length - NEWEST) | (token == oldest), float("inf"), joint)
-        bits = joint.to(tl.int32, bitcast=True)
-        order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-        tl.store(order_ptr + token, tl.where(valid, order, -2147483648))
-    tl.debug_barrier()  # they are read again
+    valid = (token >= oldest) & (token < length)
+    joint = tl.full(token.shape, float("-inf"), tl.float32)
+    for member in tl.static_range(GROUP):
+        best = tl.max(tl.load(best_ptr + member * NUM_PARTS + tl.arange(0, NUM_PARTS)), 0)
+        own = tl.load(score_ptr + member * score_stride + token, mask=valid, other=float("-inf"))
+        joint = tl.maximum(joint, own - best)
+    joint = tl.where((token >= length - NEWEST) | (token == oldest), float("inf"), joint)
+    bits = joint.to(tl.int32, bitcast=True)
+    return tl.where(valid, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), -2147483648)
+
+
+@triton.jit
+def _lowest_chosen(order_ptr, number, begin, length, SEARCHED: tl.constexpr, IS_KEPT: tl.constexpr):
+    """The largest integer that `number` scores reach, and how many scores are above it.
+
+    If `IS_KEPT`, all scores stay in registers; otherwise they are loaded for each digit of the integer.
+    """
+    place, lowest = tl.arange(0, SEARCHED), -2147483648
+    kept = tl.load(order_ptr + place, mask=place < length, other=lowest) if IS_KEPT else place
+    for digit in range(16):
+        step = 1 << (30 - 2 * digit)
+        one, two = lowest + step, lowest + step + step
+        three = two + step
+        if IS_KEPT:
+            steps = (tl.sum((kept >= one).to(tl.int32), 0) >= number).to(tl.int32)
+            steps += (tl.sum((kept >= two).to(tl.int32), 0) >= number).to(tl.int32)
+            steps += (tl.sum((kept >= three).to(tl.int32), 0) >= number).to(tl.int32)
+        else:
+            counts = tl.zeros([SEARCHED], tl.int32)  # of scores that reach one, two and three steps: ten bits each
+            for start in range(begin, length, SEARCHED):
+                order = tl.load(order_ptr + start + place)
+                counts += (order >= one).to(tl.int32)
+                counts += tl.where(order >= two, 1 << 10, 0)
+                counts += tl.where(order >= three, 1 << 20, 0)
+            steps = (tl.sum(counts & 1023, 0) >= number).to(tl.int32)
+            steps += (tl.sum((counts >> 10) & 1023, 0) >= number).to(tl.int32)
+            steps += (tl.sum(counts >> 20, 0) >= number).to(tl.int32)
+        lowest += tl.where(steps > 0, step, 0) + tl.where(steps > 1, step, 0) + tl.where(steps > 2, step, 0)
+    above = tl.zeros([SEARCHED], tl.int32)
+    if IS_KEPT:
+        above += (kept > lowest).to(tl.int32)
+    else:
+        for start in range(begin, length, SEARCHED):
+            above += (tl.load(order_ptr + start + place) > lowest).to(tl.int32)
+    return lowest, tl.sum(above, 0)
 
 
 @triton.jit
@@ -89,40 +121,27 @@ def _choose(
     score_ptr, best_ptr, table_ptr, length_ptr, chosen_ptr, count_ptr, share, table_stride, length_stride, score_stride,
     chosen_stride, NUM_KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, NUM_PARTS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, NEWEST: tl.constexpr, DENSE_BELOW: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, SEARCHED: tl.constexpr, IS_KEPT: tl.constexpr,
 ):  # fmt: skip
     """Write the slots of the tokens with the highest scores, of equal scores the first, and how many they are."""
     request, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, place = request * NUM_KEY_HEADS + key_head, tl.arange(0, CHUNK)
     length = tl.load(length_ptr + request * length_stride)
     oldest = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
-    span = length - oldest
+    span, begin = length - oldest, (0 if IS_KEPT else oldest // CHUNK * CHUNK)
     number = tl.maximum(tl.ceil(share * span.to(tl.float32)).to(tl.int32), NEWEST + 1)
     number = tl.where(span < DENSE_BELOW, span, tl.minimum(number, span))
-    scores = score_ptr + row * GROUP * score_stride
-    orders, best = scores.to(tl.pointer_type(tl.int32)), best_ptr + row * GROUP * NUM_PARTS
-    _join(scores, orders, best, score_stride, oldest, length, NEWEST, GROUP, NUM_PARTS, CHUNK)
-    lowest = -2147483648  # the largest integer so far that `number` scores reach
-    for digit in range(16):
-        step = 1 << (30 - 2 * digit)
-        one, two = lowest + step, lowest + step + step
-        three = two + step
-        counts = tl.zeros([CHUNK], tl.int32)  # of scores that reach one, two and three steps: ten bits each
-        for start in range(oldest // CHUNK * CHUNK, length, CHUNK):
-            order = tl.load(orders + start + place)
-            counts += (order >= one).to(tl.int32)
-            counts += tl.where(order >= two, 1 << 10, 0)
-            counts += tl.where(order >= three, 1 << 20, 0)
-        steps = (tl.sum(counts & 1023, 0) >= number).to(tl.int32)
-        steps += (tl.sum((counts >> 10) & 1023, 0) >= number).to(tl.int32)
-        steps += (tl.sum(counts >> 20, 0) >= number).to(tl.int32)
-        lowest += tl.where(steps > 0, step, 0) + tl.where(steps > 1, step, 0) + tl.where(steps > 2, step, 0)
-    above = tl.zeros([CHUNK], tl.int32)
-    for start in range(oldest // CHUNK * CHUNK, length, CHUNK):
-        above += (tl.load(orders + start + place) > lowest).to(tl.int32)
-    num_equal = number - tl.sum(above, 0)  # of those with the lowest score, so many are chosen
+    scores, best = score_ptr + row * GROUP * score_stride, best_ptr + row * GROUP * NUM_PARTS
+    orders = scores.to(tl.pointer_type(tl.int32))  # joint scores take the place of the first query's
+    for start in range(begin, length, CHUNK):
+        token = start + place
+        joint = _joint_scores(scores, best, score_stride, token, oldest, length, NEWEST, GROUP, NUM_PARTS)
+        tl.store(orders + token, joint)
+    tl.debug_barrier()  # they are read again
+    lowest, num_above = _lowest_chosen(orders, number, begin, length, SEARCHED, IS_KEPT)
+    num_equal = number - num_above  # of those with the lowest score, so many are chosen
     num_seen, num_written = 0, 0
-    for start in range(oldest // CHUNK * CHUNK, length, CHUNK):
+    for start in range(begin, length, CHUNK):
         order, token = tl.load(orders + start + place), start + place
         equal = (order == lowest).to(tl.int32)
         is_first = (equal > 0) & (num_seen + tl.cumsum(equal, 0) <= num_equal)
@@ -137,29 +156,30 @@ def _choose(
 
 def chosen_slots_by_kernel(
     query: Tensor,
-    keys: Tensor,
+    first: Tensor,
     tables: Tensor,
     lengths: Tensor,
-    block_size: int,
     window: int | None,
-    choice: tuple[int, float, int, int, int],
+    choice: tuple[float, int, int, int],
 ) -> tuple[Tensor, Tensor]:
     """The slots [requests, key heads, most] of the tokens that each key head's queries attend to, and how many.
 
-    `choice`: dims by which tokens are scored, share of the tokens, newest tokens, length below which all tokens are
-    chosen, and the most tokens that can be chosen.
+    `first` are the dims of keys by which tokens are scored, in pages: [blocks, key heads, block_size, dims]. `choice`:
+    share of the tokens, newest tokens, length below which all tokens are chosen, and the most tokens that can be
+    chosen.
     """
-    num_dims, share, newest, dense_below, most = choice
-    (num_requests, num_heads, head_dim), num_key_heads = query.shape, keys.shape[1]
+    share, newest, dense_below, most = choice
+    (num_requests, num_heads, head_dim), (_, num_key_heads, block_size, num_dims) = query.shape, first.shape
     assert query.stride()[1:] == (head_dim, 1), "the heads of a query lie end to end"
     num_parts = number_of_parts(num_requests, num_key_heads, _PROGRAMS)
     width = triton.cdiv(tables.shape[1] * block_size, _CHUNK) * _CHUNK  # chunks are whole
+    searched = triton.next_power_of_2(width) if width <= _KEPT else _CHUNK
     scores = torch.empty(num_requests, num_heads, width, dtype=torch.float32, device=query.device)
     best = torch.empty(num_requests, num_heads, num_parts, dtype=torch.float32, device=query.device)
     chosen = torch.empty(num_requests, num_key_heads, most, dtype=torch.int32, device=query.device)
     counts = torch.empty(num_requests, num_key_heads, dtype=torch.int32, device=query.device)
     _scores[(num_key_heads, num_parts, num_requests)](
-        query, keys, tables, lengths, scores, best, query.stride(0), tables.stride(0), lengths.stride(0), width,
+        query, first, tables, lengths, scores, best, query.stride(0), tables.stride(0), lengths.stride(0), width,
         NUM_HEADS=num_heads, NUM_KEY_HEADS=num_key_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, NUM_DIMS=num_dims,
         WINDOW=window or 0, NUM_PARTS=num_parts,
         COLUMNS=max(8, triton.next_power_of_2(num_heads // num_key_heads)),  # tensor cores need 8
@@ -169,6 +189,7 @@ def chosen_slots_by_kernel(
     _choose[(num_requests, num_key_heads)](
         scores, best, tables, lengths, chosen, counts, share, tables.stride(0), lengths.stride(0), width, most,
         NUM_KEY_HEADS=num_key_heads, GROUP=num_heads // num_key_heads, NUM_PARTS=num_parts, BLOCK_SIZE=block_size,
-        NEWEST=newest, DENSE_BELOW=dense_below, WINDOW=window or 0, CHUNK=_CHUNK, num_warps=_CHOOSING_WARPS,
+        NEWEST=newest, DENSE_BELOW=dense_below, WINDOW=window or 0, CHUNK=_CHUNK, SEARCHED=searched,
+        IS_KEPT=width <= _KEPT, num_warps=_CHOOSING_WARPS,
     )  # fmt: skip
     return chosen, counts
