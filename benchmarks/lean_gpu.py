@@ -9,8 +9,9 @@
 Attention is one layer of the cache, of 16 requests with 32,768 tokens each, recorded as a CUDA graph, with what a
 decode adds to the cache. Decodes are those of the engine, of one request. Floors are the bytes that a token reads, at
 the measured rate of a copy. Speculation has a model whose likeliest next token follows from the last one, in cycles
-of 32 tokens, with blocks as large as the others'. A model of 70B has weights in int4 from the start. Writes
-benchmarks/results/lean-gpu.json after every part.
+of 32 tokens, with blocks as large as the others'. A model of 70B has weights in int4 from the start. Streaming has all
+weights of the blocks of the 8B model in host memory and two blocks copied ahead; its floor is the time to copy them at
+the measured rate of a copy from pinned memory. Writes benchmarks/results/lean-gpu.json after every part.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from weft.serve.weight_formats import FORMATS
 
 RESULT = Path(__file__).parent / "results" / "lean-gpu.json"
 GREEDY = Sampling(temperature=0)
-PARTS = ("four_bits", "loki", "weights", "speculation", "llama_70b_int4")
+PARTS = ("four_bits", "loki", "weights", "speculation", "llama_70b_int4", "streaming")
 LLAMA_70B = replace(LLAMA_8B, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64)
 
 
@@ -225,6 +226,43 @@ def measure_large(config: Any, sizes: Sizes, device: torch.device, rate: float) 
     return found | {"floor_tokens_per_second": rate / read}
 
 
+def host_link_rate(device: torch.device) -> float:
+    """Bytes a second of copies from pinned host memory to the device."""
+    source = torch.empty(2**29, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.empty_like(source, device=device)
+    return len(source) / min(_seconds_of_copy(target, source, device) for _ in range(4))
+
+
+def _seconds_of_copy(target: Tensor, source: Tensor, device: torch.device) -> float:
+    synchronize(device)
+    begin = time.perf_counter()
+    target.copy_(source, non_blocking=True)
+    synchronize(device)
+    return time.perf_counter() - begin
+
+
+def measure_streaming(config: Any, device: torch.device) -> dict[str, Any]:
+    """Decodes of 1 and of 32 requests with the blocks' weights in host memory."""
+    rate = host_link_rate(device)
+    model = random_model(config, device).cpu()
+    sizes = {"max_running": 32, "num_blocks": 128, "prefix_cache": False, "device": str(device)}
+    engine = Engine(model, EngineOptions(**sizes, stream_weights=2))  # type: ignore[arg-type]
+    assert engine._part.streamed is not None
+    copied = sum(len(home) for home in engine._part.streamed._home)
+    found: dict[str, Any] = {"link_bytes_per_second": rate, "bytes_copied_per_step": copied}
+    found["device_bytes_of_blocks"] = engine._part.streamed.places.numel()
+    for number in (1, 32):
+        for index in range(number):
+            engine.add(Request(str(index), tuple(range(16)), 10, GREEDY))
+        times = []
+        while engine.has_work():
+            engine.step()
+            times.append(time.perf_counter())
+        seconds = (times[-2] - times[2]) / (len(times) - 4)  # without prompts
+        found[f"{number} requests"] = {"tokens_per_second": number / seconds, "share_of_floor": copied / rate / seconds}
+    return found
+
+
 def cyclic_model(config: Any, device: torch.device) -> Decoder:
     """A model whose likeliest next token is the next one in a cycle of 32, whatever its blocks compute."""
     model = random_model(config, device)
@@ -273,6 +311,7 @@ def main() -> None:
         "weights": lambda: measure_weights(config, sizes, device, rate),
         "speculation": lambda: measure_speculation(config, sizes, device),
         "llama_70b_int4": lambda: measure_large(TINY if given.tiny else LLAMA_70B, sizes, device, rate),
+        "streaming": lambda: measure_streaming(config, device),
     }
     for key, measure in measures.items():
         if given.only is None or key in given.only:
