@@ -300,14 +300,13 @@ def four_bits() -> dict[str, dict[str, float]]:
 def chosen() -> dict[str, dict[str, float]]:
     """Of the tokens that Loki chooses, with many equal scores, and of attention to them."""
     found = {}
-    decode_attention_kernel._TOKENS, loki_kernel._TOKENS = 16, 16
+    decode_attention_kernel._TOKENS, loki_kernel._TOKENS, loki_kernel._CHUNK = 16, 16, 32
     for dtype, (num_heads, num_key_heads, head_dim), window, choice, num_programs in (
         (torch.float32, (4, 2, 8), None, LokiChoice(0.5, 0.3, 2, 1), 1),
         (torch.float32, (3, 1, 24), 40, LokiChoice(0.25, 0.25, 3, 20), 16),
         (torch.float16, (2, 2, 16), None, LokiChoice(0.25, 0.4, 5, 30), 16),
     ):
         decode_attention_kernel._PROGRAMS = loki_kernel._PROGRAMS = num_programs
-        loki_kernel._CHUNK, loki_kernel._KEPT = 32, 0 if num_programs == 1 else 64
         lengths = torch.tensor([1, 17, 50], dtype=torch.int32)
         tables = torch.randperm(48, dtype=torch.int32).reshape(3, 16)[:, :13]  # rows lie apart
         query = torch.randn(3, num_heads, head_dim).to(dtype)
@@ -355,7 +354,7 @@ def packed() -> dict[str, dict[str, float]]:
     """Of products with weights in fewer bits, and what follows them; of other scales, as a control."""
     found = {}
     packed_product_kernel._OUTPUTS, packed_product_kernel._COLUMNS = 16, 16
-    packed_row_kernel._SQUARES = 64
+    packed_row_kernel._SQUARES = 256
     for dtype, kind, num_in, num_rows in (
         (torch.float32, "int4", 256, 3),
         (torch.float32, "int4", 96, 1),

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.models.attention import RMSNorm, rotate
+from weft.serve.cpu_products import bf16_row_product
 from weft.serve.packed_linear import PackedLinear
 from weft.serve.weight_formats import FEW_ROWS
 
@@ -56,7 +57,7 @@ def norm_linear(hidden: Tensor, norm: nn.Module, layer: nn.Linear, is_gated: boo
         from weft.serve.fused_kernel import row_linear_by_kernel
 
         return row_linear_by_kernel(hidden, layer.weight, layer.bias, norm=norm, is_gated=is_gated)
-    out = F.linear(normed(hidden, norm), layer.weight, layer.bias)
+    out = _plain_linear(normed(hidden, norm), layer)
     return gated(out) if is_gated else out
 
 
@@ -70,9 +71,17 @@ def add_linear(residual: Tensor, hidden: Tensor, layer: nn.Linear) -> Tensor:
         from weft.serve.fused_kernel import row_linear_by_kernel
 
         return row_linear_by_kernel(hidden, layer.weight, layer.bias, residual)
-    if layer.bias is None:
+    if layer.bias is None and layer.weight.dtype != torch.bfloat16:
         return torch.addmm(residual, hidden, layer.weight.T)
-    return residual + F.linear(hidden, layer.weight, layer.bias)
+    return residual + _plain_linear(hidden, layer)
+
+
+def _plain_linear(hidden: Tensor, layer: nn.Linear) -> Tensor:
+    """layer(hidden), without adapters."""
+    row = bf16_row_product(hidden, layer.weight)
+    if row is None:
+        return F.linear(hidden, layer.weight, layer.bias)
+    return row if layer.bias is None else row + layer.bias
 
 
 def gated(gate_up: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ place of about a dozen.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -49,7 +51,7 @@ def _turn_and_store(
 
 
 def turn_and_store_by_kernel(
-    query: Tensor, keys: Tensor, values: Tensor, axes: Tensor, slots: Tensor, pages: tuple[Tensor, Tensor, Tensor]
+    query: Tensor, keys: Tensor, values: Tensor, axes: Tensor, slots: Tensor, pages: Sequence[Tensor]
 ) -> Tensor:
     """Queries [tokens, heads, head_dim] along the axes [key heads, head_dim, head_dim] (float32) of their key heads.
 

@@ -16,6 +16,7 @@ Prompts attend to everything, and so do decodes of few tokens. No token is ever 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,8 +87,6 @@ class LokiFormat:
 class LokiLayer:
     """The cache of one block of the model."""
 
-    pages: tuple[Tensor, Tensor, Tensor]
-
     def __init__(self, axes: Tensor, choice: LokiChoice, sizes: CacheSizes) -> None:
         if axes.shape != (sizes.num_key_heads, sizes.head_dim, sizes.head_dim):
             raise ConfigError(
@@ -100,7 +99,7 @@ class LokiLayer:
         keys, values = torch.zeros(shape, dtype=sizes.dtype, device=sizes.device)
         num_dims = choice.num_dims(sizes.head_dim)
         first = keys.new_zeros(sizes.num_blocks, sizes.num_key_heads, sizes.block_size, num_dims)
-        self.pages = (keys, values, first)
+        self.pages: Sequence[Tensor] = (keys, values, first)
         self._keys, self._values = keys.flatten(0, 1), values.flatten(0, 1)
 
     def room(self, batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,7 +189,8 @@ def chosen_attention(
 
 def first_dims(keys: Tensor, block_size: int, num_dims: int) -> Tensor:
     """The first dims of keys [slots, key heads, head_dim] as pages keep them: [blocks, key heads, block_size, dims]."""
-    return keys[..., :num_dims].unflatten(0, (-1, block_size)).transpose(1, 2).contiguous()
+    pages: Tensor = keys[..., :num_dims].unflatten(0, (-1, block_size))
+    return pages.transpose(1, 2).contiguous()
 
 
 def chosen_attention_by_kernel(

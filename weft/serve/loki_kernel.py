@@ -4,8 +4,7 @@ The first kernel scores all tokens by the first dims of their keys, for each que
 time, those of a key head end to end, because memory is read in long pieces. The second kernel takes for each token the
 highest score relative to the best of a query, by the queries of a key head, and finds the lowest score that is chosen,
 two bits of it at a time, by counting how many scores are at least as high; it then writes where the chosen tokens lie,
-in their order. If all scores fit into registers, they stay there. `decode_attention_kernel.py` attends to the chosen
-tokens. All shapes follow from the batch and the cache alone.
+in their order. `decode_attention_kernel.py` attends to these. All shapes follow from the batch and the cache alone.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from weft.serve.decode_attention_kernel import number_of_parts
 
 _TOKENS = 64  # that the first kernel loads at a time
 _WARPS, _STAGES, _PROGRAMS = 1, 1, 2048  # of the first kernel
-_CHUNK, _CHOOSING_WARPS = 8192, 32  # scores that the second kernel loads at a time, and its warps
-_KEPT = 32768  # the most scores that stay in registers
+_CHUNK, _CHOOSING_WARPS = 8192, 16  # scores that the second kernel loads at a time, and its warps
 
 
 @triton.jit
@@ -62,8 +60,8 @@ def _scores(
 
 @triton.jit
 def _joint_scores(
-    score_ptr, best_ptr, score_stride, token, oldest, length, NEWEST: tl.constexpr, GROUP: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
+    score_ptr, best, score_stride, token, oldest, length, NEWEST: tl.constexpr, GROUP: tl.constexpr,
+    MEMBERS: tl.constexpr,
 ):  # fmt: skip
     """The joint scores of a group of queries, as integers of the same order.
 
@@ -72,48 +70,40 @@ def _joint_scores(
     valid = (token >= oldest) & (token < length)
     joint = tl.full(token.shape, float("-inf"), tl.float32)
     for member in tl.static_range(GROUP):
-        best = tl.max(tl.load(best_ptr + member * NUM_PARTS + tl.arange(0, NUM_PARTS)), 0)
         own = tl.load(score_ptr + member * score_stride + token, mask=valid, other=float("-inf"))
-        joint = tl.maximum(joint, own - best)
+        own_best = tl.max(tl.where(tl.arange(0, MEMBERS) == member, best, float("-inf")), 0)
+        joint = tl.maximum(joint, own - own_best)
     joint = tl.where((token >= length - NEWEST) | (token == oldest), float("inf"), joint)
     bits = joint.to(tl.int32, bitcast=True)
     return tl.where(valid, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), -2147483648)
 
 
 @triton.jit
-def _lowest_chosen(order_ptr, number, begin, length, SEARCHED: tl.constexpr, IS_KEPT: tl.constexpr):
-    """The largest integer that `number` scores reach, and how many scores are above it.
-
-    If `IS_KEPT`, all scores stay in registers; otherwise they are loaded for each digit of the integer.
-    """
-    place, lowest = tl.arange(0, SEARCHED), -2147483648
-    kept = tl.load(order_ptr + place, mask=place < length, other=lowest) if IS_KEPT else place
+def _lowest_chosen(order_ptr, number, begin, length, CHUNK: tl.constexpr):
+    """The largest integer that `number` scores reach; how many scores are above it, and how many reach it."""
+    place, lowest = tl.arange(0, CHUNK), -2147483648
     for digit in range(16):
         step = 1 << (30 - 2 * digit)
         one, two = lowest + step, lowest + step + step
         three = two + step
-        if IS_KEPT:
-            steps = (tl.sum((kept >= one).to(tl.int32), 0) >= number).to(tl.int32)
-            steps += (tl.sum((kept >= two).to(tl.int32), 0) >= number).to(tl.int32)
-            steps += (tl.sum((kept >= three).to(tl.int32), 0) >= number).to(tl.int32)
-        else:
-            counts = tl.zeros([SEARCHED], tl.int32)  # of scores that reach one, two and three steps: ten bits each
-            for start in range(begin, length, SEARCHED):
-                order = tl.load(order_ptr + start + place)
-                counts += (order >= one).to(tl.int32)
-                counts += tl.where(order >= two, 1 << 10, 0)
-                counts += tl.where(order >= three, 1 << 20, 0)
-            steps = (tl.sum(counts & 1023, 0) >= number).to(tl.int32)
-            steps += (tl.sum((counts >> 10) & 1023, 0) >= number).to(tl.int32)
-            steps += (tl.sum(counts >> 20, 0) >= number).to(tl.int32)
+        counts = tl.zeros([CHUNK], tl.int32)  # of scores that reach one, two and three steps: ten bits each
+        for start in range(begin, length, CHUNK):
+            order = tl.load(order_ptr + start + place)
+            counts += (order >= one).to(tl.int32)
+            counts += tl.where(order >= two, 1 << 10, 0)
+            counts += tl.where(order >= three, 1 << 20, 0)
+        # One sum of all three, of 21 bits each, takes less time than three sums.
+        wide = (counts & 1023).to(tl.int64) + (((counts >> 10) & 1023).to(tl.int64) << 21)
+        reached = tl.sum(wide + ((counts >> 20).to(tl.int64) << 42), 0)
+        steps = ((reached & 2097151) >= number).to(tl.int32) + (((reached >> 21) & 2097151) >= number).to(tl.int32)
+        steps += ((reached >> 42) >= number).to(tl.int32)
         lowest += tl.where(steps > 0, step, 0) + tl.where(steps > 1, step, 0) + tl.where(steps > 2, step, 0)
-    above = tl.zeros([SEARCHED], tl.int32)
-    if IS_KEPT:
-        above += (kept > lowest).to(tl.int32)
-    else:
-        for start in range(begin, length, SEARCHED):
-            above += (tl.load(order_ptr + start + place) > lowest).to(tl.int32)
-    return lowest, tl.sum(above, 0)
+    counts = tl.zeros([CHUNK], tl.int32)
+    for start in range(begin, length, CHUNK):
+        order = tl.load(order_ptr + start + place)
+        counts += (order > lowest).to(tl.int32) + tl.where(order >= lowest, 1 << 10, 0)
+    found = tl.sum((counts & 1023).to(tl.int64) + ((counts >> 10).to(tl.int64) << 21), 0)
+    return lowest, (found & 2097151).to(tl.int32), (found >> 21).to(tl.int32)
 
 
 @triton.jit
@@ -121,35 +111,39 @@ def _choose(
     score_ptr, best_ptr, table_ptr, length_ptr, chosen_ptr, count_ptr, share, table_stride, length_stride, score_stride,
     chosen_stride, NUM_KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, NUM_PARTS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, NEWEST: tl.constexpr, DENSE_BELOW: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr, SEARCHED: tl.constexpr, IS_KEPT: tl.constexpr,
+    CHUNK: tl.constexpr, MEMBERS: tl.constexpr,
 ):  # fmt: skip
     """Write the slots of the tokens with the highest scores, of equal scores the first, and how many they are."""
     request, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, place = request * NUM_KEY_HEADS + key_head, tl.arange(0, CHUNK)
     length = tl.load(length_ptr + request * length_stride)
     oldest = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
-    span, begin = length - oldest, (0 if IS_KEPT else oldest // CHUNK * CHUNK)
+    span, begin = length - oldest, oldest // CHUNK * CHUNK
     number = tl.maximum(tl.ceil(share * span.to(tl.float32)).to(tl.int32), NEWEST + 1)
     number = tl.where(span < DENSE_BELOW, span, tl.minimum(number, span))
-    scores, best = score_ptr + row * GROUP * score_stride, best_ptr + row * GROUP * NUM_PARTS
+    scores, members = score_ptr + row * GROUP * score_stride, tl.arange(0, MEMBERS)
+    best_place = (row * GROUP + members)[:, None] * NUM_PARTS + tl.arange(0, NUM_PARTS)[None, :]
+    best = tl.max(tl.load(best_ptr + best_place, mask=(members < GROUP)[:, None], other=float("-inf")), 1)
     orders = scores.to(tl.pointer_type(tl.int32))  # joint scores take the place of the first query's
     for start in range(begin, length, CHUNK):
         token = start + place
-        joint = _joint_scores(scores, best, score_stride, token, oldest, length, NEWEST, GROUP, NUM_PARTS)
+        joint = _joint_scores(scores, best, score_stride, token, oldest, length, NEWEST, GROUP, MEMBERS)
         tl.store(orders + token, joint)
     tl.debug_barrier()  # they are read again
-    lowest, num_above = _lowest_chosen(orders, number, begin, length, SEARCHED, IS_KEPT)
+    lowest, num_above, num_reached = _lowest_chosen(orders, number, begin, length, CHUNK)
     num_equal = number - num_above  # of those with the lowest score, so many are chosen
     num_seen, num_written = 0, 0
     for start in range(begin, length, CHUNK):
         order, token = tl.load(orders + start + place), start + place
-        equal = (order == lowest).to(tl.int32)
-        is_first = (equal > 0) & (num_seen + tl.cumsum(equal, 0) <= num_equal)
-        taken = ((order > lowest) | is_first) & (token >= oldest) & (token < length)
+        taken = order >= lowest
+        if num_reached > number:  # of equal scores, the first
+            equal = (order == lowest).to(tl.int32)
+            taken = (order > lowest) | ((equal > 0) & (num_seen + tl.cumsum(equal, 0) <= num_equal))
+            num_seen += tl.sum(equal, 0)
+        taken = taken & (token >= oldest) & (token < length)
         block = tl.load(table_ptr + request * table_stride + token // BLOCK_SIZE, mask=taken, other=0)
         target = num_written + tl.cumsum(taken.to(tl.int32), 0) - 1
         tl.store(chosen_ptr + row * chosen_stride + target, block * BLOCK_SIZE + token % BLOCK_SIZE, mask=taken)
-        num_seen += tl.sum(equal, 0)
         num_written += tl.sum(taken.to(tl.int32), 0)
     tl.store(count_ptr + row, number)
 
@@ -173,7 +167,6 @@ def chosen_slots_by_kernel(
     assert query.stride()[1:] == (head_dim, 1), "the heads of a query lie end to end"
     num_parts = number_of_parts(num_requests, num_key_heads, _PROGRAMS)
     width = triton.cdiv(tables.shape[1] * block_size, _CHUNK) * _CHUNK  # chunks are whole
-    searched = triton.next_power_of_2(width) if width <= _KEPT else _CHUNK
     scores = torch.empty(num_requests, num_heads, width, dtype=torch.float32, device=query.device)
     best = torch.empty(num_requests, num_heads, num_parts, dtype=torch.float32, device=query.device)
     chosen = torch.empty(num_requests, num_key_heads, most, dtype=torch.int32, device=query.device)
@@ -185,11 +178,11 @@ def chosen_slots_by_kernel(
         COLUMNS=max(8, triton.next_power_of_2(num_heads // num_key_heads)),  # tensor cores need 8
         WIDTH=max(16, triton.next_power_of_2(num_dims)), TOKENS=_TOKENS, num_warps=_WARPS, num_stages=_STAGES,
     )  # fmt: skip
-    assert width < 1024 * _CHUNK, "counts have ten bits"
+    assert width < min(1024 * _CHUNK, 1 << 21), "counts have ten bits each, and 21 all together"
     _choose[(num_requests, num_key_heads)](
         scores, best, tables, lengths, chosen, counts, share, tables.stride(0), lengths.stride(0), width, most,
         NUM_KEY_HEADS=num_key_heads, GROUP=num_heads // num_key_heads, NUM_PARTS=num_parts, BLOCK_SIZE=block_size,
-        NEWEST=newest, DENSE_BELOW=dense_below, WINDOW=window or 0, CHUNK=_CHUNK, SEARCHED=searched,
-        IS_KEPT=width <= _KEPT, num_warps=_CHOOSING_WARPS,
+        NEWEST=newest, DENSE_BELOW=dense_below, WINDOW=window or 0, CHUNK=_CHUNK,
+        MEMBERS=triton.next_power_of_2(num_heads // num_key_heads), num_warps=_CHOOSING_WARPS,
     )  # fmt: skip
     return chosen, counts

@@ -4,9 +4,10 @@ A decode of one request reads a weight in some microseconds, so one kernel compu
 product, and bias, residual or silu(gate) * up after it.
 
 Codes are the first operand of the product, which fills the tensor cores: these take 16 rows of the first and 8 columns
-of the second. Few rows of inputs would leave columns empty. So the inputs are cut into chunks, and a tile has all
-chunks of some outputs below each other, and all chunks of the inputs side by side. Its product is each chunk of codes
-times each chunk of inputs; those of the same chunk are added up at the end. Scales and least values belong to outputs,
+of the second. Few rows of inputs would leave columns empty. So the inputs are dealt out to chunks, block by block, and
+a tile has all chunks of some outputs below each other, and all chunks of the inputs side by side. Its product is each
+chunk of codes times each chunk of inputs; those of the same chunk are added up at the end. A step reads one block of
+each chunk, which lie end to end in memory. Scales and least values belong to outputs,
 which are the rows, so they are applied to products: sum of (code * scale + least) * input = scale * sum of code * input
 + least * sum of inputs. The sums of inputs are a product with ones.
 """
@@ -139,27 +140,31 @@ def _product_of_rows(
     hidden_stride, residual_stride, BITS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_GATED: tl.constexpr,
     ROWS: tl.constexpr, CHUNKS: tl.constexpr, OUTPUTS: tl.constexpr, SQUARES: tl.constexpr, STAGES: tl.constexpr,
-    BY_PTX: tl.constexpr,
+    IS_EARLY: tl.constexpr, BY_PTX: tl.constexpr,
 ):  # fmt: skip
     """Inputs come in blocks, of one or two groups; none: codes are float8. Codes past the last are multiplied by 0."""
     dtype: tl.constexpr = hidden_ptr.dtype.element_ty
     width: tl.constexpr = BLOCK * BITS // 8  # bytes of a block
     results: tl.constexpr = OUTPUTS // 2 if IS_GATED else OUTPUTS
     num_blocks, begin = num_in // BLOCK, tl.program_id(0) * results
-    size = tl.cdiv(num_blocks, CHUNKS)  # blocks of a chunk
     place, column, byte = tl.arange(0, CHUNKS * OUTPUTS), tl.arange(0, CHUNKS * ROWS), tl.arange(0, width)
-    output = place % OUTPUTS
+    output, own = place // CHUNKS, place % CHUNKS
     output = tl.minimum(begin + output % results, num_results - 1) + output // results * num_results
     chunk, row = column // ROWS, column % ROWS
     codes_at = code_ptr + output.to(tl.int64)[:, None] * (num_blocks * width) + byte[None, :]
     ranges_at = range_ptr + output.to(tl.int64) * (1 if GROUPS == 0 else num_blocks)  # both groups of a block in one
     given = hidden_ptr + row[None, :] * hidden_stride + byte[:, None]
     norms = norm_ptr + byte[:, None]
+    early = tl.zeros([SQUARES, ROWS], dtype)
+    if HAS_NORM and IS_EARLY:  # loaded in front of the codes, and squared behind them: nothing waits for it
+        inside = (tl.arange(0, SQUARES) < num_in)[:, None] & (tl.arange(0, ROWS) < num_rows)[None, :]
+        at = hidden_ptr + tl.arange(0, ROWS)[None, :] * hidden_stride + tl.arange(0, SQUARES)[:, None]
+        early = tl.load(at, mask=inside, other=0.0)
     total = tl.zeros([CHUNKS * OUTPUTS, CHUNKS * ROWS], tl.float32)
-    for step in tl.range(0, size, num_stages=STAGES):  # said here, so that ranges are loaded ahead too
-        block = tl.minimum(place // OUTPUTS * size + step, num_blocks - 1)
-        exists = ((chunk * size + step < num_blocks) & (row < num_rows))[None, :]
-        start = ((chunk * size + step) * BLOCK)[None, :]
+    for first in tl.range(0, num_blocks, CHUNKS, num_stages=STAGES):  # said here, so that ranges are loaded ahead too
+        block = tl.minimum(first + own, num_blocks - 1)
+        exists = ((first + chunk < num_blocks) & (row < num_rows))[None, :]
+        start = ((first + chunk) * BLOCK)[None, :]
         codes = tl.load(codes_at + block[:, None] * width)
         total = _add_block(
             total, codes, ranges_at + block, given + start, norms + start, exists,
@@ -168,10 +173,14 @@ def _product_of_rows(
     if GROUPS == 0:
         total *= tl.load(ranges_at)[:, None] * (2.0**60 if BY_PTX and dtype == tl.bfloat16 else 1.0)
 
-    total = tl.where((place // OUTPUTS)[:, None] == chunk[None, :], total, 0.0)
-    total = tl.sum(tl.sum(tl.reshape(total, [CHUNKS, OUTPUTS, CHUNKS, ROWS]), 2), 0)  # [OUTPUTS, ROWS]
+    total = tl.where(own[:, None] == chunk[None, :], total, 0.0)
+    total = tl.sum(tl.sum(tl.reshape(total, [OUTPUTS, CHUNKS, CHUNKS, ROWS]), 2), 1)  # [OUTPUTS, ROWS]
     if HAS_NORM:
-        total *= _norm_factor(hidden_ptr, eps, num_rows, num_in, hidden_stride, ROWS, SQUARES)
+        if IS_EARLY:
+            early = early.to(tl.float32)
+            total *= tl.rsqrt(tl.sum(early * early, 0) / num_in + eps)[None, :]
+        else:
+            total *= _norm_factor(hidden_ptr, eps, num_rows, num_in, hidden_stride, ROWS, SQUARES)
     outs, rows = begin + tl.arange(0, results), tl.arange(0, ROWS)
     exists = (outs < num_results)[:, None] & (rows < num_rows)[None, :]
     total = _finished(
@@ -204,6 +213,7 @@ def product_of_rows_by_kernel(
     chunks = max(1, min(_MAX_CHUNKS, 2 * _MAX_CHUNKS // rows))
     tile = _LARGE_TILE if num_out * chunks >= _MANY_PROGRAMS * _LARGE_TILE else _TILE
     outputs = tile // chunks
+    squares = min(_SQUARES, triton.next_power_of_2(num_in)) // rows
     out = hidden.new_empty(num_rows, num_results)
     _product_of_rows[(triton.cdiv(num_results, outputs // 2 if is_gated else outputs),)](
         hidden,
@@ -229,8 +239,9 @@ def product_of_rows_by_kernel(
         ROWS=rows,
         CHUNKS=chunks,
         OUTPUTS=outputs,
-        SQUARES=min(_SQUARES, triton.next_power_of_2(num_in)) // rows,
+        SQUARES=squares,
         STAGES=_STAGES,
+        IS_EARLY=num_in <= squares,
         BY_PTX=hidden.is_cuda and torch.version.hip is None,
         num_warps=_WARPS,
     )

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from weft.errors import ConfigError
 from weft.models.attention import RMSNorm
+from weft.serve.cpu_products import group_row_product
 from weft.serve.group_codes import GroupCodes, decode, encode, joined_ranges, size_of_block, split_ranges
 
 FP8 = torch.float8_e4m3fn
@@ -96,7 +97,9 @@ class Grouped:
         num_in = hidden.shape[-1]
         if is_for_kernel(hidden) and self.size_of_group(num_in) >= 32:
             return product_by_kernel(hidden, codes, ranges, self.block(num_in), after, norm)
-        return after.of(F.linear(hidden if norm is None else norm(hidden), self.decode(parts, hidden.dtype)))
+        hidden = hidden if norm is None else norm(hidden)
+        row = group_row_product(hidden, codes, ranges, self.block(num_in))
+        return after.of(F.linear(hidden, self.decode(parts, hidden.dtype)) if row is None else row)
 
 
 @dataclass(frozen=True)
