@@ -86,3 +86,24 @@ def test_what_does_not_fit_is_refused_and_layouts_use_all_devices() -> None:
         predict_serving(load_model("llama3-70b"), load("h100:1x1"), Plan(), ServingWorkload.of(1, 256, 64))  # type: ignore[arg-type]
     assert {plan.num_ranks for plan in serving_plans(LLAMA_8B, 8)} == {8}
     assert all(plan.expert == 1 for plan in serving_plans(LLAMA_8B, 8))
+
+
+def test_weights_in_host_memory_are_priced_by_the_link() -> None:
+    cluster, workload = load("h200:1x1"), ServingWorkload.of(32, 64, 16)
+    plain, streamed = (predict_serving(LLAMA_8B, cluster, Plan(), workload, ahead=ahead) for ahead in (0, 2))
+    assert plain.streaming is None
+    price = streamed.streaming
+    assert price is not None
+    assert price.copied_bytes == LEAN["streaming"]["bytes_copied_per_step"]
+    assert plain.weight_bytes - streamed.weight_bytes == price.copied_bytes * 29 // 32  # three of 32 blocks have room
+    assert streamed.cache_tokens > plain.cache_tokens
+    steps = 1 / streamed.alone.tokens_per_second
+    assert steps == pytest.approx(price.copy_seconds, rel=0.1)
+    assert streamed.alone.tokens_per_second == pytest.approx(
+        LEAN["streaming"]["1 requests"]["tokens_per_second"], rel=0.1
+    )
+    few = ServingModel(LLAMA_8B, cluster, Plan(), "bf16", "int4", None, 2).streaming
+    assert few is not None
+    assert few.break_even_tokens < 0.3 * price.break_even_tokens  # fewer bytes are copied
+    with pytest.raises(PlanError, match="needs one rank"):
+        predict_serving(LLAMA_8B, load("h200:1x2"), Plan(tensor=Tensor(2)), workload, ahead=2)

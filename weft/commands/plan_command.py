@@ -55,11 +55,12 @@ def plan_command(
     output: Annotated[int, typer.Option(help="with --serve: tokens of an answer", min=1, max=1 << 16)] = 256,
     weights: Annotated[str | None, typer.Option(help="with --serve: fp8, int8, int4 or int4-128, for memory")] = None,
     cache: Annotated[str | None, typer.Option(help="with --serve: keys and values as int4")] = None,
+    stream_weights: Annotated[int, typer.Option(help="with --serve: blocks copied ahead from host memory", min=0)] = 0,
     as_json: Json = False,
 ) -> None:
     """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
     if serve:
-        _plan_serving(model, run_file, cluster, (requests, prompt, output), (weights, cache), as_json)
+        _plan_serving(model, run_file, cluster, (requests, prompt, output), (weights, cache), stream_weights, as_json)
         return
     if like is not None:
         _plan_like(like, (model, run_file, cluster, tokens_per_step, sequence, where, write, report), as_json)
@@ -112,6 +113,7 @@ def _plan_serving(
     cluster: str | None,
     sizes: tuple[int, int, int],
     formats: tuple[str | None, str | None],
+    ahead: int,
     as_json: bool,
 ) -> None:
     """Plan to serve a model of the catalog, or that of a run file."""
@@ -126,10 +128,10 @@ def _plan_serving(
     kept = dict(zip(("weights", "cache"), formats, strict=True))
     if run_file is not None:
         run = load_run(run_file)
-        plan_serving(run.name, run.model, cluster or run.cluster, workload, kept, console, as_json)
+        plan_serving(run.name, run.model, cluster or run.cluster, workload, kept, ahead, console, as_json)
     else:
         assert model is not None
-        plan_serving(model, load_model(model), cluster or "local", workload, kept, console, as_json)
+        plan_serving(model, load_model(model), cluster or "local", workload, kept, ahead, console, as_json)
 
 
 def _refuse_two_models(model: str | None, run_file: Path | None, sizes: tuple[object, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -23,19 +24,21 @@ def plan_serving(
     cluster_name: str,
     workload: ServingWorkload,
     formats: dict[str, str | None],
+    ahead: int,
     console: Console,
     as_json: bool,
 ) -> None:
     """Find the best layout to serve a model, and show it with others. Raises PlanError if none fits.
 
-    `formats` are those of weights and cache, as options of `weft serve` name them; None: as usual.
+    `formats` are those of weights and cache, as options of `weft serve` name them; None: as usual. `ahead`
+    is --stream-weights.
     """
     if not isinstance(config, LanguageConfig):
         raise ConfigError(f"--serve is for models of text; {name} is a model of images")
     cluster = with_assumed_rates(load(cluster_name))
     precision = "bf16" if "bf16" in cluster.node.device.peak_flops else "fp32"
     with console.status("planning"):
-        found, refused = search_serving(config, cluster, workload, precision, **formats)
+        found, refused = search_serving(config, cluster, workload, precision, **formats, ahead=ahead)
     if not found:
         raise PlanError(f"no layout serves {name} on {cluster_name}; the last one: {refused[-1]}")
     if as_json:
@@ -48,6 +51,7 @@ def plan_serving(
     lines = explain(found, cluster)
     for key, value in formats.items():
         lines[-1] += f" --{key} {value}" if value is not None else ""
+    lines[-1] += f" --stream-weights {ahead}" if ahead else ""
     if formats["weights"] is not None:
         lines.append(f"Memory is that of {formats['weights']} weights; times are those of {precision} weights.")
     for line in lines:
@@ -68,6 +72,13 @@ def explain(found: list[ServingPrediction], cluster: Cluster) -> list[str]:
         f"One request alone: {alone.tokens_per_second:,.0f} tokens/s, the first after "
         f"{alone.first_token_seconds * 1e3:.0f} ms.",
     ]
+    if best.streaming is not None:
+        price = best.streaming
+        lines.append(
+            f"Weights in host memory: each step copies {price.copied_bytes / 1e9:.1f} GB, at least "
+            f"{price.copy_seconds * 1e3:,.0f} ms. From {price.break_even_tokens:,} tokens a step on, products take as "
+            f"long; with fewer, the device waits."
+        )
     fastest = min(found, key=lambda one: -one.alone.tokens_per_second)
     if fastest is not best:
         lines.append(
@@ -121,6 +132,7 @@ def _as_json(one: ServingPrediction) -> dict[str, Any]:
         "cache_tokens": one.cache_tokens,
         "memory_bytes": one.memory_bytes,
         "requests_held": one.requests_held,
+        **({} if one.streaming is None else {"streaming": asdict(one.streaming)}),
         "loaded": _times(one.loaded),
         "alone": _times(one.alone),
     }

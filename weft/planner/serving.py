@@ -21,11 +21,12 @@ from weft.errors import PlanError
 from weft.plan import Pipe, Plan, Tensor
 from weft.planner.kernels import LAUNCH_SECONDS, Kernels
 from weft.planner.micro_batch import LINK_SHARE
+from weft.planner.step import HOST_LINK_SHARE
 from weft.profiling.software import software_for_text
 from weft.serve.blocks import PagedBlocks
 from weft.serve.cache_formats import cache_format
 from weft.serve.model_part import GPU_SHARE
-from weft.serve.rank_part import RankPlace, part_bytes, refuse_plan, stage_of
+from weft.serve.rank_part import RankPlace, block_bytes, part_bytes, refuse_plan, stage_of
 from weft.serve.request import Request
 from weft.serve.scheduler import ActiveRequest, ScheduledChunk, Scheduler
 from weft.serve.traffic import ServedSizes, step_calls
@@ -80,6 +81,17 @@ class ServingTimes:
 
 
 @dataclass(frozen=True)
+class StreamingPrice:
+    """What weights in host memory cost: bytes and seconds of a step's copies, and with how many tokens of a step its
+    products take as long.
+    """
+
+    copied_bytes: int
+    copy_seconds: float
+    break_even_tokens: int
+
+
+@dataclass(frozen=True)
 class ServingPrediction:
     """A layout, and what it gives. Bytes are those of the fullest device."""
 
@@ -91,6 +103,7 @@ class ServingPrediction:
     requests_held: int  # of all replicas
     alone: ServingTimes  # one request
     loaded: ServingTimes  # the workload, all replicas
+    streaming: StreamingPrice | None = None
 
 
 @dataclass(frozen=True)
@@ -116,7 +129,9 @@ class ServingModel:
         precision: str,
         weights: str | None = None,
         cache: str | None = None,
+        ahead: int = 0,
     ) -> None:
+        """`ahead`: the weights of blocks are in host memory, and those of so many blocks are copied ahead."""
         self.config, self.cluster, self.plan = config, cluster, plan
         self.sizes = ServedSizes.of(config)
         self.kernels = Kernels(cluster.node.device, software_for_text(cluster), precision)
@@ -132,6 +147,33 @@ class ServingModel:
             part_bytes(config, places[stage], self.kernels.item_bytes, self._format)
             for stage in range(plan.pipe.degree)
         ]
+        self._copied_bytes = 0  # from host memory, for each step
+        if ahead:
+            blocks = block_bytes(config, self.kernels.item_bytes, self._format)
+            self._copied_bytes = sum(blocks)
+            self._weight_bytes[0] += min(ahead + 1, len(blocks)) * max(blocks) - self._copied_bytes
+
+    @property
+    def streaming(self) -> StreamingPrice | None:
+        """None if weights stay on the device."""
+        if not self._copied_bytes:
+            return None
+        flops = 0.0  # of a token
+        for has_experts, number in self._layer_kinds[0].items():
+            for rows, inner, columns, times, _ in self._products(1, has_experts):
+                flops += 2 * number * times * rows * inner * columns
+        seconds = self._copied_bytes / (self._link_rate * HOST_LINK_SHARE)
+        return StreamingPrice(self._copied_bytes, seconds, math.ceil(seconds * self.kernels.peak / flops))
+
+    @property
+    def _link_rate(self) -> float:
+        rate = self.cluster.node.host_link_bytes_per_second
+        if rate is None:
+            raise PlanError(
+                "the cluster's file does not say how fast devices read host memory, which --stream-weights needs; give "
+                "node.host_link_bytes_per_second"
+            )
+        return rate
 
     @property
     def weight_bytes(self) -> int:
@@ -203,11 +245,15 @@ class ServingModel:
             "other kernels": small,
             "communication": self._communication(stage, num_tokens, num_sampled),
         }
-        if prompts or plan.num_ranks > plan.data:  # no CUDA graph
+        if prompts or plan.num_ranks > plan.data or self._copied_bytes:  # no CUDA graph
             host = OPERATIONS_PER_LAYER * len(layers) * HOST_SECONDS
             by_cause["waiting for the host"] = max(0.0, host - sum(by_cause.values()))
         assert self.cluster.node.device.memory_bandwidth_bytes_per_second is not None
         read = (num_read + cache) / self.cluster.node.device.memory_bandwidth_bytes_per_second
+        if self._copied_bytes:  # while blocks compute
+            copies = self._copied_bytes / (self._link_rate * HOST_LINK_SHARE)
+            by_cause["copies from host memory"] = max(0.0, copies - sum(by_cause.values()))
+            read = max(read, self._copied_bytes / self._link_rate)
         return _StageStep(by_cause, max(read, flops / kernels.peak))
 
     def _product(self, rows: int, inner: int, columns: int, is_packed: bool) -> tuple[float, int]:
@@ -313,13 +359,18 @@ def predict_serving(
     precision: str = "bf16",
     weights: str | None = None,
     cache: str | None = None,
+    ahead: int = 0,
 ) -> ServingPrediction:
     """Predict a layout. Raises PlanError if the model or a request does not fit.
 
-    `weights` and `cache` are formats of fewer bits.
+    `weights` and `cache` are formats of fewer bits. With `ahead`, blocks are in host memory (`ServingModel`).
     """
     refuse_plan(config, plan)
-    model = ServingModel(config, cluster, plan, precision, weights, cache)
+    if ahead and plan.num_ranks > 1:
+        raise PlanError(
+            f"{plan.describe_axes()}: --stream-weights needs one rank; plan for one device, or leave it out"
+        )
+    model = ServingModel(config, cluster, plan, precision, weights, cache, ahead)
     cache_tokens = model.cache_tokens
     longest = max(map(sum, workload.lengths))
     if cache_tokens < longest:
@@ -343,7 +394,8 @@ def predict_serving(
     per_token = max(model.cache_bytes(stage) for stage in range(plan.pipe.degree))
     rows = (MAX_RUNNING + 1) * max(model.row_bytes(stage) for stage in range(plan.pipe.degree))
     memory = math.ceil(model.weight_bytes + cache_tokens * per_token + rows)
-    return ServingPrediction(plan, model.weight_bytes, per_token, memory, cache_tokens, held, alone, every)
+    sizes = (model.weight_bytes, per_token, memory, cache_tokens, held)
+    return ServingPrediction(plan, *sizes, alone, every, model.streaming)
 
 
 def serving_plans(config: LanguageConfig, num_devices: int) -> Iterable[Plan]:
@@ -364,12 +416,13 @@ def search_serving(
     precision: str = "bf16",
     weights: str | None = None,
     cache: str | None = None,
+    ahead: int = 0,
 ) -> tuple[list[ServingPrediction], list[str]]:
     """Returns the layouts that fit, most tokens per second first, and why others do not."""
     found, refused = list[ServingPrediction](), list[str]()
     for plan in serving_plans(config, cluster.num_devices):
         try:
-            found.append(predict_serving(config, cluster, plan, workload, precision, weights, cache))
+            found.append(predict_serving(config, cluster, plan, workload, precision, weights, cache, ahead))
         except PlanError as error:
             refused.append(str(error))
     return sorted(found, key=lambda one: -one.loaded.tokens_per_second), refused

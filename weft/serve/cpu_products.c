@@ -17,6 +17,9 @@ static inline Floats floats_at(const float *from) {
     return found;
 }
 
+/* Ask for memory that is read soon. Past the end of a weight, nothing happens. */
+static inline void fetch_ahead(const void *from) { __builtin_prefetch((const char *)from + 2048); }
+
 /* A loop, because compilers widen bytes by one instruction here and by many in __builtin_convertvector. */
 static inline Integers bytes_at(const uint8_t *from) {
     int32_t wide[16];
@@ -52,6 +55,7 @@ static float bf16_output(const uint16_t *codes, const float *row, long num_in) {
     Floats one = {0}, two = {0}, three = {0}, four = {0};
     long i = 0;
     for (; i + 64 <= num_in; i += 64) {
+        fetch_ahead(codes + i), fetch_ahead(codes + i + 32);
         one += bf16_at(codes + i) * floats_at(row + i);
         two += bf16_at(codes + i + 16) * floats_at(row + i + 16);
         three += bf16_at(codes + i + 32) * floats_at(row + i + 32);
@@ -80,6 +84,7 @@ static float int8_output(
     float least = 0;
     for (long g = 0; g < num_groups; g++, codes += group, row += group) {
         Floats sum = {0};
+        fetch_ahead(codes), fetch_ahead(codes + 64);
         for (long i = 0; i < group; i += 16) sum += __builtin_convertvector(bytes_at(codes + i), Floats) * floats_at(row + i);
         total += sum * of_half(ranges[g] & 0xffffu);
         least += sums[g] * of_half(ranges[g] >> 16);
@@ -105,6 +110,7 @@ static float int4_output(
     float least = 0;
     for (long b = 0; b < num_blocks; b++, codes += half, row += 2 * half, ranges += groups) {
         Floats low = {0}, high = {0};
+        fetch_ahead(codes);
         for (long i = 0; i < half; i += 16) {
             Integers bytes = bytes_at(codes + i);
             low += __builtin_convertvector(bytes & 15, Floats) * floats_at(row + i);

@@ -98,6 +98,8 @@ def _functions() -> ctypes.CDLL | None:
 
 def fastest_threads(most: int, seconds_of: Callable[[int], float] | None = None) -> int:
     """The number of threads with which a product takes least time: a power of two, or `most`. More must gain 5 %."""
+    if most == 1:
+        return 1
     numbers = [number for number in (2**power for power in range(most.bit_length())) if number < most] + [most]
     seconds = {number: (seconds_of or _seconds_of_product)(number) for number in numbers}
     best = 1

@@ -23,6 +23,7 @@ from weft.saved_run import open_checkpoint
 from weft.serve.adapters import merge_adapter
 from weft.serve.addresses import is_loopback, listen
 from weft.serve.cache_formats import block_size_of, cache_format
+from weft.serve.cpu_products import fastest_threads
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.follow import follow, require_run
 from weft.serve.follow_steps import follow_steps
@@ -113,6 +114,8 @@ def run_server(source: Path, options: ServeOptions, ready: Ready, say: Say) -> N
     loaded = load_model(source, options.tokenizer, options.device, say, packing=options.packing, on_host=on_host)
     if options.merged_adapter is not None:
         merge_adapter(loaded.model, Path(options.merged_adapter))
+    if next(loaded.model.parameters()).device.type == "cpu" and not on_host and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(fastest_threads(torch.get_num_threads()))
     engine = Engine(loaded.model, options.engine(loaded, options.max_waiting, options.device))
 
     def load(checkpoint: Path) -> nn.Module:

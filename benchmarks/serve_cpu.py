@@ -1,0 +1,144 @@
+"""Measures decodes of one request on a CPU: the engine in float32, bf16, int8 and int4 beside transformers, compiled.
+
+    python benchmarks/serve_cpu.py                       a Llama of 200M with random weights; minutes
+    python benchmarks/serve_cpu.py --threads 1 --cpu-time  for a machine that other processes use too
+    python benchmarks/serve_cpu.py --tiny                a tiny model, to try the benchmark itself; nothing is written
+
+The memory floor is the bytes of all weights but the embedding, at the best rate of torch's matrix-vector product and
+sum over 256 MB of float32. A time is the least of all steps of a decode after the first ones. transformers has a static
+cache of the same length, and its forward is compiled. With --cpu-time, seconds are those that the process had a core.
+Writes benchmarks/results/serve-cpu.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from serve_gpu import TINY, random_model
+from torch import nn
+
+from weft.models import DecoderConfig
+from weft.serve.engine import Engine, EngineOptions
+from weft.serve.packed_linear import pack_model
+from weft.serve.request import Request, Sampling
+from weft.serve.weight_formats import FORMATS
+
+RESULT = Path(__file__).parent / "results" / "serve-cpu.json"
+LLAMA_200M = DecoderConfig(
+    vocab_size=32000,
+    hidden_size=1024,
+    intermediate_size=2816,
+    num_hidden_layers=12,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    max_position_embeddings=256,
+)
+WAYS = (("float32", None), ("bfloat16", None), ("bfloat16", "int8"), ("bfloat16", "int4"))
+Clock = Callable[[], float]
+
+
+def read_rate(clock: Clock, num_rows: int) -> float:
+    """Bytes a second that are read from memory."""
+    weight, row = torch.randn(num_rows, 8192), torch.randn(8192)
+    best = float("inf")
+    for compute in (lambda: torch.mv(weight, row), lambda: weight.sum()):
+        for _ in range(8):
+            begin = clock()
+            compute()
+            best = min(best, clock() - begin)
+    return weight.numel() * weight.itemsize / best
+
+
+def least_step(step: Callable[[], Any], clock: Clock, number: int) -> float:
+    times = []
+    for _ in range(number):
+        begin = clock()
+        step()
+        times.append(clock() - begin)
+    return min(times[3:])
+
+
+def engine_seconds(model: nn.Module, clock: Clock, number: int) -> float:
+    engine = Engine(model, EngineOptions(max_running=1, num_blocks=16, prefix_cache=False))
+    engine.add(Request("one", tuple(range(16)), number + 2, Sampling(temperature=0)))
+    engine.step()
+    return least_step(engine.step, clock, number)
+
+
+@torch.inference_mode()
+def transformers_seconds(config: DecoderConfig, dtype: torch.dtype, clock: Clock, number: int) -> float:
+    from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = {name: getattr(config, name) for name in (*names, "num_key_value_heads", "max_position_embeddings")}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)).to(dtype).eval()
+    cache = StaticCache(config=model.config, max_cache_len=config.max_position_embeddings)
+    model(torch.arange(16)[None], past_key_values=cache, cache_position=torch.arange(16))
+    forward = torch.compile(model.forward, dynamic=False)
+    place, token = torch.tensor([16]), torch.tensor([[3]])
+
+    def step() -> None:
+        logits = forward(token, past_key_values=cache, cache_position=place).logits
+        token.copy_(logits[:, -1].argmax(-1, keepdim=True))
+        place.add_(1)
+
+    return least_step(step, clock, number)
+
+
+def bytes_read(model: nn.Module) -> int:
+    named = (*model.named_parameters(), *model.named_buffers())
+    return sum(one.numel() * one.element_size() for name, one in named if "embed_tokens" not in name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes; results are printed, not written")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="seconds that the process had a core; needs --threads 1"
+    )
+    parser.add_argument("--no-transformers", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    given = parser.parse_args()
+    if given.cpu_time and given.threads != 1:
+        parser.error("--cpu-time adds up the seconds of all threads; give --threads 1 too")
+    torch.set_num_threads(given.threads)
+    clock: Clock = time.process_time if given.cpu_time else time.perf_counter
+    config, number = (TINY, 8) if given.tiny else (LLAMA_200M, 24)
+    rate = read_rate(clock, 128 if given.tiny else 8192)
+    results: dict[str, Any] = {
+        "cpu": platform.processor() or platform.machine(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "threads": given.threads,
+        "seconds": "of a core" if given.cpu_time else "of the clock",
+        "bytes_read_per_second": rate,
+    }
+    for dtype, weights in WAYS:
+        model = random_model(config, torch.device("cpu")).to(getattr(torch, dtype))
+        if weights is not None:
+            pack_model(model, FORMATS[weights])
+        floor = bytes_read(model) / rate
+        seconds = engine_seconds(model, clock, number)
+        one = {"milliseconds_per_token": 1e3 * seconds, "share_of_floor": floor / seconds}
+        results[f"weft {weights or dtype}"] = one
+        print(f"weft {weights or dtype}", one, flush=True)
+    for dtype in ("float32", "bfloat16") if not given.no_transformers else ():
+        seconds = transformers_seconds(config, getattr(torch, dtype), clock, number)
+        own = results[f"weft {dtype}"]
+        own["times_as_fast_as_transformers"] = seconds / own["milliseconds_per_token"] * 1e3
+        results[f"transformers {dtype}"] = {"milliseconds_per_token": 1e3 * seconds}
+        print(f"transformers {dtype}", results[f"transformers {dtype}"], flush=True)
+    if not given.tiny:
+        given.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
