@@ -12,8 +12,9 @@ from serving_for_tests import GREEDY, serve_all, tiny_model, tokens_of
 from test_engine import make_engine
 
 from weft.serve import cpu_products
-from weft.serve.cpu_products import bf16_row_product, fastest_threads, group_row_product
+from weft.serve.cpu_products import bf16_row_product, cpu_decode_attention, fastest_threads, group_row_product
 from weft.serve.packed_linear import pack_model
+from weft.serve.paged_attention import decode_attention
 from weft.serve.request import Request
 from weft.serve.weight_formats import Grouped, weight_format
 
@@ -69,6 +70,24 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
         torch.set_num_threads(before)
     assert found[0] is not None
     assert all(torch.equal(found[0], other) for other in found[1:])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_attention_of_one_request_is_the_plain_one(window: int | None) -> None:
+    query, tables = torch.randn(1, 6, 32).bfloat16(), torch.tensor([[5, 2, 0, 7]], dtype=torch.int32)
+    keys, values = (torch.randn(32, 3, 32).bfloat16() for _ in range(2))
+    for length in (1, 4, 14):
+        given = (tables, torch.tensor([length], dtype=torch.int32), 4, window)
+        found, expected = (
+            cpu_decode_attention(query, keys, values, *given),
+            decode_attention(query, keys, values, *given),
+        )
+        assert found is not None
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    other = cpu_decode_attention(query, keys.flip(0), values, *given)  # the control: keys of other slots
+    assert other is not None
+    assert float((other - expected).abs().max()) > 0.05
+    assert cpu_decode_attention(query.float(), keys.float(), values.float(), *given) is None
 
 
 def test_other_products_are_left_to_torch() -> None:

@@ -4,6 +4,7 @@ A decode of one request reads each weight once, so its time is that of reading m
 by side, each a vector, and are added up at the end. A result does not depend on the number of threads. Formats are
 those of weight_formats.py: 16 divides the sizes of groups, and of half blocks.
 */
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -131,5 +132,40 @@ void weft_int4_product(
     for (long o = 0; o < num_out; o++) {
         const uint32_t *range = ranges + o * num_blocks * groups;
         out[o] = int4_output(codes + o * row_bytes, range, row, sums, num_blocks, block / 2, groups);
+    }
+}
+
+/* Attention of one query over some tokens, in three passes: scores, weights, values. Keys and values of a token lie at
+`slots` [tokens]. `scores` is room for the tokens. 16 divides head_dim. */
+static void attention_of_head(
+    const float *query, const uint16_t *keys, const uint16_t *values, const int32_t *slots, float *scores, float *out,
+    long num_tokens, long stride, long head_dim, float scale) {
+    float highest = -3.4e38f, total = 0;
+    for (long t = 0; t < num_tokens; t++) {
+        const uint16_t *key = keys + slots[t] * stride;
+        Floats sum = {0};
+        for (long i = 0; i < head_dim; i += 16) sum += bf16_at(key + i) * floats_at(query + i);
+        scores[t] = sum_of(sum) * scale;
+        if (scores[t] > highest) highest = scores[t];
+    }
+    for (long t = 0; t < num_tokens; t++) total += scores[t] = expf(scores[t] - highest);
+    for (long i = 0; i < head_dim; i += 16) {
+        Floats mixed = {0};
+        for (long t = 0; t < num_tokens; t++) mixed += bf16_at(values + slots[t] * stride + i) * scores[t];
+        mixed /= total;
+        memcpy(out + i, &mixed, sizeof mixed);
+    }
+}
+
+void weft_bf16_attention(
+    const float *query, const uint16_t *keys, const uint16_t *values, const int32_t *slots, float *scores, float *out,
+    long num_tokens, long num_heads, long num_key_heads, long head_dim, float scale, int threads) {
+    long group = num_heads / num_key_heads, stride = num_key_heads * head_dim;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long head = 0; head < num_heads; head++) {
+        long first = head / group * head_dim, own = head * head_dim;
+        float *room = scores + head * num_tokens;
+        attention_of_head(
+            query + own, keys + first, values + first, slots, room, out + own, num_tokens, stride, head_dim, scale);
     }
 }

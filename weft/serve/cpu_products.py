@@ -1,4 +1,5 @@
-"""Products of one row with weights in bf16, int8 and int4 on a CPU, by C functions that are compiled when first needed.
+"""Decodes of one request on a CPU, by C functions that are compiled when first needed: products with weights in bf16,
+int8 and int4, and attention over pages.
 
 torch's own products of bf16 are slow on CPUs without instructions for it, and codes would be decoded for each product.
 `cpu_products.c` reads weights as they are. Sums are in float32, as torch's are. If the machine has no C compiler, a
@@ -64,6 +65,30 @@ def group_row_product(
     return out.to(hidden.dtype)
 
 
+def cpu_decode_attention(
+    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, block_size: int, window: int | None
+) -> Tensor | None:
+    """`paged_attention.decode_attention` of one request in bf16, or None if torch is to compute it. Pages are read in
+    place.
+    """
+    is_one = len(query) == 1 and query.device.type == "cpu" and query.shape[-1] % 16 == 0
+    is_for_functions = is_one and query.dtype == keys.dtype == torch.bfloat16
+    functions = _functions() if is_for_functions and keys.is_contiguous() and values.is_contiguous() else None
+    if functions is None:
+        return None
+    (_, num_heads, head_dim), num_key_heads, length = query.shape, keys.shape[1], int(lengths[0])
+    begin = 0 if window is None else max(0, length - window)
+    places = torch.arange(begin, length, dtype=torch.int32)
+    slots = tables[0].to(torch.int32)[places // block_size] * block_size + places % block_size
+    given, out = query.float().contiguous(), torch.empty(1, num_heads, head_dim)
+    room = torch.empty(num_heads, length - begin)
+    tensors = [_place(one) for one in (given, keys, values, slots, room, out)]
+    sizes = [ctypes.c_long(number) for number in (length - begin, num_heads, num_key_heads, head_dim)]
+    scale = ctypes.c_float(head_dim**-0.5)
+    functions.weft_bf16_attention(*tensors, *sizes, scale, torch.get_num_threads())
+    return out.to(query.dtype)
+
+
 def _is_for_functions(hidden: Tensor, weight: Tensor) -> bool:
     """Is this one row, on a CPU, of numbers that float32 holds, and does the weight lie end to end?"""
     is_row = hidden.dim() == 2 and len(hidden) == 1 and hidden.device.type == "cpu"
@@ -83,7 +108,18 @@ def _functions() -> ctypes.CDLL | None:
         with tempfile.TemporaryDirectory(prefix="weft-") as folder:
             built = Path(folder) / "products.so"
             for flags in FLAGS:
-                command = [compiler, "-O3", "-ffast-math", "-shared", "-fPIC", *flags, str(SOURCE), "-o", str(built)]
+                command = [
+                    compiler,
+                    "-O3",
+                    "-ffast-math",
+                    "-shared",
+                    "-fPIC",
+                    *flags,
+                    str(SOURCE),
+                    "-o",
+                    str(built),
+                    "-lm",
+                ]
                 done = subprocess.run(command, capture_output=True, text=True, check=False)
                 if done.returncode == 0:
                     return ctypes.CDLL(str(built))

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.serve.cpu_products import cpu_decode_attention
+
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on the device; the host does not wait for it."""
@@ -66,8 +68,9 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, windo
     parts = []
     if num_decodes:
         tables, lengths = batch.tables[:num_decodes], batch.lengths[:num_decodes]
-        decode = _kernel_for_decodes() if on_gpu else decode_attention
-        parts.append(decode(query[:num_decodes], keys, values, tables, lengths, batch.block_size, window))
+        given = (query[:num_decodes], keys, values, tables, lengths, batch.block_size, window)
+        mixed = _kernel_for_decodes()(*given) if on_gpu else cpu_decode_attention(*given)
+        parts.append(decode_attention(*given) if mixed is None else mixed)
     if batch.prompt_queries:
         parts.append(attend_prompts(query[num_decodes:], keys, values, batch, window))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
