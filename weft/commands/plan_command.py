@@ -60,7 +60,7 @@ def plan_command(
 ) -> None:
     """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
     if serve:
-        _plan_serving(model, run_file, cluster, (requests, prompt, output), (weights, cache), stream_weights, as_json)
+        _plan_serving(model, run_file, cluster, (requests, prompt, output), (weights, cache, stream_weights), as_json)
         return
     if like is not None:
         _plan_like(like, (model, run_file, cluster, tokens_per_step, sequence, where, write, report), as_json)
@@ -68,8 +68,7 @@ def plan_command(
     _refuse_options(model, run_file, cluster, tokens_per_step, sequence, images_per_step, size)
     from weft.run_file import check_run_file, load_run
 
-    changes, path = split_off_file(overrides or []) if timeline else (overrides or [], None)
-    changes = [*changes, *([] if cluster is None else [f"cluster={cluster}"])]
+    changes, path = _changes(overrides or [], cluster, timeline)
     if run_file is not None:
         check_run_file(run_file, changes)
     from weft.commands.console import make_console
@@ -107,13 +106,18 @@ def _plan_like(name: str, others: tuple[object, ...], as_json: bool) -> None:
         plan_like(name, make_console(as_json), as_json)
 
 
+def _changes(overrides: list[str], cluster: str | None, timeline: bool) -> tuple[list[str], str | None]:
+    """What is changed of a run file, and the file that --timeline is written to, if one is named behind the changes."""
+    changes, path = split_off_file(overrides) if timeline else (overrides, None)
+    return [*changes, *([] if cluster is None else [f"cluster={cluster}"])], path
+
+
 def _plan_serving(
     model: str | None,
     run_file: Path | None,
     cluster: str | None,
     sizes: tuple[int, int, int],
-    formats: tuple[str | None, str | None],
-    ahead: int,
+    formats: tuple[str | None, str | None, int],
     as_json: bool,
 ) -> None:
     """Plan to serve a model of the catalog, or that of a run file."""
@@ -125,7 +129,7 @@ def _plan_serving(
     from weft.run_file import load_run
 
     console, workload = make_console(as_json), ServingWorkload.of(*sizes)
-    kept = dict(zip(("weights", "cache"), formats, strict=True))
+    kept, ahead = dict(zip(("weights", "cache"), formats[:2], strict=True)), formats[2]
     if run_file is not None:
         run = load_run(run_file)
         plan_serving(run.name, run.model, cluster or run.cluster, workload, kept, ahead, console, as_json)
