@@ -106,7 +106,7 @@ def _plan_like(name: str, others: tuple[object, ...], as_json: bool) -> None:
         plan_like(name, make_console(as_json), as_json)
 
 
-def _changes(overrides: list[str], cluster: str | None, timeline: bool) -> tuple[list[str], str | None]:
+def _changes(overrides: list[str], cluster: str | None, timeline: bool) -> tuple[list[str], Path | None]:
     """What is changed of a run file, and the file that --timeline is written to, if one is named behind the changes."""
     changes, path = split_off_file(overrides) if timeline else (overrides, None)
     return [*changes, *([] if cluster is None else [f"cluster={cluster}"])], path
