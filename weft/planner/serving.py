@@ -40,7 +40,7 @@ SMALL_KERNELS = 4
 OPERATIONS_PER_LAYER, HOST_SECONDS = 14, 10e-6
 SAMPLING_PASSES = 4  # over the logits, in float32
 # The share of the memory rate of other kernels at which those for codes in groups read (measured on an H200).
-GROUPED_RATE = 0.72
+GROUPED_RATE = 0.88
 # Bytes that plain functions move for each weight that is decoded, and for each input that is rounded to float8.
 DECODING_BYTES, ROUNDING_BYTES = 14, 16
 ALONE_OUTPUT = 32  # tokens for which one request alone is predicted
