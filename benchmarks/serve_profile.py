@@ -3,13 +3,14 @@
     python benchmarks/serve_profile.py                 an 8B Llama in bf16 with random weights; about 2 minutes
     python benchmarks/serve_profile.py --tiny --device cpu
 
-"batch 1" and "decodes" are steps of decodes alone; in "mixed" steps, prompts come in while others decode. The last table
-is a run of 1,000 requests with lengths like ShareGPT's (see `serve_gpu.py`), by kinds of steps.
+"batch 1" and "decodes" are steps of decodes alone; in "mixed" steps, prompts come in while others decode. The last
+table is a run of 1,000 requests with lengths like ShareGPT's (see `serve_gpu.py`), by kinds of steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections import defaultdict
 from typing import Any
@@ -40,6 +41,12 @@ class Waits:
             return found
 
         LaunchedStep.wait = timed  # type: ignore[method-assign]
+
+
+def new_engine(model: nn.Module, options: dict[str, Any]) -> Engine:
+    """An engine that has the memory of those before it, which may refer to themselves."""
+    gc.collect()
+    return Engine(model, EngineOptions(**options))
 
 
 def add(engine: Engine, name: str, num_in: int, num_out: int) -> None:
@@ -80,14 +87,14 @@ def print_kernels(title: str, engine: Engine, num_steps: int, waits: Waits, devi
 
 
 def profile_steps(model: nn.Module, options: dict[str, Any], waits: Waits, device: torch.device, scale: int) -> None:
-    engine = Engine(model, EngineOptions(**{**options, "max_running": 1, "num_blocks": 64}))
+    engine = new_engine(model, {**options, "max_running": 1, "num_blocks": 64})
     add(engine, "one", 128 // scale, 400 // scale)
     for _ in range(8):
         engine.step()
     print_kernels("batch 1", engine, 8, waits, device)
     del engine
     number = options["max_running"] // scale
-    engine = Engine(model, EngineOptions(**{**options, "max_running": number}))
+    engine = new_engine(model, {**options, "max_running": number})
     for index in range(number - number // 16):
         add(engine, f"long {index}", 250 // scale, 400 // scale)
     while engine.state().num_waiting:
@@ -109,7 +116,7 @@ def profile_steps(model: nn.Module, options: dict[str, Any], waits: Waits, devic
 
 def steps_by_kind(model: nn.Module, options: dict[str, Any], waits: Waits, is_tiny: bool) -> None:
     """A whole run: how long steps took, by how many decodes they had and whether prompts came with them."""
-    engine = Engine(model, EngineOptions(**options))
+    engine = new_engine(model, options)
     engine.warm_up()
     for index, (num_in, num_out) in enumerate(many_lengths(is_tiny)["sharegpt"]):
         add(engine, str(index), num_in, num_out)
