@@ -2,49 +2,58 @@
 
 A program handles the queries that share one key head of one request, over a part of its tokens: with few requests, the
 sequence is split into parts so that all of the GPU works. A part's result and the logarithm of its softmax denominator
-go to memory, and a second kernel adds the parts up. How many parts there are follows from the batch's size alone, so
-the launch is the same in every step and can be recorded in a CUDA graph.
+go to memory. A counter tells the program that is done last, which adds the parts up. How many programs there are
+follows from the batch's size alone, so the launch is the same in every step and can be recorded in a CUDA graph. A
+short sequence has fewer parts than programs; the other programs end at once.
 
 With chosen slots (`loki_kernel.py`), a request's tokens are those in the slots that its key head has chosen.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.serve.early_launch_kernel import early_launch, wait_for_results
+
 _TOKENS = 64  # that are loaded at a time
 _PROGRAMS = 512  # as many as keep a GPU busy
 _MAX_PARTS = 64
+_COUNTERS = 1024
 _LOG2E = 1.4426950408889634
 
 
 @triton.jit
 def _bounds(length, part, WINDOW: tl.constexpr, NUM_PARTS: tl.constexpr, TOKENS: tl.constexpr):
-    """The first token of a part of a sequence, and the one behind its last."""
+    """The first token of a part of a sequence, the one behind its last, and the number of parts that have tokens."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0) // TOKENS * TOKENS
-    size = tl.cdiv(tl.cdiv(length - first, NUM_PARTS), TOKENS) * TOKENS
+    size = tl.maximum(tl.cdiv(tl.cdiv(length - first, NUM_PARTS), TOKENS), 1) * TOKENS
     begin = first + part * size
-    return begin, tl.minimum(begin + size, length)
+    return begin, tl.minimum(begin + size, length), tl.cdiv(length - first, size)
 
 
 @triton.jit
 def _parts(
-    query_ptr, key_ptr, value_ptr, table_ptr, length_ptr, chosen_ptr, mixed_ptr, log_ptr, scale,
+    query_ptr, key_ptr, value_ptr, table_ptr, length_ptr, chosen_ptr, mixed_ptr, log_ptr, counter_ptr, out_ptr, scale,
     query_stride, table_stride, length_stride, chosen_stride,
     NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, NUM_PARTS: tl.constexpr, GROUP_ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr, IS_CHOSEN: tl.constexpr,
+    TOKENS: tl.constexpr, IS_CHOSEN: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_results(IS_EARLY)
     request, key_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     group: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
     length_ptr += request * length_stride
     length = tl.load(length_ptr + key_head) if IS_CHOSEN else tl.load(length_ptr)
-    begin, end = _bounds(length, part, WINDOW, NUM_PARTS, TOKENS)
+    begin, end, num_used = _bounds(length, part, WINDOW, NUM_PARTS, TOKENS)
+    if part >= num_used:
+        return
     rows, columns = tl.arange(0, GROUP_ROWS), tl.arange(0, WIDTH)
     heads = key_head * group + rows
     inside = (rows < group)[:, None] & (columns < HEAD_DIM)[None, :]
@@ -77,13 +86,40 @@ def _parts(
         mixed = mixed * kept[:, None] + tl.dot(weights.to(value.dtype), value)
         highest = above
 
-    # Without parts, row and place are those of the result.
-    row = (request * NUM_PARTS + part) * NUM_HEADS + heads
-    mixed = (mixed / tl.where(total > 0, total, 1.0)[:, None]).to(mixed_ptr.dtype.element_ty)
-    tl.store(mixed_ptr + row[:, None] * HEAD_DIM + columns[None, :], mixed, mask=inside)
-    if NUM_PARTS > 1:
-        log_total = tl.where(total > 0, highest + tl.log2(total), float("-inf"))
-        tl.store(log_ptr + row, log_total, mask=rows < group)
+    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    if num_used == 1:
+        place = (request * NUM_HEADS + heads)[:, None] * HEAD_DIM + columns[None, :]
+        tl.store(out_ptr + place, mixed.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        row = (request * NUM_PARTS + part) * NUM_HEADS + heads
+        tl.store(mixed_ptr + row[:, None] * HEAD_DIM + columns[None, :], mixed, mask=inside)
+        tl.store(log_ptr + row, highest + tl.log2(total), mask=rows < group)
+        tl.debug_barrier()  # all threads have stored
+        counter_ptr += request * NUM_KEY_HEADS + key_head
+        if tl.atomic_add(counter_ptr, 1) == num_used - 1:
+            tl.store(counter_ptr, 0)
+            for head in tl.static_range(group):
+                _sum_used_parts(
+                    mixed_ptr, log_ptr, out_ptr, request, key_head * group + head, num_used,
+                    NUM_HEADS, HEAD_DIM, NUM_PARTS, WIDTH,
+                )  # fmt: skip
+
+
+@triton.jit
+def _sum_used_parts(
+    mixed_ptr, log_ptr, out_ptr, request, head, num_used,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_PARTS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The result of one head from the parts of its sequence. They are read past the caches of the multiprocessor."""
+    parts, columns = tl.arange(0, NUM_PARTS), tl.arange(0, WIDTH)
+    row, is_used, inside = (request * NUM_PARTS + parts) * NUM_HEADS + head, parts < num_used, columns < HEAD_DIM
+    logs = tl.load(log_ptr + row, mask=is_used, other=float("-inf"), cache_modifier=".cg")
+    weights = tl.exp2(logs - tl.max(logs, 0))
+    place, mask = row[:, None] * HEAD_DIM + columns[None, :], is_used[:, None] & inside[None, :]
+    mixed = tl.load(mixed_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
+    out = tl.sum(mixed * weights[:, None], 0) / tl.sum(weights, 0)
+    out_place = (request * NUM_HEADS + head) * HEAD_DIM + columns
+    tl.store(out_ptr + out_place, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -124,8 +160,9 @@ def decode_attention_by_kernel(
     block_size: int,
     window: int | None,
     chosen: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Equals `paged_attention.decode_attention`; see there for the arguments.
+    """Equals `paged_attention.decode_attention`; see there for the arguments. Without `out`, all requests have tokens.
 
     With `chosen` slots [requests, key heads, most], `lengths` [requests, key heads] says how many of them there are.
     """
@@ -133,10 +170,12 @@ def decode_attention_by_kernel(
     num_key_heads = keys.shape[1]
     num_parts = number_of_parts(num_requests, num_key_heads)
     assert query.stride()[1:] == (head_dim, 1), "the heads of a query lie end to end"
-    out = query.new_empty(num_requests, num_heads, head_dim)
+    if out is None:
+        out = query.new_empty(num_requests, num_heads, head_dim)
     width = triton.next_power_of_2(head_dim)
-    parts, logs = out, out
+    parts, logs, counters = out, out, _counters(query.device)
     if num_parts > 1:
+        assert num_requests * num_key_heads <= len(counters)
         parts = query.new_empty(num_requests, num_parts, num_heads, head_dim, dtype=torch.float32)
         logs = query.new_empty(num_requests, num_parts, num_heads, dtype=torch.float32)
     _parts[(num_requests, num_key_heads, num_parts)](
@@ -148,6 +187,8 @@ def decode_attention_by_kernel(
         lengths if chosen is None else chosen,
         parts,
         logs,
+        counters,
+        out,
         head_dim**-0.5 * _LOG2E,
         query.stride(0),
         tables.stride(0),
@@ -165,9 +206,12 @@ def decode_attention_by_kernel(
         IS_CHOSEN=chosen is not None,
         num_warps=4,
         num_stages=3,
+        **early_launch(query),
     )
-    if num_parts > 1:
-        _sum_of_parts[(num_requests, num_heads)](
-            parts, logs, out, NUM_HEADS=num_heads, HEAD_DIM=head_dim, NUM_PARTS=num_parts, WIDTH=width, num_warps=4
-        )
     return out
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """Zeros, one for each key head of each request. A kernel leaves zeros behind; one at a time runs on a device."""
+    return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
