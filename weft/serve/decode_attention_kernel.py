@@ -94,15 +94,29 @@ def _parts(
         row = (request * NUM_PARTS + part) * NUM_HEADS + heads
         tl.store(mixed_ptr + row[:, None] * HEAD_DIM + columns[None, :], mixed, mask=inside)
         tl.store(log_ptr + row, highest + tl.log2(total), mask=rows < group)
-        tl.debug_barrier()  # all threads have stored
-        counter_ptr += request * NUM_KEY_HEADS + key_head
-        if tl.atomic_add(counter_ptr, 1) == num_used - 1:
-            tl.store(counter_ptr, 0)
-            for head in tl.static_range(group):
-                _sum_used_parts(
-                    mixed_ptr, log_ptr, out_ptr, request, key_head * group + head, num_used,
-                    NUM_HEADS, HEAD_DIM, NUM_PARTS, WIDTH,
-                )  # fmt: skip
+        _sum_if_last(
+            mixed_ptr, log_ptr, counter_ptr, out_ptr, request, key_head, num_used,
+            NUM_HEADS, NUM_KEY_HEADS, HEAD_DIM, NUM_PARTS, WIDTH,
+        )  # fmt: skip
+
+
+@triton.jit
+def _sum_if_last(
+    mixed_ptr, log_ptr, counter_ptr, out_ptr, request, key_head, num_used,
+    NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Count this part as done. If it is the last one, add all parts up."""
+    group: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
+    tl.debug_barrier()  # all threads have stored
+    counter_ptr += request * NUM_KEY_HEADS + key_head
+    if tl.atomic_add(counter_ptr, 1) == num_used - 1:
+        tl.store(counter_ptr, 0)
+        for head in tl.static_range(group):
+            _sum_used_parts(
+                mixed_ptr, log_ptr, out_ptr, request, key_head * group + head, num_used,
+                NUM_HEADS, HEAD_DIM, NUM_PARTS, WIDTH,
+            )  # fmt: skip
 
 
 @triton.jit

@@ -164,6 +164,21 @@ def rotate_and_store_by_kernel(
 
 
 @triton.jit
+def _with_bias_and_gate(
+    result, gate_result, bias_ptr, outs, exists, NUM_OUT: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr
+):
+    if HAS_BIAS:
+        if IS_GATED:
+            gate_result += tl.load(bias_ptr + outs, mask=exists, other=0.0).to(tl.float32)
+            result += tl.load(bias_ptr + NUM_OUT + outs, mask=exists, other=0.0).to(tl.float32)
+        else:
+            result += tl.load(bias_ptr + outs, mask=exists, other=0.0).to(tl.float32)
+    if IS_GATED:
+        result = result * gate_result / (1 + tl.exp(-gate_result))
+    return result
+
+
+@triton.jit
 def _row_linear(
     row_ptr,
     weight_ptr,
@@ -215,14 +230,7 @@ def _row_linear(
     if HAS_NORM:
         factor = tl.rsqrt(tl.sum(squares, 0) / NUM_IN + eps)
         result, gate_result = result * factor, gate_result * factor
-    if HAS_BIAS:
-        if IS_GATED:
-            gate_result += tl.load(bias_ptr + outs, mask=exists, other=0.0).to(tl.float32)
-            result += tl.load(bias_ptr + NUM_OUT + outs, mask=exists, other=0.0).to(tl.float32)
-        else:
-            result += tl.load(bias_ptr + outs, mask=exists, other=0.0).to(tl.float32)
-    if IS_GATED:
-        result = result * gate_result / (1 + tl.exp(-gate_result))
+    result = _with_bias_and_gate(result, gate_result, bias_ptr, outs, exists, NUM_OUT, HAS_BIAS, IS_GATED)
     if HAS_RESIDUAL:
         result += tl.load(residual_ptr + outs, mask=exists, other=0.0).to(tl.float32)
     tl.store(out_ptr + outs, result.to(out_ptr.dtype.element_ty), mask=exists)
