@@ -278,9 +278,9 @@ class Engine:
             if chunk.active.has_new_row:
                 self._sampler.admit(chunk.active)
                 chunk.active.has_new_row = False
-        chunks = sorted(chunks, key=lambda chunk: (not chunk.samples, not is_decode(chunk)))
-        if self._graphs is not None and all(is_decode(chunk) for chunk in chunks):
+        if self._graphs is not None and all(map(is_decode, chunks)):
             return BegunStep(chunks, None)
+        chunks = sorted(chunks, key=lambda chunk: (not chunk.samples, not is_decode(chunk)))
         inputs = step_inputs(chunks, self._part.layout)
         if self._ranks is not None:
             self._ranks.tell(RankMessage("step", inputs))
@@ -341,7 +341,7 @@ class Engine:
             results += taken
             if active.held is not None:
                 num_accepted = max(0, len(taken) - 1)
-                self._scheduler.policy.record(active.held, active.tokens[: chunk.end + num_accepted])
+                self._scheduler.policy.record(active.held, active.tokens, chunk.end + num_accepted)
             if taken and taken[-1].finish is not None:
                 self._scheduler.end(active)
                 del self._all[active.request.name]
