@@ -258,7 +258,6 @@ def decodes() -> dict[str, dict[str, float]]:
                 "some": difference(*outs),
                 "untouched": difference(outs[0][1], torch.full_like(query[1], 7)),
             }
-            assert not decode_attention_kernel._counters(query.device).any()
     return found
 
 

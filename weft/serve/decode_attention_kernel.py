@@ -2,16 +2,14 @@
 
 A program handles the queries that share one key head of one request, over a part of its tokens: with few requests, the
 sequence is split into parts so that all of the GPU works. A part's result and the logarithm of its softmax denominator
-go to memory. A counter tells the program that is done last, which adds the parts up. How many programs there are
-follows from the batch's size alone, so the launch is the same in every step and can be recorded in a CUDA graph. A
-short sequence has fewer parts than programs; the other programs end at once.
+go to memory, and a second kernel adds the parts up. How many programs there are follows from the batch's size alone, so
+the launch is the same in every step and can be recorded in a CUDA graph. A short sequence has fewer parts than
+programs; the other programs end at once.
 
 With chosen slots (`loki_kernel.py`), a request's tokens are those in the slots that its key head has chosen.
 """
 
 from __future__ import annotations
-
-from functools import cache
 
 import torch
 import triton
@@ -23,7 +21,6 @@ from weft.serve.early_launch_kernel import early_launch, wait_for_results
 _TOKENS = 64  # that are loaded at a time
 _PROGRAMS = 512  # as many as keep a GPU busy
 _MAX_PARTS = 64
-_COUNTERS = 1024
 _LOG2E = 1.4426950408889634
 
 
@@ -40,7 +37,7 @@ def _bounds(length, part, WINDOW: tl.constexpr, NUM_PARTS: tl.constexpr, TOKENS:
 
 @triton.jit
 def _parts(
-    query_ptr, key_ptr, value_ptr, table_ptr, length_ptr, chosen_ptr, mixed_ptr, log_ptr, counter_ptr, out_ptr, scale,
+    query_ptr, key_ptr, value_ptr, table_ptr, length_ptr, chosen_ptr, mixed_ptr, log_ptr, scale,
     query_stride, table_stride, length_stride, chosen_stride,
     NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, NUM_PARTS: tl.constexpr, GROUP_ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -86,51 +83,42 @@ def _parts(
         mixed = mixed * kept[:, None] + tl.dot(weights.to(value.dtype), value)
         highest = above
 
-    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
-    if num_used == 1:
-        place = (request * NUM_HEADS + heads)[:, None] * HEAD_DIM + columns[None, :]
-        tl.store(out_ptr + place, mixed.to(out_ptr.dtype.element_ty), mask=inside)
-    else:
-        row = (request * NUM_PARTS + part) * NUM_HEADS + heads
-        tl.store(mixed_ptr + row[:, None] * HEAD_DIM + columns[None, :], mixed, mask=inside)
-        tl.store(log_ptr + row, highest + tl.log2(total), mask=rows < group)
-        _sum_if_last(
-            mixed_ptr, log_ptr, counter_ptr, out_ptr, request, key_head, num_used,
-            NUM_HEADS, NUM_KEY_HEADS, HEAD_DIM, NUM_PARTS, WIDTH,
-        )  # fmt: skip
+    # Without parts, row and place are those of the result.
+    row = (request * NUM_PARTS + part) * NUM_HEADS + heads
+    mixed = (mixed / tl.where(total > 0, total, 1.0)[:, None]).to(mixed_ptr.dtype.element_ty)
+    tl.store(mixed_ptr + row[:, None] * HEAD_DIM + columns[None, :], mixed, mask=inside)
+    if NUM_PARTS > 1:
+        log_total = tl.where(total > 0, highest + tl.log2(total), float("-inf"))
+        tl.store(log_ptr + row, log_total, mask=rows < group)
 
 
 @triton.jit
-def _sum_if_last(
-    mixed_ptr, log_ptr, counter_ptr, out_ptr, request, key_head, num_used,
-    NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_PARTS: tl.constexpr,
-    WIDTH: tl.constexpr,
+def _sum_of_used_parts(
+    mixed_ptr, log_ptr, length_ptr, out_ptr, length_stride,
+    NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
+    NUM_PARTS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, IS_CHOSEN: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Count this part as done. If it is the last one, add all parts up."""
-    group: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
-    tl.debug_barrier()  # all threads have stored
-    counter_ptr += request * NUM_KEY_HEADS + key_head
-    if tl.atomic_add(counter_ptr, 1) == num_used - 1:
-        tl.store(counter_ptr, 0)
-        for head in tl.static_range(group):
-            _sum_used_parts(
-                mixed_ptr, log_ptr, out_ptr, request, key_head * group + head, num_used,
-                NUM_HEADS, HEAD_DIM, NUM_PARTS, WIDTH,
-            )  # fmt: skip
+    request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    length_ptr += request * length_stride
+    wait_for_results(IS_EARLY)
+    length = tl.load(length_ptr + head // (NUM_HEADS // NUM_KEY_HEADS)) if IS_CHOSEN else tl.load(length_ptr)
+    _, _, num_used = _bounds(length, 0, WINDOW, NUM_PARTS, TOKENS)
+    if num_used > 0:
+        _add_parts(mixed_ptr, log_ptr, out_ptr, request, head, num_used, NUM_HEADS, HEAD_DIM, NUM_PARTS, WIDTH)
 
 
 @triton.jit
-def _sum_used_parts(
+def _add_parts(
     mixed_ptr, log_ptr, out_ptr, request, head, num_used,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_PARTS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The result of one head from the parts of its sequence. They are read past the caches of the multiprocessor."""
+    """The result of one head from the first `num_used` parts of its sequence."""
     parts, columns = tl.arange(0, NUM_PARTS), tl.arange(0, WIDTH)
     row, is_used, inside = (request * NUM_PARTS + parts) * NUM_HEADS + head, parts < num_used, columns < HEAD_DIM
-    logs = tl.load(log_ptr + row, mask=is_used, other=float("-inf"), cache_modifier=".cg")
-    weights = tl.exp2(logs - tl.max(logs, 0))
+    logs = tl.load(log_ptr + row, mask=is_used, other=float("-inf"))
     place, mask = row[:, None] * HEAD_DIM + columns[None, :], is_used[:, None] & inside[None, :]
-    mixed = tl.load(mixed_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
+    mixed = tl.load(mixed_ptr + place, mask=mask, other=0.0)
+    weights = tl.exp2(logs - tl.max(logs, 0))
     out = tl.sum(mixed * weights[:, None], 0) / tl.sum(weights, 0)
     out_place = (request * NUM_HEADS + head) * HEAD_DIM + columns
     tl.store(out_ptr + out_place, out.to(out_ptr.dtype.element_ty), mask=inside)
@@ -146,17 +134,9 @@ def _sum_of_parts(
     NUM_PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
+    """Of sequences whose parts all have tokens."""
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    parts, columns = tl.arange(0, NUM_PARTS), tl.arange(0, WIDTH)
-    row = (request * NUM_PARTS + parts) * NUM_HEADS + head
-    logs = tl.load(log_ptr + row)
-    weights = tl.exp2(logs - tl.max(logs, 0))
-    mixed = tl.load(
-        mixed_ptr + row[:, None] * HEAD_DIM + columns[None, :], mask=(columns < HEAD_DIM)[None, :], other=0.0
-    )
-    out = tl.sum(mixed * weights[:, None], 0) / tl.sum(weights, 0)
-    out_place = (request * NUM_HEADS + head) * HEAD_DIM + columns
-    tl.store(out_ptr + out_place, out.to(out_ptr.dtype.element_ty), mask=columns < HEAD_DIM)
+    _add_parts(mixed_ptr, log_ptr, out_ptr, request, head, NUM_PARTS, NUM_HEADS, HEAD_DIM, NUM_PARTS, WIDTH)
 
 
 def number_of_parts(num_requests: int, num_key_heads: int, num_programs: int | None = None) -> int:
@@ -186,12 +166,21 @@ def decode_attention_by_kernel(
     assert query.stride()[1:] == (head_dim, 1), "the heads of a query lie end to end"
     if out is None:
         out = query.new_empty(num_requests, num_heads, head_dim)
-    width = triton.next_power_of_2(head_dim)
-    parts, logs, counters = out, out, _counters(query.device)
+    parts, logs = out, out
     if num_parts > 1:
-        assert num_requests * num_key_heads <= len(counters)
         parts = query.new_empty(num_requests, num_parts, num_heads, head_dim, dtype=torch.float32)
         logs = query.new_empty(num_requests, num_parts, num_heads, dtype=torch.float32)
+    sizes = {
+        "NUM_HEADS": num_heads,
+        "NUM_KEY_HEADS": num_key_heads,
+        "HEAD_DIM": head_dim,
+        "WINDOW": window or 0,
+        "NUM_PARTS": num_parts,
+        "WIDTH": max(16, triton.next_power_of_2(head_dim)),
+        "TOKENS": _TOKENS,
+        "IS_CHOSEN": chosen is not None,
+        **early_launch(query),
+    }
     _parts[(num_requests, num_key_heads, num_parts)](
         query,
         keys,
@@ -201,31 +190,18 @@ def decode_attention_by_kernel(
         lengths if chosen is None else chosen,
         parts,
         logs,
-        counters,
-        out,
         head_dim**-0.5 * _LOG2E,
         query.stride(0),
         tables.stride(0),
         lengths.stride(0),
         0 if chosen is None else chosen.stride(1),
-        NUM_HEADS=num_heads,
-        NUM_KEY_HEADS=num_key_heads,
-        HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        WINDOW=window or 0,
-        NUM_PARTS=num_parts,
         GROUP_ROWS=max(16, triton.next_power_of_2(num_heads // num_key_heads)),  # tensor cores need 16 rows
-        WIDTH=max(16, width),
-        TOKENS=_TOKENS,
-        IS_CHOSEN=chosen is not None,
         num_warps=4,
         num_stages=3,
-        **early_launch(query),
+        **sizes,
     )
+    if num_parts > 1:
+        grid = (num_requests, num_heads)
+        _sum_of_used_parts[grid](parts, logs, lengths, out, lengths.stride(0), num_warps=4, **sizes)
     return out
-
-
-@cache
-def _counters(device: torch.device) -> Tensor:
-    """Zeros, one for each key head of each request. A kernel leaves zeros behind; one at a time runs on a device."""
-    return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
