@@ -52,7 +52,14 @@ from weft.serve.loki_cache import LokiChoice, chosen_attention, chosen_attention
 from weft.serve.loki_kernel import chosen_slots_by_kernel
 from weft.serve.packed_product_kernel import packed_product_by_kernel
 from weft.serve.packed_row_kernel import product_of_rows_by_kernel
-from weft.serve.paged_attention import PagedBatch, attend, decode_attention, prompt_attention_by_tiles, slots_of
+from weft.serve.paged_attention import (
+    PagedBatch,
+    attend,
+    decode_attention,
+    prompt_attention_by_tiles,
+    slots_of,
+    tiles_of,
+)
 from weft.serve.prompt_attention_kernel import prompt_attention_by_kernel
 from weft.serve.sampling import draw
 from weft.serve.weight_formats import FEW_ROWS, AfterProduct, Grouped, RowFp8, WeightFormat, weight_format
@@ -275,11 +282,7 @@ def tiles() -> dict[str, dict[str, float]]:
         tables = torch.randperm(48, dtype=torch.int32).reshape(3, 16)[:, :13]
         query = torch.randn(2 + sum(queries), num_heads, head_dim).to(dtype)
         keys, values = (torch.randn(48 * 4, num_key_heads, head_dim).to(dtype) for _ in range(2))
-        made = [
-            (2 + sum(queries[:row]) + first, min(16, number - first), row, end - number + first)
-            for row, (number, end) in enumerate(zip(queries, lengths, strict=True))
-            for first in range(0, number, 16)
-        ]
+        made = tiles_of(queries, lengths, first_token=2)
         tile = torch.tensor([*made, (0, 0, 0, 0)], dtype=torch.int32).T.contiguous()
         outs = [torch.zeros_like(query) for _ in range(2)]
         for by, out in zip((prompt_attention_by_kernel, prompt_attention_by_tiles), outs, strict=True):

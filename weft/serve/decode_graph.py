@@ -48,6 +48,9 @@ class RecordedSteps:
         self._recorded: dict[int, tuple[Tensor, Replay]] = {}
         self._has_failed = False
 
+    def __len__(self) -> int:
+        return len(self._recorded)
+
     def result(self, size: int, compute: Callable[[], Tensor]) -> Tensor:
         """What the function gives, which is always the same one for a size: recorded first, and replayed."""
         if size not in self._recorded and not self._has_failed:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weft.serve.decode_graph import GraphRecorder, Record, RecordedSteps
 from weft.serve.layer_cache import LayerCache
-from weft.serve.paged_attention import TILE_QUERIES, PagedBatch, to_device
+from weft.serve.paged_attention import TILE_QUERIES, PagedBatch, tiles_of, to_device
 from weft.serve.paged_model import PagedModel
 from weft.serve.step_inputs import TABLE, PageLayout, StepInputs, input_tokens
 
@@ -84,15 +84,10 @@ class MixedGraphs:
 
     def _of(self, inputs: StepInputs) -> np.ndarray:
         """The tiles of the prompts of a step."""
+        first = inputs.num_decodes
+        found = tiles_of(inputs.queries[first:], inputs.tables[first:, 0].tolist(), first, first)
         tiles = np.zeros(self._tiles.shape, dtype=np.int32)
-        place, column = inputs.num_decodes, 0
-        positions = inputs.flat[2].tolist()
-        for row in range(inputs.num_decodes, len(inputs.queries)):
-            end = place + inputs.queries[row]
-            for first in range(place, end, TILE_QUERIES):
-                tiles[:, column] = first, min(TILE_QUERIES, end - first), row, positions[first]
-                column += 1
-            place = end
+        tiles[:, : len(found)] = np.array(found, dtype=np.int32).reshape(-1, 4).T
         return tiles
 
     def _residual(self, size: int) -> Tensor:

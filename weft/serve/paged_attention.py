@@ -2,9 +2,9 @@
 
 Keys and values of one layer are [slots, key heads, head_dim]; token t of a request lies in slot
 `table[t // block_size] * block_size + t % block_size`. On a CPU, or in float32, the plain functions below run. GPUs use
-a Triton kernel for decodes (`decode_attention_kernel.py`) and torch's flash attention for prompts. In steps that are
-recorded as CUDA graphs, nothing may depend on numbers that the host knows: there, prompts come in tiles of
-`TILE_QUERIES` tokens, which a tensor describes, and a Triton kernel attends (`prompt_attention_kernel.py`).
+Triton kernels for decodes (`decode_attention_kernel.py`) and for prompts (`prompt_attention_kernel.py`), which come in
+tiles of `TILE_QUERIES` tokens, and torch's flash attention for long prompts. In steps that are recorded as CUDA graphs,
+nothing may depend on numbers that the host knows: there, a tensor describes the tiles.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TILE_QUERIES = 16  # tokens of a prompt in a tile, at most; with the heads that share a key head, enough for a matmul
+_TILED_LENGTH = 2048  # of prompts that are attended to in tiles: flash attention needs copies of keys and values
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -39,9 +40,8 @@ class PagedBatch:
     num_decodes: int
     prompt_queries: Sequence[int] = ()  # tokens of each chunk of a prompt
     prompt_lengths: Sequence[int] = ()  # tokens of each of these requests in the cache after this step
-    # Of a recorded step, instead of the two before: [4, tiles] int32, the first token of each tile of a prompt, how
-    # many it has, the row of its request in `tables`, its position. `lengths` of requests that do not decode are 0.
-    tiles: Tensor | None = None
+    # Of a recorded step, instead of the two before (`tiles_of`). `lengths` of requests that do not decode are 0.
+    tiles: Tensor | None = None  # [4, tiles] int32
 
     @cached_property
     def prompt_slots(self) -> list[Tensor]:
@@ -52,11 +52,34 @@ class PagedBatch:
         ]
 
     @cached_property
+    def prompt_tiles(self) -> Tensor:
+        """The tiles of all prompts; their first token is number 0."""
+        tiles = tiles_of(self.prompt_queries, self.prompt_lengths, first_row=self.num_decodes)
+        return to_device(torch.tensor(tiles, dtype=torch.int32).T.contiguous(), self.tokens.device)
+
+    @cached_property
     def ragged_prompts(self) -> tuple[Tensor, Tensor, Tensor]:
         """The slots of all prompts end to end, and where each one's queries and keys begin (cumulative, int32)."""
         ends = torch.tensor([[0, *self.prompt_queries], [0, *self.prompt_lengths]]).cumsum(1).to(torch.int32)
         queries, keys = to_device(ends, self.tokens.device)
         return torch.cat(self.prompt_slots), queries, keys
+
+
+def tiles_of(
+    queries: Sequence[int], lengths: Sequence[int], first_token: int = 0, first_row: int = 0
+) -> list[tuple[int, int, int, int]]:
+    """The tiles of chunks of prompts: the first token, how many there are, the row in the block tables, the position.
+
+    Each chunk has so many `queries`, the last of the `lengths` tokens that its request has in the cache.
+    """
+    found = []
+    for row, (number, length) in enumerate(zip(queries, lengths, strict=True), first_row):
+        found += [
+            (first_token + start, min(TILE_QUERIES, number - start), row, length - number + start)
+            for start in range(0, number, TILE_QUERIES)
+        ]
+        first_token += number
+    return found
 
 
 def slots_of(tables: Tensor, length: int, block_size: int) -> Tensor:
@@ -89,8 +112,12 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, windo
 
 def attend_prompts(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
     """Attention of the tokens of prompts alone: query and result are [tokens of prompts, heads, head_dim]."""
-    on_gpu = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
-    is_flash = on_gpu and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    on_gpu = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256
+    if on_gpu and max(batch.prompt_lengths) <= _TILED_LENGTH:
+        out = torch.empty_like(query)
+        _kernel_for_tiles()(query, keys, values, batch.tables, batch.prompt_tiles, batch.block_size, window, out)
+        return out
+    is_flash = on_gpu and query.shape[-1] % 8 == 0
     prompt = flash_prompt_attention if is_flash else prompt_attention
     return prompt(query, keys, values, batch, window)
 
