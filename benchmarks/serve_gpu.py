@@ -113,6 +113,7 @@ def serve(engine: Engine, lengths: list[tuple[int, int]], sampling: Sampling) ->
             first.setdefault(one.request, last - begin)
     assert num_tokens == sum(num_out for _, num_out in lengths)
     seconds = last - begin
+    print(f"{len(lengths)} requests: {num_tokens / seconds:.1f} tokens/s in {num_steps} steps", flush=True)
     waits = sorted(first.values())
     return {
         "seconds": seconds,
@@ -216,8 +217,8 @@ def main() -> None:
         "batch_1": lambda: measure_batch_1(model, options, rate, *((16, 32) if given.tiny else (128, 512))),
         "prefill": lambda: measure_prefill(model, options, given.tiny),
         "many": lambda: measure_many(model, options, given.tiny),
-        "large": lambda: measure_large(options, device, rate, given.tiny),
         "throughput": lambda: measure_throughput(model, options, given.tiny),
+        "large": lambda: measure_large(options, device, rate, given.tiny),
     }
     for key, measure in measures.items():
         if given.only is None or key in given.only:

@@ -25,6 +25,20 @@ _LOG2E = 1.4426950408889634
 
 
 @triton.jit
+def _length(length_ptr, key_head, IS_CHOSEN: tl.constexpr, IS_EARLY: tl.constexpr):
+    """The tokens of a request. They are an input of the step, so they are known before kernels before this one end;
+    how many were chosen is not.
+    """
+    if IS_CHOSEN:
+        wait_for_results(IS_EARLY)
+        length = tl.load(length_ptr + key_head)
+    else:
+        length = tl.load(length_ptr)
+        wait_for_results(IS_EARLY)
+    return length
+
+
+@triton.jit
 def _bounds(length, part, WINDOW: tl.constexpr, NUM_PARTS: tl.constexpr, TOKENS: tl.constexpr):
     """The first token of a part of a sequence, the one behind its last, and the number of parts that have tokens."""
     first = 0
@@ -43,11 +57,9 @@ def _parts(
     WINDOW: tl.constexpr, NUM_PARTS: tl.constexpr, GROUP_ROWS: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, IS_CHOSEN: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    wait_for_results(IS_EARLY)
     request, key_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     group: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
-    length_ptr += request * length_stride
-    length = tl.load(length_ptr + key_head) if IS_CHOSEN else tl.load(length_ptr)
+    length = _length(length_ptr + request * length_stride, key_head, IS_CHOSEN, IS_EARLY)
     begin, end, num_used = _bounds(length, part, WINDOW, NUM_PARTS, TOKENS)
     if part >= num_used:
         return
@@ -99,9 +111,8 @@ def _sum_of_used_parts(
     NUM_PARTS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, IS_CHOSEN: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    length_ptr += request * length_stride
-    wait_for_results(IS_EARLY)
-    length = tl.load(length_ptr + head // (NUM_HEADS // NUM_KEY_HEADS)) if IS_CHOSEN else tl.load(length_ptr)
+    key_head = head // (NUM_HEADS // NUM_KEY_HEADS)
+    length = _length(length_ptr + request * length_stride, key_head, IS_CHOSEN, IS_EARLY)
     _, _, num_used = _bounds(length, 0, WINDOW, NUM_PARTS, TOKENS)
     if num_used > 0:
         _add_parts(mixed_ptr, log_ptr, out_ptr, request, head, num_used, NUM_HEADS, HEAD_DIM, NUM_PARTS, WIDTH)
