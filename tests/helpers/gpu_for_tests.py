@@ -231,7 +231,14 @@ def _tokens(
     return tokens_of(serve_all(Engine(model.eval().to(device), options), requests))
 
 
-JOBS = {**OWN_JOBS, "prove": _prove, "tokens": _tokens}
+def _peaks(name: str, late: str = "") -> tuple[list[int], list[int]]:
+    """Measured and predicted memory of each rank of a pipeline (`freeing_for_tests.py`)."""
+    from freeing_for_tests import LARGE, peaks
+
+    return peaks(name, LARGE, "cuda", late)
+
+
+JOBS = {**OWN_JOBS, "prove": _prove, "tokens": _tokens, "peaks": _peaks}
 
 
 def ran(what: str) -> dict[str, Any]:
