@@ -347,6 +347,12 @@ def level_axes(num_nodes: int, device: torch.device) -> dict[Algorithm, Axis]:
     return found
 
 
+def group_axes(plan: Plan, device: torch.device) -> dict[str, Axis]:
+    """Returns this rank's group of each axis of the plan with a degree above 1, by the axis' name."""
+    mesh = Mesh(plan, device)
+    return {name: mesh[name] for name in AXES if plan.degree(name) > 1}
+
+
 def _level_links(
     plan: Plan, name: str, degrees: tuple[int, int], ranks_per_node: int, cluster: Cluster
 ) -> dict[str, AxisLink] | None:
