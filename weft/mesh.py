@@ -35,8 +35,8 @@ from weft.cluster.communication import Communication
 from weft.cluster.hardware import AxisLink, Cluster
 from weft.cluster.rounds import Algorithm
 from weft.comm import Axis, Ledger, all_reduce
-from weft.comm.call_order import call_order
 from weft.errors import LaunchError
+from weft.health.call_order import call_order
 from weft.plan import AXES, Plan, axes_that_split
 
 logger = logging.getLogger("weft")
