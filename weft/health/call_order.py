@@ -68,8 +68,8 @@ def find_difference(folder: Path, num_ranks: int) -> str | None:
         for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
             fields = line.strip("\0").split("\t")
             if len(fields) == 4 and fields[1].isdecimal():  # else it is being written
-                members, number, call, block = fields
-                calls.setdefault(members, {}).setdefault(rank, {})[int(number)] = call, block.rstrip()
+                members, counted, call, block = fields
+                calls.setdefault(members, {}).setdefault(rank, {})[int(counted)] = call, block.rstrip()
     for by_rank in calls.values():
         first, *others = by_rank.items()
         for rank, own in others:
