@@ -193,9 +193,9 @@ def _device(name: str) -> Any:
 
 
 def _refuse_pinned(device: str) -> None:
-    import torch
+    from weft.cluster.local_gpus import gpus  # asking torch could initialise CUDA before ranks are forked
 
-    if device != "cpu" or not torch.cuda.is_available():
+    if device != "cpu" or not gpus():
         given = f"--device {device}" if device != "cpu" else "no GPU was found"
         raise ConfigError(f"--pinned is for CPU buffers on a machine with a GPU; {given}; leave it out")
 
