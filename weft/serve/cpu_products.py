@@ -34,8 +34,9 @@ FLAGS = (
 
 def bf16_row_product(hidden: Tensor, weight: Tensor) -> Tensor | None:
     """hidden [1, in] @ weight.T of bf16, or None if torch is to compute it."""
-    functions = _functions() if _is_for_functions(hidden, weight) else None
-    if functions is None or weight.dtype != torch.bfloat16:
+    is_bf16 = weight.dtype == torch.bfloat16
+    functions = _functions() if is_bf16 and _is_for_functions(hidden, weight) else None
+    if functions is None:
         return None
     row, out = hidden.float(), torch.empty(1, len(weight))
     sizes = (ctypes.c_long(len(weight)), ctypes.c_long(weight.shape[1]), torch.get_num_threads())

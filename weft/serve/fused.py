@@ -57,12 +57,14 @@ def norm_linear(hidden: Tensor, norm: nn.Module, layer: nn.Linear, is_gated: boo
         from weft.serve.fused_kernel import row_linear_by_kernel
 
         return row_linear_by_kernel(hidden, layer.weight, layer.bias, norm=norm, is_gated=is_gated)
-    out = _plain_linear(normed(hidden, norm), layer)
+    hidden = normed(hidden, norm)
+    row = _row_linear(hidden, layer)
+    out = F.linear(hidden, layer.weight, layer.bias) if row is None else row
     return gated(out) if is_gated else out
 
 
 def add_linear(residual: Tensor, hidden: Tensor, layer: nn.Linear) -> Tensor:
-    """residual + layer(hidden)."""
+    """residual + layer(hidden). The residual may be overwritten."""
     if isinstance(layer, PackedLinear):
         return layer.fused(hidden, residual)
     if hasattr(layer, "updates"):
@@ -71,17 +73,16 @@ def add_linear(residual: Tensor, hidden: Tensor, layer: nn.Linear) -> Tensor:
         from weft.serve.fused_kernel import row_linear_by_kernel
 
         return row_linear_by_kernel(hidden, layer.weight, layer.bias, residual)
-    if layer.bias is None and layer.weight.dtype != torch.bfloat16:
-        return torch.addmm(residual, hidden, layer.weight.T)
-    return residual + _plain_linear(hidden, layer)
+    row = _row_linear(hidden, layer)
+    if row is None and layer.bias is None:
+        return residual.addmm_(hidden, layer.weight.T)
+    return residual + (F.linear(hidden, layer.weight, layer.bias) if row is None else row)
 
 
-def _plain_linear(hidden: Tensor, layer: nn.Linear) -> Tensor:
-    """layer(hidden), without adapters."""
+def _row_linear(hidden: Tensor, layer: nn.Linear) -> Tensor | None:
+    """layer(hidden), without adapters, by the functions of `cpu_products.py`; None if torch is to compute it."""
     row = bf16_row_product(hidden, layer.weight)
-    if row is None:
-        return F.linear(hidden, layer.weight, layer.bias)
-    return row if layer.bias is None else row + layer.bias
+    return row if row is None or layer.bias is None else row + layer.bias
 
 
 def gated(gate_up: Tensor) -> Tensor:
