@@ -35,8 +35,8 @@ from weft.cluster.communication import Communication
 from weft.cluster.hardware import AxisLink, Cluster
 from weft.cluster.rounds import Algorithm
 from weft.comm import Axis, Ledger, all_reduce
-from weft.comm.call_order import call_order
 from weft.errors import LaunchError
+from weft.health.call_order import call_order
 from weft.plan import AXES, Plan, axes_that_split
 
 logger = logging.getLogger("weft")
@@ -345,6 +345,12 @@ def level_axes(num_nodes: int, device: torch.device) -> dict[Algorithm, Axis]:
         plan = Plan(data=degree, hierarchical=True, communication=Communication(between=kind))
         found[kind] = Mesh(plan, device, degree // num_nodes)["data"]
     return found
+
+
+def group_axes(plan: Plan, device: torch.device) -> dict[str, Axis]:
+    """Returns this rank's group of each axis of the plan with a degree above 1, by the axis' name."""
+    mesh = Mesh(plan, device)
+    return {name: mesh[name] for name in AXES if plan.degree(name) > 1}
 
 
 def _level_links(

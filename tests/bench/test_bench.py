@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,16 +14,19 @@ from commands_for_tests import Weft, caller
 from runs_for_tests import write_run_file
 from torch import Tensor
 
+from weft.bench.checked_operation import BenchOperation, Buffers, pattern
 from weft.bench.cluster_file import MeasuredMachine, cluster_text
 from weft.bench.fit import LinkFit, Point, fit_link, fit_pieces
-from weft.bench.links import LinkOptions, bus_factor, parse_sizes
-from weft.bench.operations import OPERATIONS, BenchOperation, Buffers
-from weft.bench.report import svg_plot, terminal_plot
-from weft.bench.statistics import MAX_BLOCKS, MIN_BLOCKS, measure
+from weft.bench.links import LinkOptions, LinkRow, bus_factor, parse_sizes
+from weft.bench.machine import host_link_rates
+from weft.bench.operations import OPERATIONS
+from weft.bench.report import backends_table, svg_plot, terminal_plot
+from weft.bench.statistics import MAX_BLOCKS, MIN_BLOCKS, Timing, measure
 from weft.cluster.hardware import load, ring_seconds
 from weft.cluster.topology import local_topology
 from weft.comm import Axis, Ledger
-from weft.errors import ConfigError, CorruptionError
+from weft.errors import ConfigError, CorruptionError, PlanError
+from weft.plan import plan_of_degrees
 
 ALPHA, BANDWIDTH = 25e-6, 12e9
 SIZES = [4**power for power in range(2, 14)]
@@ -94,28 +98,44 @@ def faulty(operation: BenchOperation, fault: Callable[[Tensor], object], rank: i
     replace(operation, run=run).check(operation.buffers(4 * 60, degree, torch.device("cpu")), axis, 0)
 
 
-COLLECTIVES = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_uneven", "broadcast", "latency"]
+CHECKED = [name for name in OPERATIONS if name != "barrier"]
 
 
-@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("name", CHECKED)
 def test_a_flipped_byte_a_swapped_rank_and_a_stale_buffer_are_found(name: str) -> None:
     operation = OPERATIONS[name]
-    faulty(operation, lambda taken: None)  # the right result passes
+    rank = 2 if name == "pair_exchange" else 1  # of 3 ranks, rank 1 has no partner there
+    faulty(operation, lambda taken: None, rank)  # the right result passes
 
     def flip(taken: Tensor) -> None:
         taken.view(torch.uint8)[7] ^= 4
 
-    with pytest.raises(CorruptionError, match=rf"{name}: rank 1 received -?\d+ instead of \d+ at element 1 "):
-        faulty(operation, flip)
+    with pytest.raises(CorruptionError, match=rf"{name}: rank {rank} received -?\d+ instead of \d+ at element 1 "):
+        faulty(operation, flip, rank)
     with pytest.raises(CorruptionError, match="it was never written"):
-        faulty(operation, lambda taken: taken.fill_(-1))
+        faulty(operation, lambda taken: taken.fill_(-1), rank)
     other = operation.expected(0, 3, operation.buffers(240, 3, torch.device("cpu")).given.numel(), 0)
     if other is not None and name not in ("all_reduce", "all_gather", "broadcast"):  # which are equal on all ranks
         with pytest.raises(CorruptionError):
-            faulty(operation, lambda taken: taken.copy_(other))
+            faulty(operation, lambda taken: taken.copy_(other), rank)
     if name == "all_gather":
         with pytest.raises(CorruptionError):
             faulty(operation, lambda taken: taken.copy_(taken.roll(taken.numel() // 3)))
+
+
+def test_borders_come_from_both_neighbours_and_pairs_are_mirrored() -> None:
+    halo = OPERATIONS["halo"].expected
+    first, middle, last = (halo(rank, 3, 4, 0) for rank in range(3))
+    own = [pattern(rank, 4, 0).tolist() for rank in range(3)]
+    assert first is not None
+    assert middle is not None
+    assert last is not None
+    assert first.tolist() == [-1, -1, *own[1][:2]]
+    assert middle.tolist() == [*own[0][2:], *own[2][:2]]
+    assert last.tolist() == [*own[1][2:], -1, -1]
+    mirrored = [OPERATIONS["pair_exchange"].expected(rank, 3, 4, 0) for rank in range(3)]
+    assert [None if one is None else one.tolist() for one in mirrored] == [own[2], None, own[0]]
+    assert OPERATIONS["multi_pair"].expected(2, 3, 4, 0) is None  # an odd number of ranks: the last has no partner
 
 
 def test_bus_bytes_by_hand() -> None:
@@ -131,6 +151,12 @@ def test_options_are_refused_in_words() -> None:
             parse_sizes(text)
     with pytest.raises(ConfigError, match="did you mean 'all_reduce'"):
         LinkOptions(("all_reduc",))
+    assert plan_of_degrees({"data": 2, "x": 2}).degrees["x"] == 2
+    with pytest.raises(PlanError, match="'dta' is not an axis; did you mean 'data'"):
+        plan_of_degrees({"dta": 2})
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="no link between host and GPU"):
+            host_link_rates()
 
 
 def test_plots() -> None:
@@ -139,6 +165,14 @@ def test_plots() -> None:
     assert "o send  x all_reduce" in shown
     assert shown.count("|") == 18
     assert svg_plot(series, "two ranks").count("<polyline") == 2
+
+
+def test_several_back_ends_are_compared() -> None:
+    rows = {
+        name: [LinkRow("latency", 2, 64, Timing(seconds, seconds, seconds, seconds, 0.0, 5), 1.0)]
+        for name, seconds in (("Gloo", 2e-5), ("MPI", 5e-6))
+    }
+    assert re.search(r"latency +64 +20\.0 us +5\.0 us +0\.25", backends_table(rows))
 
 
 # --- the planner
@@ -158,6 +192,14 @@ def test_ranks_measure_and_the_planner_uses_the_file(
     assert {row["operation"] for row in rows} == set(OPERATIONS)
     assert all(row["timing"]["median"] > 0 for row in rows)
     assert "<polyline" in (tmp_path / "a.svg").read_text()
+    both = weft(
+        *("bench", "links", "--axes", "data=2,shard=2", "--sizes", "64:64", "--seconds", "0.01", "--json"),
+        *("--operations", "halo,all_reduce,multi_pair,pair_exchange"),
+    ).json["rows"]
+    assert {(row["axis"], row["degree"], row["num_groups"]) for row in both} == {("data", 2, 2), ("shard", 2, 2)}
+    assert "mpirun -n 2 weft bench links --backend mpi" in weft("bench", "links", "--backend", "mpi").err
+    for given in (["--backend", "nccl"], ["--axes", "data"], ["--pinned", "--device", "cuda"]):
+        assert weft("bench", "links", *given).status == 2
     link = LinkFit(2e-3, 1e6, 0.1)
     peaks, path = {"fp32": 1e10, "bf16": 1e10}, tmp_path / "m.toml"
     path.write_text(

@@ -12,11 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from weft.bench.links import LinkOptions, LinkRow, bench_rank, measured_collectives, row_from_json
+from weft.cluster.collective_choice import ALGORITHMS as CHOICES
+from weft.cluster.collective_choice import OPERATIONS, Levels
 from weft.cluster.communication import Communication
-from weft.cluster.hardware import Cluster, Link, MeasuredCollective, local_cluster
-from weft.comm import Axis, all_gather, all_reduce, all_to_all, expand, node_messages, reduce_scatter
+from weft.cluster.hardware import AxisLink, Cluster, Link, MeasuredCollective, local_cluster, ring_seconds
+from weft.comm import Axis, Ledger, all_gather, all_reduce, all_to_all, expand, node_messages, reduce_scatter
+from weft.comm.recorder import HostTimer
 from weft.launch.local_ranks import run_local
-from weft.mesh import Mesh
+from weft.mesh import Mesh, level_axes
 from weft.plan import Context, Plan, Shard
 from weft.proof.prove import ProofReport, verify
 
@@ -238,3 +242,71 @@ def test_the_fastest_is_chosen_from_measured_times_and_counted_as_predicted() ->
         return [small, large, differences(axis, [1, 17, 1 << 17], [torch.float32]), is_predicted(axis)]
 
     assert run_local(rank, 4, 120.0) == [["doubling", "flat", [], True]] * 4
+
+
+# --- the choice under injected latency
+
+MEASURED, BETWEEN = (1 << 8, 1 << 18), (1 << 13,)
+
+
+class SlowNodes:
+    """A clock that each call over a link advances: latency and bytes are injected, and no time is slept."""
+
+    def __init__(self, num_nodes: int, num_local: int, latency: float, bandwidth: float) -> None:
+        self.degrees = {"node": num_nodes, "local": num_local}
+        self.latency, self.bandwidth, self.now = latency, bandwidth, 0.0
+        self._record = Ledger.record
+
+    def record(self, ledger: Ledger, axis: str, operation: str, num_bytes: int) -> None:
+        self._record(ledger, axis, operation, num_bytes)
+        level = axis.partition("/")[2]
+        degree = self.degrees.get(level, self.degrees["node"] * self.degrees["local"])
+        slow = 100 if level == "local" else 1  # links inside a node are so much faster
+        self.now += ring_seconds(operation, num_bytes, degree, self.bandwidth * slow, self.latency / slow)
+
+    def measure(self, axes: Any, sizes: tuple[int, ...]) -> list[LinkRow]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Ledger, "record", lambda ledger, *call: self.record(ledger, *call))
+            patch.setattr("weft.bench.links.HostTimer", lambda: HostTimer(lambda: self.now))
+            for name, value in (("links._BLOCK_SECONDS", 0.0), ("links._WARM_UP", 1), ("statistics.MIN_BLOCKS", 1)):
+                patch.setattr(f"weft.bench.{name}", value)  # repeats are equal on this clock
+            options = LinkOptions(OPERATIONS, sizes, 0.0, validate=False)
+            return [row_from_json(row) for row in bench_rank(options, torch.device("cpu"), axes)]
+
+
+def distances_from_best(shape: tuple[int, int], axes: Any, latency: float) -> list[Any]:
+    """By how much the choice of a measured table is at most slower than the best, for its sizes and one between them;
+    the same of a table in which the times of "flat" and "doubling" are exchanged; and the algorithms chosen.
+    """
+    slow = SlowNodes(*shape, latency, 1e8)
+    table = measured_collectives(slow.measure(axes, MEASURED), shape[0])
+    other = {"flat": "doubling", "doubling": "flat"}
+    spoiled = tuple(replace(one, algorithm=other.get(one.algorithm, one.algorithm)) for one in table)
+    links = dict.fromkeys(("", "node", "local"), AxisLink(1.0, 1.0, False))  # not used where times were measured
+    times: dict[tuple[str, int], dict[Any, float]] = {}
+    for row in slow.measure(axes, (*MEASURED, *BETWEEN)):
+        times.setdefault((row.operation, row.num_bytes), {})[row.algorithm] = row.timing.median
+    assert all(set(found) == set(CHOICES) for found in times.values())
+    answers: list[Any] = []
+    for measured in (table, spoiled):
+        levels = Levels(*shape, "fastest", links=links, measured=measured)
+        chosen = {key: levels.algorithm(*key) for key in times}
+        answers.append(max(found[chosen[key]] / min(found.values()) - 1 for key, found in times.items()))
+        answers.append(sorted(set(chosen.values())))
+    return answers[:3]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (3, 2), (4, 2)])
+def test_with_injected_latency_the_choice_is_within_a_tenth_of_the_best(shape: tuple[int, int]) -> None:
+    """On links of long and of short latency. The control has a table with exchanged times, and is far off."""
+
+    def rank(_: int) -> list[list[Any]]:
+        axes = level_axes(shape[0], torch.device("cpu"))
+        return [distances_from_best(shape, axes, latency) for latency in (5e-3, 5e-6)]
+
+    (found, *others) = run_local(rank, shape[0] * shape[1], 240.0)
+    assert all(other == found for other in others)
+    for distance, used, spoiled in found:
+        assert distance < 0.1, used
+        assert spoiled > 0.1

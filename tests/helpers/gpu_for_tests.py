@@ -266,7 +266,14 @@ def _lost_logits(architecture: str) -> dict[str, float]:
     return {"lost": lost / spread, "one place off": control / spread, "graphs": len(engine._mixed_graphs._steps)}
 
 
-JOBS = {**OWN_JOBS, "prove": _prove, "tokens": _tokens, "lost_logits": _lost_logits}
+def _peaks(name: str, late: str = "") -> tuple[list[int], list[int]]:
+    """Measured and predicted memory of each rank of a pipeline (`freeing_for_tests.py`)."""
+    from freeing_for_tests import LARGE, peaks
+
+    return peaks(name, LARGE, "cuda", late)
+
+
+JOBS = {**OWN_JOBS, "prove": _prove, "tokens": _tokens, "lost_logits": _lost_logits, "peaks": _peaks}
 
 
 def ran(what: str) -> dict[str, Any]:

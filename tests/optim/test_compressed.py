@@ -18,7 +18,8 @@ from weft.comm import Axis, Ledger
 from weft.errors import PlanError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.optim import AdamW
+from weft.optim import AdamW, gradient_size
+from weft.optim.gradient_size import GradientSize, block_squares
 from weft.optim.one_bit_adam import OneBitAdam
 from weft.optim.saved_state import load_state, pieces_to_save
 from weft.optim.sign_compression import SignCompressor, message_bytes, pack_signs, part_numel, unpack_signs
@@ -34,7 +35,13 @@ from weft.step.options import refuse_options
 STEPS, SAVED, FREEZE, CLIP = 17, 15, 5, 0.4  # 0/1 Adam exchanges after steps 13 and 17
 OPTIONS: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1, "freeze_step": FREEZE}
 LOCAL: dict[str, Any] = {"kappa": 2, "local_scaler": 3, "most_local": 4}
+BLOCK = 16  # of sizes of gradients: smaller than in runs, so that these small models have several
 KINDS = {"1bit": (OneBitAdam, {}), "0/1": (ZeroOneAdam, LOCAL)}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_size, "BLOCK", BLOCK)
 
 
 def test_signs_survive_packing_and_zero_is_plus() -> None:
@@ -46,12 +53,13 @@ def test_the_errors_are_what_the_messages_left_out() -> None:
     """On one rank: the sum of all that was given is the sum of all results plus both errors."""
     torch.manual_seed(0)
     compressor = SignCompressor(13, Axis("data", 1, 0, None, Ledger()), torch.device("cpu"))
-    mask = torch.arange(13) != 4
+    weights = torch.rand(13) + 0.1
+    weights[4] = 0
     given, results = torch.zeros(13), torch.zeros(13)
     for _ in range(50):
         vector = torch.randn(13)
-        given += torch.where(mask, vector, 0.0)
-        results += compressor.mean(vector, mask)
+        given += torch.where(weights > 0, vector, 0.0)
+        results += compressor.mean(vector, weights)
     errors = compressor.worker_error + compressor.server_error[:13]
     assert torch.allclose(given, results + errors, atol=1e-4)
     assert results[4] == 0
@@ -62,23 +70,48 @@ def test_when_0_1_adam_renews_and_synchronises() -> None:
     assert [sync_interval(number, 5, 3, 4) for number in (5, 6, 8, 9, 12, 100)] == [1, 1, 1, 2, 4, 4]
 
 
+def test_the_size_of_gradients_is_a_running_mean_by_block() -> None:
+    """Corrected for its start at 0, so a constant size never changes, and one that jumps is followed in its block."""
+    sizes = GradientSize(40, torch.device("cpu"))
+    gradient = torch.ones(40)
+    changes = [sizes.renew(block_squares(gradient), 0.9, count) for count in range(1, 6)]
+    assert torch.stack(changes).allclose(torch.ones(5, 3))
+    gradient[35:] = 3  # in the last block, of 8 elements: its mean square is now 6
+    change = sizes.renew(block_squares(gradient), 0.9, 6)
+    share = 0.1 / (1 - 0.9**6)
+    assert change.tolist() == pytest.approx([1, 1, 1 + share * 5])
+    assert sizes.spread(change).shape == (40,)
+    several = GradientSize(40, torch.device("cpu"))
+    for count in (1, 2):
+        several.renew(block_squares(torch.ones(40)), 0.9, count)
+    twice = several.renew(torch.full((3,), 2.0), 0.9, 4, num_steps=2)  # one mean of two steps
+    assert twice.tolist() == pytest.approx([1 + (1 - 0.9**2) / (1 - 0.9**4)] * 3)
+    none = GradientSize(
+        40, torch.device("cpu")
+    )  # as after a checkpoint of another layout: the first squares are its size
+    assert none.renew(torch.full((3,), 7.0), 0.9, 50).tolist() == [1, 1, 1]
+    assert none.renew(torch.full((3,), 7.0), 0.9, 51).tolist() == pytest.approx([1, 1, 1])
+
+
 # --- the reference: all workers in one process, on plain tensors
 
 
 MARGINS: list[float] = []  # of each compression: its smallest value, as a share of the scale
 
 
-def compress(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(scale · signs, what they leave out), 0 outside of the mask."""
-    scale = values[mask].double().square().mean().sqrt().float() if mask.any() else torch.zeros(())
+def compress(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """(scale · weights · signs, what they leave out), 0 where weights are."""
+    mask = weights > 0
+    relative = values[mask] / weights[mask]
+    scale = relative.double().square().mean().sqrt().float() if mask.any() else torch.zeros(())
     if mask.any():
-        MARGINS.append(float(values[mask].abs().min() / scale.clamp(min=1e-30)))
-    signs = torch.where(values < 0, -scale, scale)
+        MARGINS.append(float(relative.abs().min() / scale.clamp(min=1e-30)))
+    signs = scale * weights * torch.where(values < 0, -1.0, 1.0)
     return torch.where(mask, signs, 0.0), torch.where(mask, values - signs, 0.0)
 
 
-def _without_error(compressor: Any, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    return compressor(values, mask)[0], torch.zeros_like(values)
+def _without_error(compressor: Any, values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    return compressor(values, weights)[0], torch.zeros_like(values)
 
 
 class Reference:
@@ -90,6 +123,8 @@ class Reference:
         self.moments = [torch.zeros_like(weight) for _ in range(workers)]
         self.second, self.num_variances = torch.zeros_like(weight), 0
         self.anchor, self.sums, self.rates = weight.clone(), [torch.zeros_like(weight) for _ in range(workers)], 0.0
+        self.sizes, self.num_sizes = torch.zeros(-(-len(weight) // BLOCK)), 0  # a running mean by block, and its steps
+        self.squares: list[Tensor] = []  # since the last exchange
         self.forget()
 
     def forget(self) -> None:
@@ -97,44 +132,65 @@ class Reference:
         self.errors = [torch.zeros_like(self.second) for _ in range(self.workers)]
         self.server_errors = torch.zeros(part * self.workers)
 
-    def mean(self, vectors: list[Tensor], mask: Tensor) -> Tensor:
+    def mean(self, vectors: list[Tensor], weights: Tensor) -> Tensor:
         total = torch.zeros_like(self.second)
         for worker, vector in enumerate(vectors):
-            given = torch.where(mask, vector + self.errors[worker], 0.0)
-            sent, self.errors[worker] = compress(given, mask)
+            given = torch.where(weights > 0, vector + self.errors[worker], 0.0)
+            sent, self.errors[worker] = compress(given, weights)
             total += sent
-        numel, result = len(mask), torch.zeros(len(self.server_errors))
-        padded, wide = torch.zeros_like(result), torch.zeros(len(result), dtype=torch.bool)
-        padded[:numel], wide[:numel] = total / self.workers, mask
+        numel, result = len(weights), torch.zeros(len(self.server_errors))
+        padded, wide = torch.zeros_like(result), torch.zeros_like(result)
+        padded[:numel], wide[:numel] = total / self.workers, weights
         parts = zip((padded + self.server_errors).chunk(self.workers), wide.chunk(self.workers), strict=True)
-        pairs = [compress(torch.where(m, one, 0.0), m) for one, m in parts]
+        pairs = [compress(torch.where(w > 0, one, 0.0), w) for one, w in parts]
         self.server_errors = torch.cat([error for _, error in pairs])
         return torch.cat([one for one, _ in pairs])[:numel]
 
+    def follow(self, gradients: list[Tensor], exchanges: bool, follows: bool) -> None:
+        """Take in the mean squares of a step; at an exchange, renew the sizes, and let the second moment follow."""
+        squares = torch.stack(gradients).square().mean(0)
+        self.squares.append(torch.stack([block.mean() for block in squares.split(BLOCK)]))
+        if not exchanges:
+            return
+        steps, mean, decay = len(self.squares), torch.stack(self.squares).mean(0), OPTIONS["betas"][1]
+        before = self.sizes / (1 - decay**self.num_sizes) if self.num_sizes else None
+        self.sizes = decay**steps * self.sizes + (1 - decay**steps) * mean
+        self.num_sizes, self.squares = self.num_sizes + steps, []
+        if follows:
+            assert before is not None
+            change = self.sizes / (1 - decay**self.num_sizes) / before
+            self.second = self.second * change.repeat_interleave(BLOCK)[: len(self.second)]
+
     def step(self, gradients: list[Tensor], number: int, lr: float) -> None:
         beta1, beta2 = OPTIONS["betas"]
-        mask, rate = self.second > 0, lr / (1 - beta1**number)
+        rate = lr / (1 - beta1**number)
         is_full = number <= FREEZE and (self.kind == "1bit" or number in variance_steps(FREEZE, LOCAL["kappa"]))
         average = torch.stack(gradients).mean(0)
         is_local = self.kind == "0/1" and number > FREEZE
+        interval = sync_interval(number, FREEZE, LOCAL["local_scaler"], LOCAL["most_local"]) if is_local else 1
+        is_exchange = (number - FREEZE) % interval == 0
         if is_full:
             self.second = beta2 * self.second + (1 - beta2) * average**2
             self.num_variances += 1
-        elif not is_local and self.kind == "0/1":
-            average = self.mean(gradients, mask)
-        below = (self.second / (1 - beta2**self.num_variances)).sqrt() + OPTIONS["eps"]
+        if is_full or number > FREEZE:
+            self.follow(gradients, is_exchange, number > FREEZE)
+        root = (self.second / (1 - beta2**self.num_variances)).sqrt() + OPTIONS["eps"]
+        below = torch.where(self.second > 0, root, 0.0)
+        if number <= FREEZE and not is_full:
+            average = self.mean(gradients, below)
         if number <= FREEZE:
             self.moments = [beta1 * m + (1 - beta1) * average for m in self.moments]
         else:
             self.moments = [
-                torch.where(mask, beta1 * m + (1 - beta1) * g, 0.0)
+                torch.where(below > 0, beta1 * m + (1 - beta1) * g, 0.0)
                 for m, g in zip(self.moments, gradients, strict=True)
             ]
         if self.kind == "1bit" and number > FREEZE:
-            self.moments = [self.mean(self.moments, mask)] * self.workers
+            self.moments = [self.mean(self.moments, below)] * self.workers
         self.anchor = (self.anchor if is_local else self.weights[0]) * (1 - lr * self.decay)
         self.weights = [
-            w * (1 - lr * self.decay) - rate * m / below for w, m in zip(self.weights, self.moments, strict=True)
+            w * (1 - lr * self.decay) - rate * torch.where(below > 0, m / root, 0.0)
+            for w, m in zip(self.weights, self.moments, strict=True)
         ]
         if not is_local:
             self.anchor = self.weights[0].clone()
@@ -143,10 +199,10 @@ class Reference:
             self.forget()
         self.sums = [s + rate * m for s, m in zip(self.sums, self.moments, strict=True)]
         self.rates += rate
-        if (number - FREEZE) % sync_interval(number, FREEZE, LOCAL["local_scaler"], LOCAL["most_local"]) == 0:
-            update = self.mean(self.sums, mask)
-            self.moments = [torch.where(mask, update / self.rates, 0.0)] * self.workers
-            self.anchor = self.anchor - update / below
+        if is_exchange:
+            update = self.mean(self.sums, below)
+            self.moments = [update / self.rates] * self.workers
+            self.anchor = self.anchor - torch.where(below > 0, update / root, 0.0)
             self.weights = [self.anchor.clone()] * self.workers
             self.sums, self.rates = [torch.zeros_like(update)] * self.workers, 0.0
 

@@ -22,6 +22,8 @@ from weft.comm.recorder import CommunicationCall, HostTimer, Recorder
 from weft.errors import ConfigError
 from weft.launch.local_ranks import run_local
 from weft.recording.live import live_server
+from weft.recording.nic_counters import NicTraffic, read_counters, since
+from weft.recording.page import profile_page
 from weft.recording.rank_file import MeasuredLink, RankRecording, read_recording, recorded_traffic, write_rank
 from weft.recording.summary import matrix_bytes, summarise
 
@@ -74,6 +76,28 @@ def test_rows_of_the_matrix_are_what_rings_send() -> None:
 
 def test_the_fastest_round_tells_the_offset() -> None:
     assert offset_of([(0.0, 5.9, 1.0), (2.0, 7.05, 2.1), (3.0, 8.9, 5.0)]) == pytest.approx(5.0)
+
+
+def test_interfaces_are_counted_where_they_can_be_read(tmp_path: Path) -> None:
+    assert read_counters(tmp_path) == {}
+    (tmp_path / "proc/net").mkdir(parents=True)
+    heads = "Inter-|   Receive\n face |bytes\n"
+    (tmp_path / "proc/net/dev").write_text(f"{heads}  eth0: 100 1 0 2 0 0 0 0 900 1 3 0 0 0 0 0\n")
+    port = tmp_path / "sys/class/infiniband/mlx5_0/ports/1/counters"
+    port.mkdir(parents=True)
+    for name, value in (("port_xmit_data", 10), ("port_rcv_data", 20), ("symbol_error", 7)):
+        (port / name).write_text(f"{value}\n")
+    before = read_counters(tmp_path)
+    assert before == {"eth0": NicTraffic(900, 100, 5), "mlx5_0 port 1": NicTraffic(40, 80, 7)}
+    (port / "port_xmit_data").write_text("12\n")
+    found = since(before, read_counters(tmp_path))
+    assert found == {"mlx5_0 port 1": NicTraffic(8, 0, 0)}  # eth0 was silent
+    one = replace(make_rank(0, [make_call("all_reduce", 0, 1, ranks=(0,))], num_ranks=1), host="a", nics=found)
+    write_rank(tmp_path, one)
+    (back,) = read_recording(tmp_path)
+    assert back.nics == found
+    page = profile_page("run", [back], summarise([back]))
+    assert "mlx5_0 port 1" in page
 
 
 def test_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.bench.checked_operation import BenchOperation, Buffers
 from weft.bench.fit import Point
-from weft.bench.operations import OPERATIONS, WINDOW, BenchOperation, Buffers
+from weft.bench.operations import OPERATIONS
 from weft.bench.statistics import Timing, measure
 from weft.cluster.collective_choice import OPERATIONS as LEVEL_OPERATIONS
 from weft.cluster.hardware import MeasuredCollective
@@ -20,18 +21,23 @@ from weft.comm.recorder import DeviceTimer, HostTimer, Timer
 from weft.errors import ConfigError
 from weft.schema import nearest
 
+WORLD = "world"  # the name of all ranks as one group
 _WARM_UP = 3
 _BLOCK_SECONDS = 0.02  # how long a block of repeats takes, about
 
 
 @dataclass(frozen=True)
 class LinkOptions:
-    """Operations, sizes in bytes, the seconds for each size at most, and whether contents are checked."""
+    """Operations, sizes in bytes, the seconds for each size at most, and whether contents are checked.
+
+    `pinned`: buffers lie in pinned host memory, from which GPUs copy fastest.
+    """
 
     operations: tuple[str, ...] = tuple(OPERATIONS)
     sizes: tuple[int, ...] = tuple(4**power for power in range(1, 12))
     limit_seconds: float = 1.0
     validate: bool = True
+    pinned: bool = False
 
     def __post_init__(self) -> None:
         for name in self.operations:
@@ -44,7 +50,8 @@ class LinkOptions:
 @dataclass(frozen=True)
 class LinkRow:
     """One operation of one size. Times are those of the slowest rank; `bus_bytes_per_second` counts the bytes that a
-    ring sends over each link, so that operations can be compared.
+    ring sends over each link, so that operations can be compared. With `num_groups` above 1, as many groups of ranks
+    did the same at the same time, as the groups of a mesh's axis do.
     """
 
     operation: str
@@ -53,6 +60,8 @@ class LinkRow:
     timing: Timing
     bus_bytes_per_second: float
     algorithm: Algorithm = "flat"  # of collectives over several nodes
+    axis: str = WORLD
+    num_groups: int = 1
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -82,25 +91,31 @@ def bus_factor(operation: str, degree: int) -> float:
 
 
 def bench_rank(
-    options: LinkOptions, device: torch.device, level_axes: Mapping[Algorithm, Axis] | None = None
+    options: LinkOptions,
+    device: torch.device,
+    level_axes: Mapping[Algorithm, Axis] | None = None,
+    group_axes: Mapping[str, Axis] | None = None,
 ) -> list[dict[str, Any]]:
     """Measure as one of the ranks of torch.distributed's world group. Every rank returns the same rows.
 
-    `level_axes` are axes over all ranks by the algorithm that their collectives use between nodes.
+    `level_axes` are axes over all ranks by the algorithm that their collectives use between nodes. With `group_axes`,
+    each of these axes is measured instead of the world group, with all its groups at the same time.
     """
-    axis = Axis("world", dist.get_world_size(), dist.get_rank(), dist.group.WORLD, Ledger())
-    if axis.degree < 2:
+    world = Axis(WORLD, dist.get_world_size(), dist.get_rank(), dist.group.WORLD, Ledger())
+    if world.degree < 2:
         raise ConfigError("links are measured between ranks; start at least 2")
     timer: Timer = DeviceTimer() if device.type == "cuda" else HostTimer()
+    group_timer = _GroupTimer(world, device, timer, options)
     rows = []
     for name in options.operations:
         operation = OPERATIONS[name]
         for num_bytes in options.sizes if name != "barrier" else options.sizes[:1]:
-            rows.append(_measure(operation, num_bytes, axis, device, timer, options))
+            for axis in (group_axes or {WORLD: world}).values():
+                rows.append(group_timer.measure(operation, num_bytes, axis))
             if name in LEVEL_OPERATIONS:
                 for algorithm, own in (level_axes or {}).items():
-                    row = _measure(operation, num_bytes, own, device, timer, options)
-                    rows.append(replace(row, algorithm=algorithm))
+                    row = group_timer.measure(operation, num_bytes, own)
+                    rows.append(replace(row, algorithm=algorithm, axis=WORLD))
     return [row.to_json() for row in rows]
 
 
@@ -125,38 +140,46 @@ def measured_collectives(rows: Sequence[LinkRow], num_nodes: int) -> tuple[Measu
     )
 
 
-def _measure(
-    operation: BenchOperation, num_bytes: int, axis: Axis, device: torch.device, timer: Timer, options: LinkOptions
-) -> LinkRow:
-    buffers = operation.buffers(num_bytes, axis.degree, device)
-    for _ in range(_WARM_UP):
-        first = _repeat(operation, buffers, axis, timer, 1)[0]
-    repeats = max(1, min(200, int(_BLOCK_SECONDS / max(first, 1e-7))))
-    timing = measure(lambda: _repeat(operation, buffers, axis, timer, repeats), options.limit_seconds)
-    if options.validate:
-        for iteration in range(2):
-            operation.check(buffers, axis, iteration)
-    degree = 2 if operation.only_pairs else axis.degree
-    whole = max(buffers.given.numel(), buffers.taken.numel()) if operation.name != "all_to_all_uneven" else 0
-    sent = (whole or buffers.given.numel()) * buffers.given.element_size()
-    messages = WINDOW if operation.name in ("bandwidth", "bidirectional") else 1
-    rate = messages * sent * bus_factor(operation.name, degree) / timing.median if timing.median else 0.0
-    return LinkRow(operation.name, degree, sent, timing, rate)
+@dataclass(frozen=True)
+class _GroupTimer:
+    """Times operations of this rank's group of an axis. All ranks of the world do the same, and agree on the times."""
 
+    world: Axis
+    device: torch.device
+    timer: Timer
+    options: LinkOptions
 
-def _repeat(operation: BenchOperation, buffers: Buffers, axis: Axis, timer: Timer, repeats: int) -> list[float]:
-    """The seconds of each repeat on the slowest rank; equal on all ranks."""
-    marks = []
-    barrier()
-    for _ in range(repeats):
-        start = timer.mark()
-        operation.run(buffers, axis)
-        marks.append((start, timer.mark()))
-    seconds = torch.tensor([timer.seconds(end) - timer.seconds(start) for start, end in marks], dtype=torch.float64)
-    seconds = seconds.to(buffers.given.device)
-    all_reduce(seconds, axis, "max").wait()
-    halves = 2 if operation.name == "latency" else 1  # a message there and one back
-    return [one / halves for one in seconds.tolist()]
+    def measure(self, operation: BenchOperation, num_bytes: int, axis: Axis) -> LinkRow:
+        """Repeat the operation until its time is stable, and check contents."""
+        buffers = operation.buffers(num_bytes, axis.degree, self.device, self.options.pinned)
+        for _ in range(_WARM_UP):
+            first = self._repeat(operation, buffers, axis, 1)[0]
+        repeats = max(1, min(200, int(_BLOCK_SECONDS / max(first, 1e-7))))
+        timing = measure(lambda: self._repeat(operation, buffers, axis, repeats), self.options.limit_seconds)
+        if self.options.validate:
+            for iteration in range(2):
+                operation.check(buffers, axis, iteration)
+        degree = 2 if operation.only_pairs else axis.degree
+        whole = max(buffers.given.numel(), buffers.taken.numel()) if operation.name != "all_to_all_uneven" else 0
+        sent = (whole or buffers.given.numel()) * buffers.given.element_size()
+        moved = operation.num_messages * sent * bus_factor(operation.name, degree)
+        rate = moved / timing.median if timing.median else 0.0
+        groups = self.world.degree // axis.degree
+        return LinkRow(operation.name, degree, sent, timing, rate, axis=axis.name, num_groups=groups)
+
+    def _repeat(self, operation: BenchOperation, buffers: Buffers, axis: Axis, repeats: int) -> list[float]:
+        """The seconds of each repeat on the slowest rank; equal on all ranks."""
+        marks = []
+        barrier()
+        for _ in range(repeats):
+            start = self.timer.mark()
+            operation.run(buffers, axis)
+            marks.append((start, self.timer.mark()))
+        spans = [self.timer.seconds(end) - self.timer.seconds(start) for start, end in marks]
+        seconds = torch.tensor(spans, dtype=torch.float64, device=self.device)
+        all_reduce(seconds, self.world, "max").wait()
+        halves = 2 if operation.is_round_trip else 1
+        return [one / halves for one in seconds.tolist()]
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

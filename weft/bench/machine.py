@@ -11,10 +11,12 @@ from pathlib import Path
 import torch
 
 from weft.bench.statistics import Timing, measure
+from weft.errors import ConfigError
 
 MATMUL_SIDES = {"cpu": (256, 512, 1024), "cuda": (2048, 4096, 8192)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+_HOST_LINK_BYTES = 256 << 20
 _SLOW_SECONDS = 0.5  # a larger matmul is not tried after one that took so long
 
 
@@ -40,12 +42,28 @@ def memory_bytes_per_second(device: torch.device, limit_seconds: float = 1.0) ->
 
 def host_link_bytes_per_second(device: torch.device, limit_seconds: float = 1.0) -> float | None:
     """Bytes per second from pinned host memory to the device; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    source = torch.ones(64 << 20, pin_memory=True)
-    target = torch.empty(source.shape, device=device)
-    timing = _time(lambda: target.copy_(source, non_blocking=True), device, limit_seconds)
-    return source.numel() * 4 / timing.median
+    return None if device.type != "cuda" else _host_link(True, True, limit_seconds)
+
+
+def host_link_rates(limit_seconds: float = 1.0) -> dict[str, float]:
+    """Bytes per second between host memory and the GPU, by direction and kind of memory."""
+    if not torch.cuda.is_available():
+        raise ConfigError("no GPU was found, so there is no link between host and GPU to measure")
+    return {
+        f"{'to' if to_device else 'from'} the GPU, {'pinned' if pinned else 'ordinary'} memory": _host_link(
+            to_device, pinned, limit_seconds
+        )
+        for pinned in (True, False)
+        for to_device in (True, False)
+    }
+
+
+def _host_link(to_device: bool, pinned: bool, limit_seconds: float) -> float:
+    host = torch.ones(_HOST_LINK_BYTES // 4, pin_memory=pinned)
+    own = torch.empty(host.shape, device="cuda")
+    source, target = (host, own) if to_device else (own, host)
+    timing = _time(lambda: target.copy_(source, non_blocking=True), own.device, limit_seconds)
+    return _HOST_LINK_BYTES / timing.median
 
 
 def storage_bytes_per_second(folder: Path, num_bytes: int = 64 << 20) -> dict[str, float]:

@@ -1,130 +1,19 @@
-"""The operations of `weft bench links`: what each sends, and what every rank must have received.
-
-Payloads are whole numbers that follow from (rank, place, iteration), and receive buffers are overwritten before a
-checked iteration, so a flipped bit, ranks in the wrong order and a buffer that was not written are all found.
-"""
+"""The operations of `weft bench links`: messages (`messages.py`) and collectives, by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from weft.comm import (
-    Axis,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    barrier,
-    broadcast,
-    exchange,
-    receive,
-    reduce_scatter,
-    send,
-)
-from weft.errors import CorruptionError
-
-ITEM_BYTES = 4  # int32
-STALE = -1  # no payload has it
-WINDOW = 64  # messages in flight of the bandwidth tests
-_MODULUS = 65_521  # sums over 32,000 ranks still fit int32
-
-
-def pattern(rank: int, size: int, iteration: int) -> Tensor:
-    """The payload of a rank: [size] int32."""
-    return ((torch.arange(size) * 7 + rank * 1009 + iteration * 31) % _MODULUS).to(torch.int32)
-
-
-@dataclass
-class Buffers:
-    """What a rank gives to an operation and what it gets. In-place operations have one tensor for both."""
-
-    given: Tensor
-    taken: Tensor
-
-
-@dataclass(frozen=True)
-class BenchOperation:
-    """An operation of one size. `formula` is its name in the ring formulas, None if the planner does not time it.
-
-    `expected(rank, degree, size, iteration)` is what `taken` must hold, None on a rank that receives nothing.
-    """
-
-    name: str
-    make: Callable[[int, int], tuple[int, int]]  # (elements, degree) -> sizes of `given` and `taken`
-    run: Callable[[Buffers, Axis], None]
-    expected: Callable[[int, int, int, int], Tensor | None]
-    formula: str | None = None
-    in_place: bool = False
-    only_pairs: bool = False  # uses the first two ranks
-
-    def buffers(self, num_bytes: int, degree: int, device: torch.device) -> Buffers:
-        """Buffers for a call of about `num_bytes`, rounded up to whole parts for each rank."""
-        given, taken = self.make(max(1, num_bytes // ITEM_BYTES), degree)
-        first = torch.zeros(given, dtype=torch.int32, device=device)
-        return Buffers(first, first if self.in_place else torch.zeros(taken, dtype=torch.int32, device=device))
-
-    def check(self, buffers: Buffers, axis: Axis, iteration: int) -> None:
-        """Run once with a new payload, and raise CorruptionError if the result is wrong."""
-        buffers.taken.fill_(STALE)
-        buffers.given.copy_(pattern(axis.index, buffers.given.numel(), iteration))
-        self.run(buffers, axis)
-        wanted = self.expected(axis.index, axis.degree, buffers.given.numel(), iteration)
-        if wanted is not None:
-            compare(self.name, axis.index, buffers.taken.cpu(), wanted)
-
-
-def compare(name: str, rank: int, found: Tensor, wanted: Tensor) -> None:
-    """Raise CorruptionError at the first element that differs."""
-    wrong = (found != wanted).nonzero().flatten().tolist()
-    if wrong:
-        place = wrong[0]
-        stale = "; it was never written" if int(found[place]) == STALE else ""
-        raise CorruptionError(
-            f"{name}: rank {rank} received {int(found[place])} instead of {int(wanted[place])} at element {place} of "
-            f"{found.numel()} ({len(wrong)} are wrong{stale}); the transport corrupts data: check drivers and cables"
-        )
+from weft.bench.checked_operation import STALE, BenchOperation, Buffers, pattern
+from weft.bench.messages import MESSAGES
+from weft.comm import Axis, all_gather, all_reduce, all_to_all, barrier, broadcast, exchange, reduce_scatter
 
 
 def _equal_parts(size: int, degree: int) -> int:
     return -(-size // degree) * degree
-
-
-def _ping_pong(buffers: Buffers, axis: Axis) -> None:
-    if axis.index == 0:
-        send(buffers.given, axis, 1, "ping").wait()
-        receive(buffers.taken, axis, 1, "pong").wait()
-    elif axis.index == 1:
-        receive(buffers.taken, axis, 0, "ping").wait()
-        send(buffers.given, axis, 0, "pong").wait()
-
-
-def _stream(buffers: Buffers, axis: Axis) -> None:
-    """Rank 0 sends a window of messages, and rank 1 answers when it has all of them."""
-    answer = buffers.given.new_zeros(1)
-    if axis.index == 0:
-        for pending in [send(buffers.given, axis, 1, "window") for _ in range(WINDOW)]:
-            pending.wait()
-        receive(answer, axis, 1, "answer").wait()
-    elif axis.index == 1:
-        for pending in [receive(buffers.taken, axis, 0, "window") for _ in range(WINDOW)]:
-            pending.wait()
-        send(answer, axis, 0, "answer").wait()
-
-
-def _both_ways(buffers: Buffers, axis: Axis) -> None:
-    if axis.index < 2:
-        peer = 1 - axis.index
-        waiting = [receive(buffers.taken, axis, peer, "window") for _ in range(WINDOW)]
-        waiting += [send(buffers.given, axis, peer, "window") for _ in range(WINDOW)]
-        for pending in waiting:
-            pending.wait()
-
-
-def _other_of_pair(rank: int, degree: int, size: int, iteration: int) -> Tensor | None:
-    return pattern(1 - rank, size, iteration) if rank < 2 else None
 
 
 def _sum(degree: int, size: int, iteration: int) -> Tensor:
@@ -172,15 +61,7 @@ def _uneven_sizes(size: int, degree: int) -> tuple[int, int]:
 OPERATIONS = {
     one.name: one
     for one in (
-        BenchOperation("latency", lambda n, p: (n, n), _ping_pong, _other_of_pair, "send", only_pairs=True),
-        BenchOperation(
-            "bandwidth",
-            lambda n, p: (n, n),
-            _stream,
-            lambda r, p, n, i: pattern(0, n, i) if r == 1 else None,
-            only_pairs=True,
-        ),
-        BenchOperation("bidirectional", lambda n, p: (n, n), _both_ways, _other_of_pair, only_pairs=True),
+        *MESSAGES,
         BenchOperation(
             "all_reduce",
             lambda n, p: (n, n),

@@ -13,11 +13,14 @@ from weft.bench.links import LinkOptions, LinkRow, bench_rank, row_from_json
 from weft.cluster.rounds import Algorithm
 from weft.comm import Axis
 from weft.comm.backends import DeviceType, describe_backend
+from weft.comm.mpi_transport import wants_mpi
+from weft.errors import LaunchError
 from weft.launch.environment import RankInfo, detect, init_process_group, shutdown
 from weft.launch.local_ranks import run_local
 
 _TIMEOUT_SECONDS = 1800.0
 LevelAxes = Callable[[torch.device], Mapping[Algorithm, Axis]]
+GroupAxes = Callable[[torch.device], Mapping[str, Axis]]
 
 
 def bench_links(
@@ -26,17 +29,21 @@ def bench_links(
     device: DeviceType,
     environ: Mapping[str, str] = os.environ,
     level_axes: LevelAxes | None = None,
+    group_axes: GroupAxes | None = None,
 ) -> tuple[list[LinkRow], RankInfo, str]:
     """Measure over `num_ranks` local processes; under a launcher, over its ranks, which all call this.
 
     Returns the rows, this process' rank, and the name of the back-end. Each rank calls `level_axes` for the axes that
-    the algorithms between nodes are measured on.
+    the algorithms between nodes are measured on, and `group_axes` for those whose groups are measured at once.
     """
 
     def measure(own: torch.device) -> list[dict[str, Any]]:
-        return bench_rank(options, own, None if level_axes is None else level_axes(own))
+        levels = None if level_axes is None else level_axes(own)
+        return bench_rank(options, own, levels, None if group_axes is None else group_axes(own))
 
     rank_info = detect(environ)
+    if rank_info is None and device == "cpu" and wants_mpi(environ):
+        raise LaunchError(f"over MPI, mpirun starts the ranks: mpirun -n {num_ranks} weft bench links --backend mpi")
     if rank_info is None:
         found = run_local(lambda rank: measure(_device(device, rank)), num_ranks, _TIMEOUT_SECONDS, device)
         where = RankInfo(0, num_ranks, 0, num_ranks)

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from weft.bench.fit import USABLE_ERROR, LinkFit, fit_link, fit_pieces
-from weft.bench.links import LinkRow, points_of
+from weft.bench.links import WORLD, LinkRow, points_of
 from weft.cluster.collective_choice import Levels, describe_choices
 from weft.cluster.hardware import MeasuredCollective
 
-_MARKS = "ox+*#@%&=~"
+_MARKS = "ox+*#@%&=~svdzn^"
 _COLOURS = (
     "#2a78d6",
     "#eb6834",
@@ -23,27 +23,33 @@ _COLOURS = (
     "#62c6e6",
     "#8f8e88",
     "#b3261e",
+    "#7a5c00",
+    "#00695c",
+    "#a23bc4",
+    "#5d6b7a",
+    "#c2185b",
+    "#3c9a3c",
 )
 _WIDTH, _HEIGHT = 800, 420
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 150, 20, 50
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 190, 20, 50
 Series = Mapping[str, Sequence[tuple[float, float]]]
 
 
 def link_table(rows: Sequence[LinkRow]) -> str:
     """A line for each operation and size, and one for each fit."""
     lines = [
-        f"{'operation':<24}{'ranks':>5}{'bytes':>11}{'median':>14}{'p99':>14}{'varies':>8}{'bus GB/s':>10}"
-        f"{'repeats':>9}"
+        f"{'operation':<24}{'ranks':>5}{'groups':>7}{'bytes':>11}{'median':>14}{'p99':>14}{'varies':>8}"
+        f"{'bus GB/s':>10}{'repeats':>9}"
     ]
     for row in rows:
         timing = row.timing
         lines.append(
-            f"{_name(row):<24}{row.degree:>5}{row.num_bytes:>11,}{_us(timing.median):>14}{_us(timing.p99):>14}"
-            f"{timing.variation:>8.1%}{row.bus_bytes_per_second / 1e9:>10.3f}{timing.repeats:>9}"
+            f"{_name(row):<24}{row.degree:>5}{row.num_groups:>7}{row.num_bytes:>11,}{_us(timing.median):>14}"
+            f"{_us(timing.p99):>14}{timing.variation:>8.1%}{row.bus_bytes_per_second / 1e9:>10.3f}{timing.repeats:>9}"
             f"{'' if timing.is_stable else '  not stable'}"
         )
-    for name in dict.fromkeys(row.operation for row in rows):
-        points = [row.point for row in rows if row.operation == name and row.point is not None]
+    for name in dict.fromkeys(map(_name, rows)):
+        points = [row.point for row in rows if _name(row) == name and row.point is not None]
         if len({point.num_bytes for point in points}) < 3:
             continue
         for fit in fit_pieces(points):
@@ -56,7 +62,23 @@ def link_table(rows: Sequence[LinkRow]) -> str:
 
 
 def _name(row: LinkRow) -> str:
-    return row.operation if row.algorithm == "flat" else f"{row.operation} {row.algorithm}"
+    where = "" if row.axis == WORLD else f" over {row.axis}"
+    return f"{row.operation}{where}" if row.algorithm == "flat" else f"{row.operation} {row.algorithm}"
+
+
+def backends_table(found: Mapping[str, Sequence[LinkRow]]) -> str:
+    """The medians of the same operations over several back-ends, and the ratio of the last to the first."""
+    names = list(found)
+    lines = [f"{'operation':<24}{'bytes':>11}" + "".join(f"{name:>16}" for name in names) + f"{'ratio':>8}"]
+    for rows in zip(*found.values(), strict=True):
+        medians = [row.timing.median for row in rows]
+        ratio = medians[-1] / medians[0] if medians[0] else 0.0
+        lines.append(
+            f"{_name(rows[0]):<24}{rows[0].num_bytes:>11,}"
+            + "".join(f"{_us(one):>16}" for one in medians)
+            + f"{ratio:>8.2f}"
+        )
+    return "\n".join(lines)
 
 
 def choices_table(collectives: Sequence[MeasuredCollective]) -> str:
@@ -71,10 +93,20 @@ def choices_table(collectives: Sequence[MeasuredCollective]) -> str:
     return "\n".join(lines)
 
 
-def describe_link(fit: LinkFit) -> str:
+def describe_links(rows: Sequence[LinkRow]) -> str:
+    """The link of each measured axis, by the formulas of the planner."""
+    axes = dict.fromkeys(row.axis for row in rows if row.point is not None)
+    lines = []
+    for axis in axes:
+        fit = link_of_rows([row for row in rows if row.axis == axis])
+        lines.append(describe_link(fit, "the planner" if axis == WORLD else f"{axis}, all its groups at once"))
+    return "\n".join(lines)
+
+
+def describe_link(fit: LinkFit, what: str = "the planner") -> str:
     """The link as the planner will see it."""
     return (
-        f"link for the planner: {_us(fit.latency_seconds)} a hop, {fit.bandwidth_bytes_per_second / 1e9:.3f} GB/s, "
+        f"link for {what}: {_us(fit.latency_seconds)} a hop, {fit.bandwidth_bytes_per_second / 1e9:.3f} GB/s, "
         f"errors of the ring formulas up to {fit.error:.0%}"
         f"{'' if fit.error <= USABLE_ERROR else '; measure again while nothing else runs'}"
     )

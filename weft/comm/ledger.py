@@ -12,9 +12,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weft.comm.call_order import CallOrder
 from weft.comm.kept_results import KeptBytes, KeptResults
 from weft.comm.recorder import Recorder
+from weft.health.call_order import CallOrder
 from weft.health.rank_status import Status
 
 

@@ -9,7 +9,9 @@ MPI has no sums of 16-bit floats: they are summed in fp32 and rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -41,6 +43,19 @@ def wants_mpi(environ: Mapping[str, str]) -> bool:
     if given not in ("", "gloo", "mpi"):
         raise LaunchError(f"{VARIABLE} = '{given}' is not a transport of CPU tensors; use mpi or gloo, or unset it")
     return given == "mpi"
+
+
+@contextmanager
+def transport(name: str) -> Iterator[None]:
+    """Ask for a transport of CPU tensors ("gloo" or "mpi") in this process, and in those that it starts."""
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = name
+    try:
+        yield
+    finally:
+        del os.environ[VARIABLE]
+        if before is not None:
+            os.environ[VARIABLE] = before
 
 
 def register_mpi() -> str:

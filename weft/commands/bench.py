@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from weft.commands.result_file import write_result
 from weft.errors import ConfigError
 
+if TYPE_CHECKING:
+    from weft.bench.links import LinkRow
+
 bench_app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
-    help="Measure this machine (links between ranks, matmuls, memory, storage) or a server.",
+    help="Measure this machine (links between ranks and to GPUs, matmuls, memory, storage) or a server.",
 )
 
 Ranks = Annotated[int, typer.Option(help="local processes; under a launcher, its ranks count", min=2, max=1024)]
@@ -43,6 +48,13 @@ def links_command(
     operations: Annotated[str | None, typer.Option(help="a list with commas; all if not given")] = None,
     sizes: Annotated[str, typer.Option(help="bytes from SMALLEST:LARGEST, each four times the one before")] = "4:4M",
     device: DeviceOption = "cpu",
+    backend: Annotated[
+        str | None, typer.Option(help="of CPU tensors: gloo, mpi (under mpirun), or gloo,mpi to compare them")
+    ] = None,
+    pinned: Annotated[bool, typer.Option("--pinned", help="CPU buffers in pinned memory; needs a GPU")] = False,
+    axes: Annotated[
+        str | None, typer.Option(help="e.g. data=2,shard=4: each axis with all its groups at once, as in training")
+    ] = None,
     seconds: Seconds = 1.0,
     nodes: Nodes = None,
     validate: Annotated[bool, typer.Option(help="check what ranks received")] = True,
@@ -50,37 +62,53 @@ def links_command(
     as_json: JsonOption = False,
 ) -> None:
     """Time messages and collectives between ranks, check their contents, and fit latency and bandwidth."""
-    from weft.bench.links import LinkOptions, measured_collectives, parse_sizes
+    from weft.bench.links import LinkOptions, parse_sizes
     from weft.bench.operations import OPERATIONS
     from weft.bench.ranks import bench_links
-    from weft.bench.report import (
-        choices_table,
-        describe_link,
-        link_of_rows,
-        link_table,
-        series_of,
-        svg_plot,
-        terminal_plot,
-    )
+    from weft.bench.report import series_of, svg_plot
 
     names = tuple(OPERATIONS) if operations is None else tuple(operations.split(","))
-    options = LinkOptions(names, parse_sizes(sizes), seconds, validate)
-    axes = None if nodes is None else _level_axes(nodes, ranks)
-    rows, where, backend = bench_links(options, ranks, _device(device), level_axes=axes)
+    if pinned:
+        _refuse_pinned(device)
+    options = LinkOptions(names, parse_sizes(sizes), seconds, validate, pinned)
+    num_ranks, groups = (ranks, None) if axes is None else _group_axes(axes)
+    levels = None if nodes is None else _level_axes(nodes, num_ranks)
+    found: dict[str, list[LinkRow]] = {}
+    for transport in _transports(backend, device):
+        with transport:
+            rows, where, name = bench_links(options, num_ranks, _device(device), level_axes=levels, group_axes=groups)
+        found[name] = rows
     if where.rank != 0:
         return
     if svg is not None and series_of(rows):
-        write_result(svg, svg_plot(series_of(rows), f"{where.num_ranks} ranks, {backend}"))
+        write_result(svg, svg_plot(series_of(rows), f"{where.num_ranks} ranks, {name}"))
     if as_json:
-        print(json.dumps({"backend": backend, "rows": [row.to_json() for row in rows]}, indent=2))
+        print(json.dumps({"backend": name, "rows": [row.to_json() for row in rows], **_others(found)}, indent=2))
         return
-    print(f"{where.num_ranks} ranks, {backend}; contents {'checked' if validate else 'not checked'}")
+    for name, own in found.items():
+        print(f"{where.num_ranks} ranks, {name}; contents {'checked' if validate else 'not checked'}")
+        _print_links(own, nodes)
+    if len(found) > 1:
+        from weft.bench.report import backends_table
+
+        print(backends_table(found))
+
+
+def _print_links(rows: Sequence[LinkRow], nodes: int | None) -> None:
+    from weft.bench.links import measured_collectives
+    from weft.bench.report import choices_table, describe_links, link_table, series_of, terminal_plot
+
     print(link_table(rows))
-    if any(row.point is not None for row in rows):
-        print(describe_link(link_of_rows(rows)))
+    print(describe_links(rows))
     if nodes is not None:
         print(choices_table(measured_collectives(rows, nodes)))
     print(terminal_plot(series_of(rows)))
+
+
+def _others(found: Mapping[str, Sequence[LinkRow]]) -> dict[str, Any]:
+    """The rows by back-end, if there are several, for JSON."""
+    rows = {name: [row.to_json() for row in own] for name, own in found.items()}
+    return {"backends": rows} if len(rows) > 1 else {}
 
 
 @bench_app.command("matmul", epilog="Example: weft bench matmul --device cuda")
@@ -96,14 +124,22 @@ def matmul_command(device: DeviceOption = "cpu", seconds: Seconds = 1.0, as_json
 
 @bench_app.command("memory", epilog="Example: weft bench memory")
 def memory_command(device: DeviceOption = "cpu", seconds: Seconds = 1.0, as_json: JsonOption = False) -> None:
-    """Time copies within memory and, for a GPU, from the host to it."""
+    """Time copies within the memory of a device."""
     import torch
 
-    from weft.bench.machine import host_link_bytes_per_second, memory_bytes_per_second
+    from weft.bench.machine import memory_bytes_per_second
 
-    where = torch.device(_device(device))
-    found = {"memory": memory_bytes_per_second(where, seconds), "host link": host_link_bytes_per_second(where, seconds)}
+    found = {"memory": memory_bytes_per_second(torch.device(_device(device)), seconds)}
     _show({"copies": {name: _gigabytes(rate) for name, rate in found.items()}}, found, as_json)
+
+
+@bench_app.command("host-link", epilog="Example: weft bench host-link")
+def host_link_command(seconds: Seconds = 1.0, as_json: JsonOption = False) -> None:
+    """Time copies between host memory and a GPU: both ways, from pinned and from ordinary memory."""
+    from weft.bench.machine import host_link_rates
+
+    found = host_link_rates(seconds)
+    _show({"host link": {name: _gigabytes(rate) for name, rate in found.items()}}, found, as_json)
 
 
 @bench_app.command("storage", epilog="Example: weft bench storage --folder /scratch")
@@ -154,6 +190,43 @@ def _device(name: str) -> Any:
     if name not in ("cpu", "cuda"):
         raise ConfigError(f"--device {name} is not one of cpu, cuda")
     return name
+
+
+def _refuse_pinned(device: str) -> None:
+    from weft.cluster.local_gpus import gpus  # asking torch could initialise CUDA before ranks are forked
+
+    if device != "cpu" or not gpus():
+        given = f"--device {device}" if device != "cpu" else "no GPU was found"
+        raise ConfigError(f"--pinned is for CPU buffers on a machine with a GPU; {given}; leave it out")
+
+
+def _transports(backend: str | None, device: str) -> list[AbstractContextManager[None]]:
+    """The transports of CPU tensors to measure, one after another: what the environment says if none is given."""
+    from weft.comm.mpi_transport import transport
+
+    if backend is None:
+        return [nullcontext()]
+    names = backend.split(",")
+    if device != "cpu" or not set(names) <= {"gloo", "mpi"}:
+        raise ConfigError(f"--backend {backend} with --device {device}: CPU tensors have gloo, mpi, or gloo,mpi")
+    return [transport(name) for name in names]
+
+
+def _group_axes(text: str) -> tuple[int, Any]:
+    """The number of ranks of a mesh like data=2,shard=4, and what each rank calls for its axes."""
+    from weft.mesh import group_axes
+    from weft.plan import plan_of_degrees
+
+    degrees = {}
+    for part in text.split(","):
+        name, _, number = part.partition("=")
+        if not number.isdecimal():
+            raise ConfigError(f"--axes {text}: '{part}' is not NAME=DEGREE, e.g. data=2,shard=4")
+        degrees[name.strip()] = int(number)
+    plan = plan_of_degrees(degrees)
+    if plan.num_ranks < 2:
+        raise ConfigError(f"--axes {text} has one rank; links are measured between at least 2")
+    return plan.num_ranks, partial(group_axes, plan)
 
 
 def _level_axes(num_nodes: int, num_ranks: int) -> Any:

@@ -27,6 +27,7 @@ from weft.commands.run_planning import (
 from weft.errors import ConfigError
 from weft.planner.advice import best_levels, better_form, fitting_activations, fitting_offload, fitting_weights
 from weft.planner.answer import Answer, with_more, with_scaling
+from weft.planner.fewer_bytes import fewer_bytes
 from weft.planner.goodput import Failures, cluster_mtbf, failures
 from weft.planner.predict import predict, run_cluster
 from weft.planner.question import OBJECTIVES, parse_constraints, parse_count
@@ -172,6 +173,7 @@ def predict_plan(
     failing = _failures(mtbf_seconds, profile.numel, run.plan.precision, cluster, offload)
     prediction, form = predict(run, cluster), better_form(run, cluster)
     levels = best_levels(run, cluster) if cluster.num_nodes > 1 else None
+    less = fewer_bytes(run, cluster)
     fitting = {
         "offload": fitting_offload(run, cluster),
         "activations": fitting_activations(run, cluster),
@@ -182,6 +184,8 @@ def predict_plan(
         better: dict[str, Any] = {} if form is None else {"better_form": asdict(form)}
         if levels is not None:
             better["two_levels"] = {**asdict(levels), "pays": levels.pays}
+        if less is not None:
+            better["fewer_bytes"] = {**asdict(less), "pays": less.pays}
         better |= {f"fitting_{name}": getattr(one, name) for name, one in fitting.items() if one is not None}
         if failing is not None:
             better["failures"] = failing.to_json()
@@ -193,6 +197,8 @@ def predict_plan(
             say(console, f"Of the two forms of x, {form.describe()}.")
         if levels is not None:
             say(console, f"{levels.describe()}.")
+        if less is not None:
+            say(console, f"{less.describe()}.")
         for name, one in fitting.items():
             if one is None:
                 continue

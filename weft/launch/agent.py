@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from weft.health.call_order import find_difference
 from weft.health.lost_ranks import LostRankTracker, describe_failures
 from weft.health.rank_status import FOLDER_VARIABLE, Failure, clear, read_failures, read_page
 from weft.health.watchdog import Deadline, Watchdog, ask_for_stacks, collect_stacks
@@ -201,6 +202,7 @@ class _FailedAttempt:
     began_at: int
     hang: str | None = None
     for_memory: bool = False  # did the system kill a rank for memory?
+    difference: str | None = None  # the first collective that was not the same on all ranks of its group
 
     @staticmethod
     def of(
@@ -210,7 +212,9 @@ class _FailedAttempt:
         seen = {rank: found.step for rank in range(num_ranks) if (found := read_page(folder, rank)) is not None}
         done = max(seen.values(), default=began_at)
         if hang is not None:
-            return _FailedAttempt({}, None, None, done, done, began_at, hang)
+            return _FailedAttempt(
+                {}, None, None, done, done, began_at, hang, difference=find_difference(folder, num_ranks)
+            )
         killed = [rank for rank, code in codes.items() if code < 0]
         errors = read_failures(folder, num_ranks)
         if killed or not errors:  # a killed rank explains the others' errors
@@ -218,7 +222,8 @@ class _FailedAttempt:
             for_memory = memory_killed and -signal.SIGKILL in codes.values()
             return _FailedAttempt(codes, None, None, step, done, began_at, None, for_memory)
         culprit = next(iter(errors))
-        return _FailedAttempt(codes, culprit, errors[culprit], seen.get(culprit), done, began_at)
+        difference = None if errors[culprit].final else find_difference(folder, num_ranks)
+        return _FailedAttempt(codes, culprit, errors[culprit], seen.get(culprit), done, began_at, difference=difference)
 
     @property
     def was_killed(self) -> bool:
@@ -245,6 +250,10 @@ class _FailedAttempt:
         return self.failure.status if self.failure is not None else describe_failures(self.codes)[1]
 
     def _cause(self) -> str:
+        found = self._own_cause()
+        return found if self.difference is None else f"{found}; {self.difference}"
+
+    def _own_cause(self) -> str:
         if self.hang is not None:
             return self.hang
         if self.failure is None and self.for_memory:

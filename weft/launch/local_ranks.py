@@ -30,9 +30,9 @@ from torch._C._distributed_c10d import FileStore
 from weft.cluster.local_gpus import VISIBLE_VARIABLE
 from weft.comm import barrier
 from weft.comm.backends import DeviceType, choose_backend, prepare_cuda
-from weft.comm.call_order import FOLDER_VARIABLE as CALLS_VARIABLE
-from weft.comm.call_order import find_difference
 from weft.errors import LocalError, PlanError, error_class
+from weft.health.call_order import FOLDER_VARIABLE as CALLS_VARIABLE
+from weft.health.call_order import find_difference
 from weft.health.rank_status import wait_for_stacks
 from weft.launch.fork import fork
 from weft.launch.function_names import import_by_name
@@ -81,7 +81,7 @@ def run_local(
     which CUDA is initialised or a backward has run on a machine with GPUs; use `run_spawned` there.
 
     A rank that fails raises LocalError with its stack. With `own_errors`, an error of weft's is raised as itself, and
-    so is a difference between the ranks' collectives (`comm/call_order.py`).
+    so is a difference between the ranks' collectives (`health/call_order.py`).
     """
 
     return _run(_forked(function), num_ranks, timeout_seconds, device, own_errors)

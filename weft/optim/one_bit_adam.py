@@ -1,7 +1,8 @@
 """1-bit Adam, which sends one bit per parameter over `data` (Tang et al., ICML 2021). It is not exact.
 
-It is AdamW up to `freeze_step` updates. Then the second moment stays as it is, each rank adds its own gradient to the
-first moment, and ranks exchange the signs of that (`sign_compression.py`). Gradients are reduced over `shard` and other
+It is AdamW up to `freeze_step` updates. Then the second moment keeps its proportions and only follows the size of
+gradients (`gradient_size.py`), each rank adds its own gradient to the first moment, and ranks exchange the signs of
+that, weighted by the root of the second moment (`sign_compression.py`). Gradients are reduced over `shard` and other
 axes as for AdamW, and each rank's slice is compressed over `data` alone.
 
 Elements whose second moment is 0 at the freeze (rows of an embedding that never had a gradient) are not updated any
@@ -23,6 +24,7 @@ from weft.comm import Axis, all_reduce
 from weft.errors import PlanError
 from weft.optim.adamw import AdamW
 from weft.optim.buffer_state import BufferState
+from weft.optim.gradient_size import GradientSize, block_squares
 from weft.optim.sign_compression import SignCompressor
 
 logger = logging.getLogger("weft")
@@ -48,6 +50,8 @@ class OneBitAdam(AdamW):
         super().__init__(model, groups, lr, betas, eps, weight_decay)
         self.data, self.freeze_step = data, freeze_step
         self.compressors: dict[int, SignCompressor] = {}
+        self.sizes: dict[int, GradientSize] = {}
+        self._own_squares: dict[int, Tensor] = {}  # of this rank's gradients, before they are averaged
         for held in self.held:
             flat = held.flat
             if flat.is_streamed or flat.options.on_host or flat.options.delays or not held.store.is_plain:
@@ -58,6 +62,7 @@ class OneBitAdam(AdamW):
                 )
             flat.keep_local(data.name)
             self.compressors[held.number] = SignCompressor(flat.layout.slice_numel, data, flat.device)
+            self.sizes[held.number] = GradientSize(flat.layout.slice_numel, flat.device)
 
     @property
     def num_updates(self) -> int:
@@ -76,6 +81,7 @@ class OneBitAdam(AdamW):
         for held in self._ready():
             gradient = held.flat.slice_gradient
             assert gradient is not None
+            self._own_squares[held.number] = block_squares(gradient)
             gradient.mul_(1 / self.data.degree)
             all_reduce(gradient, self.data).wait()
             held.flat.show_gradient()
@@ -96,18 +102,28 @@ class OneBitAdam(AdamW):
         on all ranks, skips the update.
         """
         number = self.num_updates + 1
+        skips = scale is not None and not math.isfinite(scale)
+        if not skips and self.is_full_step(number):
+            factor = 1.0 if scale is None else float(scale) ** 2
+            self._exchange_squares({held: factor * self._own_squares[held.number] for held in self._ready()}, number, 1)
         if self._is_exact(number):
             return super().step(closure, scale)  # type: ignore[arg-type]
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if scale is not None and not math.isfinite(scale):
+        if skips:
             return loss
+        gradients = {}
         for held in self._ready():
             gradient = held.flat.slice_gradient
             assert gradient is not None
-            gradient = gradient.float() if scale is None else gradient.float() * scale.to(gradient.device).float()
+            gradients[held] = (
+                gradient.float() if scale is None else gradient.float() * scale.to(gradient.device).float()
+            )
+        if number > self.freeze_step:
+            self._follow_sizes(gradients, number)
+        for held, gradient in gradients.items():
             held.store.steps.fill_(number)
             self._update_compressed(held, gradient, number)
             if held.flat.written is not None:
@@ -123,18 +139,46 @@ class OneBitAdam(AdamW):
         """All buffers of which this step has reduced a gradient: the same on all ranks of `data`."""
         return [held for held in self.held if held.flat.slice_gradient is not None]
 
+    def _follow_sizes(self, gradients: Mapping[BufferState, Tensor], number: int) -> None:
+        """Let second moments follow the size of the gradients of this update on all ranks of `data`."""
+        self._exchange_squares({held: block_squares(one) for held, one in gradients.items()}, number, 1)
+
+    def _exchange_squares(self, squares: Mapping[BufferState, Tensor], number: int, num_steps: int) -> None:
+        """Average mean squares of `num_steps` steps over `data`. After the freeze, the second moments follow them."""
+        if not squares:
+            return
+        together = torch.cat(list(squares.values())) / self.data.degree
+        all_reduce(together, self.data).wait()
+        decay, count = self.param_groups[0]["betas"][1], self._num_variances(number) + max(0, number - self.freeze_step)
+        for held, own in zip(squares, together.split([len(one) for one in squares.values()]), strict=True):
+            sizes, second = self.sizes[held.number], held.store.tensors[1]
+            change = sizes.renew(own, decay, count, num_steps)
+            if number > self.freeze_step:
+                second.mul_(sizes.spread(change).to(second.dtype))
+
     def _update_compressed(self, held: BufferState, gradient: Tensor, number: int) -> None:
-        first, second = held.store.tensors
-        mask = second > 0
+        first, _ = held.store.tensors
         beta1, _ = self.param_groups[0]["betas"]
-        own = first.float().lerp(gradient, 1 - beta1)
-        first.copy_(self.compressors[held.number].mean(own, mask))
+        own, below = first.float().lerp(gradient, 1 - beta1), self._below(held, number)
+        first.copy_(self.compressors[held.number].mean(own, below))
         for place, group in self._places_of(held):
-            variance = second[place] / (1 - group["betas"][1] ** self.freeze_step)
             size = group["lr"] / (1 - group["betas"][0] ** number)
-            change = size * first[place] / (variance.sqrt() + group["eps"])
-            weight = held.flat.slice[place]
-            weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(torch.where(mask[place], change, 0.0))
+            weight = held.flat.slice[place].mul_(1 - group["lr"] * group["weight_decay"])
+            weight.sub_(size * divided(first[place], below[place]))
+
+    def _num_variances(self, number: int) -> int:
+        """How often the second moment was renewed up to update `number`."""
+        return min(number, self.freeze_step)
+
+    def _below(self, held: BufferState, number: int) -> Tensor:
+        """What Adam divides the first moment by, and the weights of signs: 0 where the second moment is."""
+        second = held.store.tensors[1]
+        below = torch.zeros_like(second, dtype=torch.float32)
+        for place, group in self._places_of(held):
+            correction = float(1 - group["betas"][1] ** self._num_variances(number))
+            root = (second[place].float() / correction).sqrt() + float(group["eps"])
+            below[place] = torch.where(second[place] > 0, root, 0.0)
+        return below
 
     def _places_of(self, held: BufferState) -> Iterator[tuple[slice, Mapping[str, Any]]]:
         """The place of each trained part in the slice, with its group."""
@@ -150,10 +194,18 @@ class OneBitAdam(AdamW):
         numel, part = compressor.numel, compressor.server_error.numel()
         server = torch.zeros(self.data.degree * part, device=held.flat.device)
         server[self.data.index * part : (self.data.index + 1) * part] = compressor.server_error
-        return {"worker_error": compressor.worker_error, "server_error": server[:numel]}
+        sizes = self.sizes[held.number]
+        return {
+            "worker_error": compressor.worker_error,
+            "server_error": server[:numel],
+            "gradient_size": sizes.spread(sizes.sizes),
+        }
 
     def set_own(self, held: BufferState, kind: str, place: slice, values: Tensor) -> None:
         """Set a part of one of `own_tensors`."""
+        if kind == "gradient_size":
+            self.sizes[held.number].gather(self.sizes[held.number].sizes, place, values)
+            return
         if kind != "server_error":
             self.own_tensors(held)[kind][place].copy_(values)
             return
@@ -191,3 +243,8 @@ class OneBitAdam(AdamW):
     def own_suffix(self) -> str:
         """The end of the kinds of this rank's own state, for one way to cut buffers into slices."""
         return f"-{self.data.index}-of-{self.data.degree}-by-{self.held[0].flat.shard.degree if self.held else 1}"
+
+
+def divided(values: Tensor, below: Tensor) -> Tensor:
+    """values / below, and 0 where `below` is."""
+    return torch.where(below > 0, values / torch.where(below > 0, below, 1.0), 0.0)

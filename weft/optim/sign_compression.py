@@ -1,11 +1,14 @@
 """The mean of a vector over an axis in one bit per element and direction, with error feedback.
 
-Each rank sends the signs of its vector and one scale (its root mean square). What that leaves out is kept as an error
-and added to the next vector. Rank i is the server of part i: it averages what all ranks sent of that part, compresses
-the mean in the same way, with an error of its own, and sends it to all. A vector of n elements over p ranks needs an
-all-to-all and an all-gather of p · (n / 8p + 4) bytes each (Tang et al., 1-bit Adam, ICML 2021).
+Each rank sends the signs of its vector and one scale. Elements have weights that all ranks know: a sign stands for the
+scale times the element's weight, and the scale is the root mean square of the elements over their weights. With equal
+weights that is 1-bit Adam's own compression; with the root of the second moment, elements with small gradients are not
+drowned by those with large ones. What signs leave out is kept as an error and added to the next vector. Rank i is the
+server of part i: it averages what all ranks sent of that part, compresses the mean in the same way, with an error of
+its own, and sends it to all. A vector of n elements over p ranks needs an all-to-all and an all-gather of
+p · (n / 8p + 4) bytes each (Tang et al., 1-bit Adam, ICML 2021).
 
-Elements that are left out by a mask are 0 in the result: signs cannot say 0.
+Elements of weight 0 are 0 in the result: signs cannot say 0.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis, Key, Traffic, Traffics, add_traffic, all_gather, all_to_all
+from weft.optim.gradient_size import SQUARE_BYTES, num_blocks
 
 SCALE_BYTES = 4  # a float32 behind the signs of each part
 _NORM_BYTES = 8  # the squared norm of a rank's gradients
@@ -31,14 +35,17 @@ def message_bytes(numel: int, degree: int) -> int:
 
 
 def compressed_traffic(traffic: Traffics, degree: int, item_bytes: int) -> dict[Key, Traffic]:
-    """The traffic of a step whose all-reduces of slices over `data`, with so many bytes an element, are compressed."""
+    """The traffic of a step whose all-reduces of slices over `data`, with so many bytes an element, are compressed: the
+    signs of each slice, the size of gradients by block (`gradient_size.py`) and their norm.
+    """
     found: list[Traffics] = [{key: value for key, value in traffic.items() if key != ("data", "all_reduce")}]
     sizes = traffic[("data", "all_reduce")].sizes if ("data", "all_reduce") in traffic else {}
     for num_bytes, calls in sizes.items():
         each = message_bytes(num_bytes // item_bytes, degree)
         found += [{("data", name): Traffic(calls, calls * each)} for name in ("all_to_all", "all_gather")]
     if sizes:
-        found.append({("data", "all_reduce"): Traffic(1, _NORM_BYTES)})
+        blocks = sum(calls * num_blocks(num_bytes // item_bytes) for num_bytes, calls in sizes.items())
+        found += [{("data", "all_reduce"): Traffic(1, each)} for each in (_NORM_BYTES, SQUARE_BYTES * blocks)]
     return add_traffic(*found)
 
 
@@ -67,17 +74,18 @@ class SignCompressor:
         self.worker_error.zero_()
         self.server_error.zero_()
 
-    def mean(self, vector: Tensor, mask: Tensor) -> Tensor:
-        """The compressed mean of `vector` [numel] over the axis, 0 where `mask` [numel] is false. Equal on all ranks;
-        the mask must be, too.
+    def mean(self, vector: Tensor, weights: Tensor) -> Tensor:
+        """The compressed mean of `vector` [numel] over the axis, 0 where `weights` [numel] are. Equal on all ranks; the
+        weights must be, too.
         """
         degree, part = self.axis.degree, self._part
-        padded = mask.new_zeros(degree * part)
-        padded[: self.numel] = mask
-        masks = padded.view(degree, part)
-        given = torch.where(mask, vector.float() + self.worker_error, 0.0)
-        scale = _scale(given, mask)
-        self.worker_error.copy_(torch.where(mask, given - scale * _signs(given), 0.0))
+        padded = weights.new_zeros(degree * part, dtype=torch.float32)
+        padded[: self.numel] = weights
+        own = padded.view(degree, part)[self.axis.index]
+        given = vector.float() + self.worker_error
+        scale = _scale(given, padded[: self.numel])
+        given = torch.where(padded[: self.numel] > 0, given, 0.0)
+        self.worker_error.copy_(given - scale * padded[: self.numel] * _signs(given))
         filled = given.new_zeros(degree * part)
         filled[: self.numel] = given
         sent = _message(pack_signs(filled.view(degree, part)), scale)
@@ -85,21 +93,22 @@ class SignCompressor:
         all_to_all(received, sent, self.axis).wait()
         mean = torch.zeros_like(self.server_error)
         for row in received:  # in the order of ranks, so that the sum has the same bits everywhere
-            mean += _values(row)
-        own = masks[self.axis.index]
-        mean = torch.where(own, mean / degree + self.server_error, 0.0)
+            mean += _values(row, own)
+        mean = torch.where(own > 0, mean / degree + self.server_error, 0.0)
         scale = _scale(mean, own)
-        self.server_error.copy_(torch.where(own, mean - scale * _signs(mean), 0.0))
+        self.server_error.copy_(mean - scale * own * _signs(mean))
         answer = _message(pack_signs(mean).unsqueeze(0), scale)
         whole = answer.new_empty(degree, answer.shape[1])
         all_gather(whole.view(-1), answer.view(-1), self.axis).wait()
-        result = torch.cat([_values(row) for row in whole])[: self.numel]
-        return torch.where(mask, result, 0.0)
+        parts = zip(whole, padded.view(degree, part), strict=True)
+        return torch.cat([_values(row, theirs) for row, theirs in parts])[: self.numel]
 
 
-def _scale(values: Tensor, mask: Tensor) -> Tensor:
-    """The root mean square of the elements of the mask, the others of which are 0."""
-    return values.double().square().sum().div(mask.sum().clamp(min=1)).sqrt().float()
+def _scale(values: Tensor, weights: Tensor) -> Tensor:
+    """The root mean square of values over weights, of the elements with a weight."""
+    has_weight = weights > 0
+    relative = torch.where(has_weight, values / torch.where(has_weight, weights, 1.0), 0.0)
+    return relative.double().square().sum().div(has_weight.sum().clamp(min=1)).sqrt().float()
 
 
 def _signs(values: Tensor) -> Tensor:
@@ -112,7 +121,7 @@ def _message(signs: Tensor, scale: Tensor) -> Tensor:
     return torch.cat([signs, tail], dim=1)
 
 
-def _values(row: Tensor) -> Tensor:
-    """Signs times their scale, of one row of a message."""
+def _values(row: Tensor, weights: Tensor) -> Tensor:
+    """Signs times their scale and weights, of one row of a message."""
     scale = row[-SCALE_BYTES:].clone().view(torch.float32)
-    return unpack_signs(row[:-SCALE_BYTES]) * scale
+    return scale * weights * unpack_signs(row[:-SCALE_BYTES])

@@ -7,7 +7,8 @@ they have added up every `sync_interval` steps:
     m' = beta1 m + (1 - beta1) g;   u' = u + r m';   theta' = theta - r m' / (sqrt(v) + eps)
     at a synchronisation: u = mean of signs of u;  m = u / sum of r;  theta = theta before - u / (sqrt(v) + eps);  u = 0
 
-where r is the learning rate with the bias correction of the first moment. Between synchronisations ranks of `data` have
+where r is the learning rate with the bias correction of the first moment. As in 1-bit Adam, signs are weighted by
+sqrt(v) + eps, and v follows the size of gradients at synchronisations. Between synchronisations ranks of `data` have
 different weights, so a checkpoint has those of every rank. The errors of the compression are forgotten at the freeze,
 because another quantity is compressed from there on.
 """
@@ -23,7 +24,10 @@ from torch import Tensor, nn
 
 from weft.comm import Axis
 from weft.optim.buffer_state import BufferState
-from weft.optim.one_bit_adam import OneBitAdam
+from weft.optim.gradient_size import block_squares
+from weft.optim.one_bit_adam import OneBitAdam, divided
+
+_BY_BLOCK = ("square_sum", "square_count")  # state with a value for each block of `gradient_size.py`
 
 
 @lru_cache
@@ -63,7 +67,8 @@ class ZeroOneAdam(OneBitAdam):
     ) -> None:
         super().__init__(model, data, groups, lr, betas, eps, weight_decay, freeze_step)
         self.kappa, self.local_scaler, self.most_local = kappa, local_scaler, most_local
-        # Of each buffer: the weights of the last synchronisation, the sum of r m since, and the sum of r by element.
+        # Of each buffer: the weights of the last synchronisation, and since then the sum of r m, the sum of r by
+        # element, the sum of mean squares by block, and the number of these.
         self._local: dict[int, dict[str, Tensor]] = {}
 
     def is_full_step(self, number: int) -> bool:
@@ -85,6 +90,7 @@ class ZeroOneAdam(OneBitAdam):
             self._update_after(held, gradient, number)
 
     def _num_variances(self, number: int) -> int:
+        """How often the second moment was renewed up to update `number`."""
         return sum(step <= number for step in variance_steps(self.freeze_step, self.kappa))
 
     def _update_before(self, held: BufferState, gradient: Tensor, number: int) -> None:
@@ -93,45 +99,53 @@ class ZeroOneAdam(OneBitAdam):
         if self.is_full_step(number):
             second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         else:
-            gradient = self.compressors[held.number].mean(gradient, second > 0)
+            gradient = self.compressors[held.number].mean(gradient, self._below(held, number))
         first.lerp_(gradient.to(first.dtype), 1 - beta1)
+        below = self._below(held, number)
         for place, group in self._places_of(held):
             self._decay(held.flat.slice[place], group)
             rate = group["lr"] / (1 - beta1**number)
-            held.flat.slice[place].sub_(rate * first[place] / self._denominator(second[place], group, number))
+            held.flat.slice[place].sub_(rate * divided(first[place], below[place]))
+
+    def _follow_sizes(self, gradients: Mapping[BufferState, Tensor], number: int) -> None:
+        """Add up mean squares, and let second moments follow them at synchronisations."""
+        local = {held: self._local_state(held) for held in gradients}
+        for held, gradient in gradients.items():
+            local[held]["square_sum"].add_(block_squares(gradient))
+            local[held]["square_count"].add_(1)
+        if not gradients or not self.is_sync_step(number):
+            return
+        means = {held: own["square_sum"] / own["square_count"] for held, own in local.items()}
+        self._exchange_squares(means, number, int(next(iter(local.values()))["square_count"][0]))
+        for own in local.values():
+            own["square_sum"].zero_()
+            own["square_count"].zero_()
 
     def _update_after(self, held: BufferState, gradient: Tensor, number: int) -> None:
-        first, second = held.store.tensors
-        local, mask = self._local_state(held), second > 0
+        first, local, below = held.store.tensors[0], self._local_state(held), self._below(held, number)
         beta1, _ = self.param_groups[0]["betas"]
         if number == self.freeze_step + 1:
             self.compressors[held.number].clear()
         first.lerp_(gradient.to(first.dtype), 1 - beta1)
-        first.mul_(mask)
+        first.mul_(below > 0)
         for place, group in self._places_of(held):
             rate = group["lr"] / (1 - beta1**number)
             local["own_update"][place].add_(first[place], alpha=rate)
             local["rate_sum"][place].add_(rate)
             for weight in (held.flat.slice, local["anchor"]):
                 self._decay(weight[place], group)
-            change = rate * first[place] / self._denominator(second[place], group, number)
-            held.flat.slice[place].sub_(change)
+            held.flat.slice[place].sub_(rate * divided(first[place], below[place]))
         if not self.is_sync_step(number):
             return
-        update = self.compressors[held.number].mean(local["own_update"], mask)
-        first.copy_(torch.where(mask, update / local["rate_sum"].clamp(min=1e-30), 0.0))
-        for place, group in self._places_of(held):
-            change = update[place] / self._denominator(second[place], group, number)
-            held.flat.slice[place].copy_(local["anchor"][place].sub_(change))
+        update = self.compressors[held.number].mean(local["own_update"], below)
+        first.copy_(divided(update, local["rate_sum"]))
+        for place, _ in self._places_of(held):
+            held.flat.slice[place].copy_(local["anchor"][place].sub_(divided(update[place], below[place])))
         local["own_update"].zero_()
         local["rate_sum"].zero_()
 
     def _decay(self, weight: Tensor, group: Mapping[str, Any]) -> None:
         weight.mul_(1 - group["lr"] * group["weight_decay"])
-
-    def _denominator(self, second: Tensor, group: Mapping[str, Any], number: int) -> Tensor:
-        correction = float(1 - group["betas"][1] ** self._num_variances(number))
-        return (second / correction).sqrt() + float(group["eps"])
 
     def _local_state(self, held: BufferState) -> dict[str, Tensor]:
         """The tensors of local steps, made at the first of them."""
@@ -141,6 +155,7 @@ class ZeroOneAdam(OneBitAdam):
                 "anchor": held.flat.slice.clone(),
                 "own_update": zeros,
                 "rate_sum": zeros.clone(),
+                **{kind: torch.zeros_like(self.sizes[held.number].sizes) for kind in _BY_BLOCK},
             }
         return self._local[held.number]
 
@@ -151,10 +166,19 @@ class ZeroOneAdam(OneBitAdam):
             return found
         return super()._initial(held, kind, place)
 
+    def set_own(self, held: BufferState, kind: str, place: slice, values: Tensor) -> None:
+        """Set a part of one of `own_tensors`."""
+        if kind in _BY_BLOCK:
+            self.sizes[held.number].gather(self._local_state(held)[kind], place, values)
+        else:
+            super().set_own(held, kind, place, values)
+
     def own_tensors(self, held: BufferState) -> dict[str, Tensor]:
         """Tensors of a slice that differ between the ranks of `data`; those of local steps once there were some."""
         found = super().own_tensors(held)
         if self.num_updates > self.freeze_step:
             local = self._local_state(held)
-            found |= {**local, "own_weight": held.flat.slice, "own_moment": held.store.tensors[0]}
+            by_block = {kind: self.sizes[held.number].spread(local[kind]) for kind in _BY_BLOCK}
+            own = {"own_weight": held.flat.slice, "own_moment": held.store.tensors[0]}
+            found |= {**local, **by_block, **own}
         return found

@@ -7,18 +7,19 @@ that they lie inside a node. A new axis adds a field to `Plan` and a line to `AX
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from weft.cluster.communication import Communication
 from weft.errors import ConfigError, PlanError
 from weft.plan.rules import check_plan
 from weft.plan.tables import HOST_SHARES, Context, Memory, Pipe, Recompute, Shard, Tensor, Tile
 from weft.schedule.schedules import make_schedule
-from weft.schema import convert, dump_toml, read_toml, to_table
+from weft.schema import convert, dump_toml, nearest, read_toml, to_table
 
 __all__ = [
     "AXES",
@@ -300,6 +301,18 @@ def split_batch(plan: Plan, batch: int, sequence: int, samples: str = "sequences
     if plan.pipe.degree > 1:  # raises if the schedule does not allow this number of micro-batches
         make_schedule(plan.pipe.schedule, plan.pipe.degree, per_rank // micro_batch, **plan.pipe.options)
     return BatchSplit(batch, ranks, micro_batch, per_rank // micro_batch, sequence, samples)
+
+
+def plan_of_degrees(degrees: Mapping[str, int]) -> Plan:
+    """Returns a plan with these degrees by the names of axes."""
+    table: dict[str, Any] = {}
+    for name, degree in degrees.items():
+        if name not in AXES:
+            raise PlanError(f"'{name}' is not an axis{nearest(name, list(AXES))}")
+        key, _, inner = AXES[name].degree.partition(".")
+        table[key] = {**table.get(key, {}), inner: degree} if inner else degree
+    plan: Plan = convert(table, Plan, "plan")
+    return plan
 
 
 def load_plan(path: Path) -> Plan:

@@ -27,7 +27,10 @@ TABLE_HEADS = (
 def profile_page(name: str, ranks: Sequence[RankRecording], found: RecordingSummary) -> str:
     """The page of a recording. `name` is that of the run."""
     body = "\n".join(
-        (_head(name, found), _timeline(ranks), _exposed(found), _late(found), _matrix(found), _operations(found))
+        (
+            *(_head(name, found), _timeline(ranks), _exposed(found), _late(found), _matrix(found)),
+            *(_operations(found), _nics(found)),
+        )
     )
     return document(f"weft profile: {name}", body)
 
@@ -140,4 +143,18 @@ def _operations(found: RecordingSummary) -> str:
         "arrival until a rank used the result, so it is an upper bound where communication is hidden. Predicted: the "
         f"ring formulas on the planner's links. Spread: from the first arrival to the last.</p>"
         f"{table(TABLE_HEADS, rows)}</section>"
+    )
+
+
+def _nics(found: RecordingSummary) -> str:
+    rows = [
+        [escape(host), escape(name), bytes_text(one.sent_bytes), bytes_text(one.received_bytes), str(one.errors)]
+        for host, nics in found.nics.items()
+        for name, one in nics.items()
+    ]
+    if not rows:
+        return ""
+    return (
+        '<section><h2>Network interfaces</h2><p class="quiet">What they counted while steps were recorded, of all '
+        f"processes of a host.</p>{table(['host', 'interface', '#sent', '#received', '#errors'], rows)}</section>"
     )

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from weft.comm import Key, Traffic, Traffics, add_traffic
 from weft.comm.recorder import RECEIVE, CommunicationCall, PhaseSpan, Recorder
 from weft.errors import CheckpointError, ConfigError
+from weft.recording.nic_counters import NicTraffic
 
 FOLDER = "profile"
 FORMAT = 1
@@ -33,7 +34,9 @@ class MeasuredLink:
 
 @dataclass(frozen=True)
 class RankRecording:
-    """What one rank recorded. `links` are by axis; axes that the planner does not time are missing."""
+    """What one rank recorded. `links` are by axis; axes that the planner does not time are missing. `nics` has what the
+    network interfaces of its host counted meanwhile, for all processes of the host.
+    """
 
     rank: int
     num_ranks: int
@@ -45,6 +48,8 @@ class RankRecording:
     links: Mapping[str, MeasuredLink]
     calls: Sequence[CommunicationCall]
     phases: Sequence[PhaseSpan]
+    host: str = ""
+    nics: Mapping[str, NicTraffic] = field(default_factory=dict)
 
     @property
     def num_steps(self) -> int:
@@ -102,6 +107,7 @@ def _read(path: Path) -> RankRecording:
             raise CheckpointError(f"{path} has another format than {FORMAT}; use the weft that wrote it")
         head["links"] = {axis: MeasuredLink(**link) for axis, link in head["links"].items()}
         head["phases"] = [PhaseSpan(**one) for one in head["phases"]]
+        head["nics"] = {name: NicTraffic(**one) for name, one in head.get("nics", {}).items()}
         calls = [CommunicationCall(**dict(zip(_CALL_FIELDS, json.loads(line), strict=True))) for line in lines]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a recording of weft ({error}); record the run again") from error

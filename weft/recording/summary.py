@@ -10,6 +10,7 @@ from typing import Any
 from weft.cluster.hardware import OPS, ring_seconds
 from weft.comm.recorder import RECEIVE
 from weft.recording.arrivals import Arrival, arrivals
+from weft.recording.nic_counters import NicTraffic
 from weft.recording.rank_file import MeasuredLink, RankRecording
 
 NUM_LATE = 10  # the longest waits for a late rank that are listed
@@ -67,6 +68,7 @@ class RecordingSummary:
     longest: list[Arrival]
     matrix_bytes: list[list[float]]
     phase_seconds: dict[str, float]
+    nics: dict[str, dict[str, NicTraffic]]  # by host and interface
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -95,6 +97,7 @@ def summarise(ranks: Sequence[RankRecording]) -> RecordingSummary:
         sorted(found, key=lambda arrival: -arrival.waited_seconds)[:NUM_LATE],
         matrix_bytes(ranks),
         dict(sorted(phases.items(), key=lambda item: -item[1])),
+        {rank.host: dict(rank.nics) for rank in reversed(ranks) if rank.nics},  # of the first rank of each host
     )
 
 

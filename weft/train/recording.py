@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import socket
 from contextlib import suppress
 
 from weft.comm.clocks import clock_offset
 from weft.comm.recorder import DeviceTimer, HostTimer, Recorder
 from weft.errors import PlanError
 from weft.planner.predict import link_of, run_cluster
+from weft.recording.nic_counters import NicTraffic, read_counters, since
 from weft.recording.rank_file import FOLDER, MeasuredLink, RankRecording, recording_of, write_rank
 from weft.train.parts import TrainingPart
 from weft.train.state import TrainState
@@ -21,6 +23,7 @@ class CommunicationProfile(TrainingPart):
         self._state, self._steps = state, state.run.train.profile_steps
         self._recorder: Recorder | None = None
         self._first = self._last = 0
+        self._nics: dict[str, NicTraffic] = {}  # when the recording began
 
     def before_step(self, step: int) -> None:
         if step not in self._steps:
@@ -29,7 +32,7 @@ class CommunicationProfile(TrainingPart):
         if self._recorder is None:
             timer = DeviceTimer() if state.mesh.device.type == "cuda" else HostTimer()
             self._recorder = state.mesh.ledger.recorder = Recorder(state.status, timer)
-            self._first = step + 1
+            self._first, self._nics = step + 1, read_counters()
         self._recorder.step = self._last = step + 1
 
     def pauses_after(self, step: int) -> bool:
@@ -81,4 +84,6 @@ class CommunicationProfile(TrainingPart):
             last_step=self._last,
             clock_offset_seconds=clock_offset(mesh["world"]),
             links=links,
+            host=socket.gethostname(),
+            nics=since(self._nics, read_counters()),
         )

@@ -21,7 +21,8 @@ from weft.comm import Axis, Ledger, broadcast
 from weft.compile.attention_kernel import attention_shape, fastest_attention
 from weft.compile.blocks import Say, compile_blocks, wants_compile
 from weft.errors import CheckpointError, ConfigError
-from weft.health.rank_status import Status
+from weft.health.call_order import NUM_KEPT, CallOrder
+from weft.health.rank_status import FOLDER_VARIABLE, Status
 from weft.health.watchdog import Deadline
 from weft.launch.environment import RankInfo, check_world, init_process_group, shutdown, world_store
 from weft.mesh import Mesh
@@ -130,6 +131,8 @@ def show_status(status: Status, model: nn.Module, mesh: Mesh, rank_info: RankInf
     where.append(rank_model(model).description)
     status.place = ", ".join(filter(None, where))
     mesh.ledger.status = status
+    if FOLDER_VARIABLE in os.environ and mesh.ledger.order is None:
+        mesh.ledger.order = CallOrder(Path(os.environ[FOLDER_VARIABLE]), mesh.rank, NUM_KEPT)
     for units in all_units(model):
         units.status = status
 

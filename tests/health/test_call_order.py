@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import weft
-from weft.comm.call_order import CallOrder, find_difference
-from weft.errors import PlanError
+from weft.errors import LostRankError, PlanError
+from weft.health.call_order import NUM_KEPT, CallOrder, find_difference
+from weft.health.rank_status import FOLDER_VARIABLE, record_failure
+from weft.launch.agent import _FailedAttempt
 
 pytestmark = pytest.mark.processes
 
@@ -29,6 +31,36 @@ def test_the_first_difference_within_a_group_is_described(tmp_path: Path) -> Non
     found = find_difference(tmp_path, 4)
     assert found is not None
     assert "rank 2 is in the forward of block 2 where rank 3 is in the forward of block 3 (collective 2" in found
+
+
+def test_a_flight_record_keeps_the_last_calls_and_names_a_difference_on_both_sides(tmp_path: Path) -> None:
+    """Also when one rank is so far ahead that the other's last calls are among its first kept ones."""
+    one, other = (CallOrder(tmp_path, rank, num_kept=8) for rank in range(2))
+    for number in range(1, 31):
+        one.add([0, 1], "shard", "all_gather", 8 * number, "forward of block 1")
+        if number <= 25:
+            block = "forward of block 2" if number == 25 else "forward of block 1"
+            other.add([0, 1], "shard", "all_gather", 8 * number, block)
+            assert number == 25 or find_difference(tmp_path, 2) is None
+    found = find_difference(tmp_path, 2)
+    assert found is not None
+    assert "rank 0 is in the forward of block 1 where rank 1 is in the forward of block 2 (collective 25 among" in found
+    assert (tmp_path / "calls-0").stat().st_size == 8 * 256
+
+
+def test_the_agent_says_in_which_call_ranks_differ(tmp_path: Path) -> None:
+    """After an error that a rank lost another one, and after a hang; an error of the run file explains itself."""
+    for rank, operation in enumerate(("all_gather", "reduce_scatter")):
+        CallOrder(tmp_path, rank, NUM_KEPT).add([0, 1], "shard", operation, 64, f"backward of block {rank}")
+    named = "rank 0 is in the backward of block 0 where rank 1 is in the backward of block 1"
+    hung = _FailedAttempt.of(tmp_path, {}, 2, 0, "no sign of life for 9 s", False)
+    assert named in hung.final_message(None)
+    record_failure({FOLDER_VARIABLE: str(tmp_path)}, 1, LostRankError("lost the connection to rank 0"))
+    lost = _FailedAttempt.of(tmp_path, {1: 1}, 2, 0, None, False)
+    assert named in lost.final_message(None)
+    record_failure({FOLDER_VARIABLE: str(tmp_path)}, 1, PlanError("plan.data = 0"))
+    refused = _FailedAttempt.of(tmp_path, {1: 1}, 2, 0, None, False)
+    assert named not in refused.final_message(None)
 
 
 class Choosing(nn.Module):

@@ -1,0 +1,49 @@
+"""Ranks that share a GPU: their communication recorded by CUDA events, benchmarked and checked, and 1-bit Adam."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from gpu_for_tests import losses, succeeded, weft, write_run
+
+from weft.bench.operations import OPERATIONS
+from weft.recording.rank_file import read_recording
+
+SHARED = ["train.share_gpus=true", "train.device=cuda"]
+
+
+def test_exposed_time_comes_from_cuda_events(tmp_path: Path) -> None:
+    run = write_run(tmp_path, more="\n[plan]\nshard = 2\n")
+    succeeded(weft("train", run, "--profile", "4:8", *SHARED))
+    found = succeeded(weft("profile", tmp_path / "text", "--json")).json
+    assert (found["device"], found["num_ranks"], found["first_step"], found["last_step"]) == ("cuda", 2, 5, 8)
+    rows = {(row["axis"], row["operation"]): row for row in found["operations"]}
+    gathered = rows["shard", "all_gather"]
+    assert 0 < gathered["exposed_seconds"] < found["step_seconds"]
+    assert 0 < found["exposed_share"] < 1
+    calls = read_recording(tmp_path / "text")[0].calls
+    assert all(call.start <= call.wait_start <= call.end for call in calls)
+    assert "CUDA events" in (tmp_path / "text" / "profile" / "page.html").read_text()
+
+
+def test_links_between_ranks_of_a_gpu_are_measured_and_their_contents_checked() -> None:
+    given = ["--ranks", "2", "--sizes", "4K:1M", "--seconds", "0.02", "--json"]
+    for more in (["--device", "cuda"], ["--pinned"]):
+        found = succeeded(weft("bench", "links", *given, *more)).json
+        assert {row["operation"] for row in found["rows"]} == set(OPERATIONS)
+        assert all(row["timing"]["median"] > 0 for row in found["rows"])
+
+
+def test_copies_between_host_and_gpu() -> None:
+    found = succeeded(weft("bench", "host-link", "--seconds", "0.1", "--json")).json
+    assert len(found) == 4
+    assert min(found.values()) > 1e8
+
+
+def test_one_bit_adam_learns(tmp_path: Path) -> None:
+    run = write_run(tmp_path, more="\n[plan]\ndata = 2\nexact = false\n")
+    succeeded(weft("train", run, *SHARED, 'train.compressed={kind="1bit", freeze_step=3}'))
+    found = losses(tmp_path / "text")
+    assert all(math.isfinite(loss) for loss in found.values())
+    assert found[max(found)] < found[min(found)]

@@ -1,0 +1,61 @@
+"""Follows the size of gradients, by blocks of elements, so that a second moment that is no longer renewed keeps up.
+
+1-bit and 0/1 Adam stop renewing the second moment, because that needs gradients in full precision. Gradients become
+smaller while a model learns, so updates would become too small with them. What changes is mostly the size of gradients
+and less their proportions within a block. So ranks exchange the mean square of each block of their own gradients, four
+bytes for 256 elements. A running mean of it, with the same decay as the second moment's, is the block's size. After the
+freeze, the second moment is multiplied by the change of that size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 256
+SQUARE_BYTES = 4
+_SMALLEST = 1e-30  # a size of 0 would end the updates of a block for ever
+
+
+def num_blocks(numel: int) -> int:
+    """The blocks of a slice with so many elements."""
+    return -(-numel // BLOCK)
+
+
+def block_squares(gradient: Tensor) -> Tensor:
+    """The mean square of each block of a gradient [numel]: [blocks] float32."""
+    numel = gradient.numel()
+    padded = F.pad(gradient.float().square(), (0, -numel % BLOCK))
+    sums = padded.view(-1, BLOCK).sum(1)
+    if numel % BLOCK:
+        sums[-1] *= BLOCK / (numel % BLOCK)
+    return sums / BLOCK
+
+
+class GradientSize:
+    """The size of one slice's gradients, by block, not corrected for its start at 0. 0: not known yet."""
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self.numel = numel
+        self.sizes = torch.zeros(num_blocks(numel), device=device)
+
+    def renew(self, squares: Tensor, decay: float, count: int, num_steps: int = 1) -> Tensor:
+        """Take in the mean squares of `num_steps` steps, the last of which is number `count` of all. Returns by which
+        factor the size of each block has changed.
+        """
+        before = self.sizes / (1 - decay ** (count - num_steps)) if count > num_steps else torch.zeros_like(self.sizes)
+        share = (1 - decay**num_steps) / (1 - decay**count)
+        is_known = before > 0
+        after = torch.where(is_known, before.lerp(squares, share), squares).clamp(min=_SMALLEST)
+        self.sizes.copy_(after * (1 - decay**count))
+        return torch.where(is_known, after / torch.where(is_known, before, 1.0), 1.0)
+
+    def spread(self, blocks: Tensor) -> Tensor:
+        """A value for each block as one for each element."""
+        return blocks.repeat_interleave(BLOCK)[: self.numel]
+
+    def gather(self, blocks: Tensor, place: slice, values: Tensor) -> None:
+        """Set the values of blocks from values of the elements at `place`, as `spread` made them."""
+        indices = torch.arange(place.start, place.stop, device=blocks.device) // BLOCK
+        blocks[indices] = values.to(blocks.device, blocks.dtype)
