@@ -40,10 +40,10 @@ def test_one_request_and_a_long_prompt_are_predicted_as_measured_on_an_h200() ->
 
 def test_decodes_with_weights_in_fewer_bits_are_predicted_as_measured_on_an_h200() -> None:
     cluster = load("h200:1x1")
-    for kind in (None, "int4", "fp8", "int8"):
+    for kind in ("int4", "fp8", "int8"):
         model = ServingModel(LLAMA_8B, cluster, Plan(), "bf16", kind)
         found = model.simulate([(16, 256)], model.cache_tokens).tokens_per_second
-        assert found == pytest.approx(LEAN["weights"][kind or "bf16"]["tokens_per_second"], rel=0.1), kind
+        assert found == pytest.approx(LEAN["weights"][kind]["tokens_per_second"], rel=0.1), kind
     large = ServingModel(load_model("llama3-70b"), cluster, Plan(), "bf16", "int4")  # type: ignore[arg-type]
     found = large.simulate([(16, 128)], large.cache_tokens).tokens_per_second
     assert found == pytest.approx(LEAN["llama_70b_int4"]["tokens_per_second"], rel=0.1)
@@ -57,7 +57,8 @@ def test_more_ranks_hold_less_each_and_a_pipeline_overlaps_its_requests() -> Non
     )
     assert x.weight_bytes < one.weight_bytes / 3
     assert pipe.cache_bytes_per_token == one.cache_bytes_per_token // 4
-    assert x.alone.tokens_per_second > one.alone.tokens_per_second
+    assert x.alone.floor_tokens_per_second > 3 * one.alone.floor_tokens_per_second
+    assert x.alone.shares["waiting for the host"] > 0.1  # steps of several ranks are no CUDA graphs
     assert pipe.alone.tokens_per_second < 1.05 * one.alone.tokens_per_second  # a token passes all stages
     assert "communication" in x.loaded.shares
 

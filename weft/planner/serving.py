@@ -25,6 +25,7 @@ from weft.planner.step import HOST_LINK_SHARE
 from weft.profiling.software import software_for_text
 from weft.serve.blocks import PagedBlocks
 from weft.serve.cache_formats import cache_format
+from weft.serve.mixed_graph import MAX_TOKENS
 from weft.serve.model_part import GPU_SHARE
 from weft.serve.rank_part import RankPlace, block_bytes, part_bytes, refuse_plan, stage_of
 from weft.serve.request import Request
@@ -245,7 +246,8 @@ class ServingModel:
             "other kernels": small,
             "communication": self._communication(stage, num_tokens, num_sampled),
         }
-        if prompts or plan.num_ranks > plan.data or self._copied_bytes:  # no CUDA graph
+        is_graph = not prompts or (self._cache_format.name == "plain" and num_tokens <= MAX_TOKENS)
+        if not is_graph or plan.num_ranks > plan.data or self._copied_bytes:
             host = OPERATIONS_PER_LAYER * len(layers) * HOST_SECONDS
             by_cause["waiting for the host"] = max(0.0, host - sum(by_cause.values()))
         assert self.cluster.node.device.memory_bandwidth_bytes_per_second is not None
@@ -260,7 +262,9 @@ class ServingModel:
         """Seconds of a matmul, and the bytes of its weight."""
         kernels = self.kernels
         if self._format is None or not is_packed:
-            return kernels.product(rows, inner, columns), kernels.item_bytes * inner * columns
+            seconds, stored = kernels.product(rows, inner, columns), kernels.item_bytes * inner * columns
+            starts_early = rows == 1 and kernels.device.is_newer  # while the kernel before it ends
+            return seconds - LAUNCH_SECONDS * starts_early, stored
         stored = weight_bytes(self._format, columns, inner)
         if rows <= MAX_KERNEL_ROWS:
             rate = kernels.bytes_per_second * (1 if isinstance(self._format, RowFp8) else GROUPED_RATE)

@@ -22,6 +22,7 @@ _TOKENS = 64  # that are loaded at a time
 _PROGRAMS = 512  # as many as keep a GPU busy
 _MAX_PARTS = 64
 _LOG2E = 1.4426950408889634
+_VARYING = ("table_stride", "length_stride")  # from step to step: a kernel is not compiled again for some of them
 
 
 @triton.jit
@@ -49,7 +50,7 @@ def _bounds(length, part, WINDOW: tl.constexpr, NUM_PARTS: tl.constexpr, TOKENS:
     return begin, tl.minimum(begin + size, length), tl.cdiv(length - first, size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def _parts(
     query_ptr, key_ptr, value_ptr, table_ptr, length_ptr, chosen_ptr, mixed_ptr, log_ptr, scale,
     query_stride, table_stride, length_stride, chosen_stride,
@@ -104,7 +105,7 @@ def _parts(
         tl.store(log_ptr + row, log_total, mask=rows < group)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length_stride"])
 def _sum_of_used_parts(
     mixed_ptr, log_ptr, length_ptr, out_ptr, length_stride,
     NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,

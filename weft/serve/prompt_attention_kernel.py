@@ -18,7 +18,7 @@ _TOKENS = 64  # whose keys are loaded at a time
 _LOG2E = 1.4426950408889634
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "tile_stride"])  # they vary from step to step
 def _tiles(
     query_ptr, key_ptr, value_ptr, table_ptr, tile_ptr, out_ptr, scale, query_stride, table_stride, tile_stride,
     NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
