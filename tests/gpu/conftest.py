@@ -65,7 +65,12 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         return
     stats = terminalreporter.stats
     rows = [
-        {"test": one.nodeid, "outcome": kind, "seconds": round(one.duration, 1), **dict(one.user_properties)}
+        {
+            "test": one.nodeid,
+            "outcome": kind,
+            "seconds": round(getattr(one, "duration", 0.0), 1),
+            **dict(getattr(one, "user_properties", ())),
+        }
         for kind in ("passed", "failed", "error", "skipped")
         for one in stats.get(kind, [])
     ]

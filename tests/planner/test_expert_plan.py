@@ -14,9 +14,9 @@ from weft.models.loss import ExampleLoss
 from weft.parallel.apply import cost, localise
 from weft.plan import Context, Memory, Plan, split_batch
 from weft.plan import Tensor as TensorAxis
-from weft.planner.folded_experts import folded_plans
 from weft.planner.micro_batch import LINK_SHARE
 from weft.planner.model import planned_model
+from weft.planner.other_forms import folded_plans
 from weft.planner.question import Question, parse_constraints
 from weft.planner.search import Model, search
 from weft.profiling import profile

@@ -23,6 +23,7 @@ from weft.planner.candidate import Candidate
 from weft.planner.closed_form_memory import memory, sizes, working
 from weft.planner.in_flight import alive_at_once
 from weft.planner.model import planned_model
+from weft.planner.other_forms import longer_plans
 from weft.planner.question import Question, parse_constraints
 from weft.planner.search import Model, search
 from weft.planner.step import HOST_LINK_SHARE
@@ -286,6 +287,18 @@ def test_activations_alive_are_those_of_the_list(options: tuple[str, tuple[tuple
     for degree, count in product((2, 4), (1, 3, 4, 9)):
         listed = simulate(make_schedule(name, degree, count, **dict(given))).peak_activations
         assert alive_at_once(name, degree, count, given) == tuple(map(float, listed))
+
+
+def test_pipelines_with_more_stages_on_a_rank_are_tried() -> None:
+    plan = Plan(pipe=Pipe(2, "interleaved", chunks=4))
+    assert [one.pipe.chunks for one in longer_plans(plan, 33)] == [8, 16]
+    assert not [*longer_plans(plan, 15), *longer_plans(Plan(pipe=Pipe(2, "interleaved", chunks=2)), 33)]
+    deep = replace(SMALL, n_layer=16)
+    words = parse_constraints(["pipe=2", "x=1", "schedule=interleaved", "micro_batch=1", "no recompute"])
+    found = search(planned_model(deep, 1024, load("h100:1x2")), Question(4, 1024))
+    tried = search(planned_model(deep, 1024, load("h100:1x2")), Question(4, 1024, constraints=words))
+    assert {one.plan.pipe.chunks for one in tried.best} >= {2, 4, 8}
+    assert found.best[0].seconds <= tried.best[0].seconds
 
 
 def test_a_cluster_of_many_devices_is_searched() -> None:

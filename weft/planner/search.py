@@ -6,7 +6,7 @@ For each of them, all layouts of the other axes (pipe with its schedules, shard 
 memory and timed in closed form. A plan that does not fit is tried with stages by memory, with recompute in its first
 stages, with fewer micro-batches in flight, with inputs of matmuls gathered again, and with the smallest share of its
 state in host memory with which it fits. The search ends when no remaining bound is lower than the times of the plans
-found, so it misses no plan that is among the fastest. The best plans, also with folded experts, are then timed by
+found, so it misses no plan that is among the fastest. The best plans, also in other forms, are then timed by
 simulating their schedules. The search is deterministic: the same question has the same answer.
 """
 
@@ -30,8 +30,8 @@ from weft.planner.asked import AskedFields
 from weft.planner.candidate import Candidate, SearchResult, offloaded, rank
 from weft.planner.closed_form_memory import RankMemory, Sizes, plan_sizes
 from weft.planner.common_costs import CommonCosts, TextCosts, costs_of_stages
-from weft.planner.folded_experts import with_folded_experts
 from weft.planner.memory_stages import StageChoice
+from weft.planner.other_forms import with_other_forms
 from weft.planner.question import Constraint, Question, size_settings, with_fields
 from weft.planner.smaller_forms import IN_FLIGHT, STAGES, may_recompute, smaller_forms
 from weft.planner.step import StepModel
@@ -150,8 +150,8 @@ class Search(ABC):
             self._lay_out(plan)
         self._try_waiting()
         kept = sorted((item[2] for item in self._best), key=rank)
-        folding = with_folded_experts(kept, self.model, self.limit_bytes, self._reason, self._asked.holds_outer)
-        timed = sorted(map(self._time, folding), key=rank)
+        forms = with_other_forms(kept, self.model, self.limit_bytes, self._reason, self._asked.holds_outer)
+        timed = sorted(map(self._time, forms), key=rank)
         timed = [one for one in timed if one.seconds < self.limit_seconds][: self.keep]
         fastest = timed[0].seconds if timed else float("inf")
         large = [one for one in self._large.values() if one.seconds < fastest] or list(self._large.values())
