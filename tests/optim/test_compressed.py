@@ -312,7 +312,7 @@ def test_ranks_equal_virtual_workers_and_resume_exactly(kind: str, tmp_path: Pat
 @pytest.mark.soak
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("data", "shard"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("data", "shard"), [(2, 1), (3, 1), (2, 2), (1, 2)])
 def test_a_hundred_steps_equal_virtual_workers(kind: str, data: int, shard: int) -> None:
     """With and without shard, until a value is so near 0 that rounding decides its sign.
 
@@ -336,8 +336,8 @@ def test_a_hundred_steps_equal_virtual_workers(kind: str, data: int, shard: int)
 def compared(kind: str, mesh: Mesh) -> tuple[float, int]:
     """The largest difference from the reference in up to 100 steps, and the number of steps that were compared.
 
-    Comparing ends at a step with a difference and with a value so near 0 that rounding decides its sign: weights differ
-    by 1e-7, and updates are about 1e-3.
+    Comparing ends at a step with a difference and with a value so near 0 that rounding decides its sign: gradients
+    become small, so that what rounding left of second moments differs by up to 1e-4 in the end.
     """
     model, optimizer = build(kind, mesh)
     worker, index, worst, last = mesh["data"].index, mesh["shard"].index, 0.0, 100
@@ -346,11 +346,33 @@ def compared(kind: str, mesh: Mesh) -> tuple[float, int]:
         margin = min(MARGINS, default=1.0)
         MARGINS.clear()
         error = max(float((flat.slice - own[index].weights[worker]).abs().max()) for flat, own in found)
-        if error > 1e-5 and margin < 1e-4:
+        if error > 1e-5 and margin < 1e-3:
             last = min(last, step)
         if step < last:
             worst = max(worst, error)
     return worst, last
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_world_of_one_sends_nothing_and_learns(kind: str) -> None:
+    """In bf16 with master weights. Each update changes weights, also those between exchanges and without variance."""
+    mesh = Mesh(Plan(precision="bf16", exact=False))
+    model, optimizer = build(kind, mesh)
+    before, losses = [flat.slice.clone() for flat in all_flats(model)], []
+    for step in range(STEPS):
+        loss = loss_of(model, step % 2, 0)
+        losses.append(loss.item())
+        loss.backward()
+        stepper(optimizer).update(model, mesh, CLIP, None, None)
+        optimizer.zero_grad()
+        after = [flat.slice.clone() for flat in all_flats(model)]
+        assert not any(map(torch.equal, before, after)), step
+        before = after
+    assert losses[-1] < 0.5 * losses[1]
+    assert dict(mesh.ledger) == {}
+    plain = Mesh(Plan(exact=False))
+    with pytest.raises(PlanError, match=r"one rank and one precision.*use torch\.optim\.AdamW"):
+        build(kind, plain)
 
 
 @pytest.mark.processes
