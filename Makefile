@@ -10,6 +10,9 @@ ALL := $(VENV)/.installed-cli,data,hf,images,log,serve,dev
 TRAIN := $(or $(wildcard $(ALL)),$(VENV)/.installed-cli)
 SERVE := $(or $(wildcard $(ALL)),$(VENV)/.installed-cli,serve)
 
+# Python keeps the files that it has compiled, so processes start faster. Some containers forbid it by this variable.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help install train serve test test-gpu check soak bench format clean
 
 help:            ## list the commands
@@ -18,10 +21,9 @@ help:            ## list the commands
 install: $(ALL)  ## make .venv with weft and all it needs to train and test
 
 # torch exactly: without it, a looser requirement pulls the CUDA build and gigabytes with it.
-# PIP_NO_COMPILE: python compiles a file when it is first imported, and most files never are.
 $(VENV)/.installed-%: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	PIP_NO_COMPILE=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" --editable ".[$*]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" --editable ".[$*]"
 	touch $@
 
 train: $(TRAIN)  ## the main job: plan, prove, train, save and sample a small Llama on 4 processes

@@ -5,12 +5,15 @@
 
 The memory floor is the time to read every weight but the embedding once, at the measured rate of a copy. Prompts are
 random tokens and tokens are the likeliest, unless a row says otherwise. Lengths "like ShareGPT": log-normal with
-sigma 1 and means of 220 (prompt) and 200 (output), cut to 4..1024. Writes benchmarks/results/serve-gpu.json.
+sigma 1 and means of 220 (prompt) and 200 (output), cut to 4..1024; they are measured with as many requests at once as
+`--max-running` says, and with 1024 in steps of up to 8192 tokens. "large" is a model of 40B parameters. Writes
+benchmarks/results/serve-gpu.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from collections.abc import Callable
@@ -37,6 +40,16 @@ LLAMA_8B = DecoderConfig(
     max_position_embeddings=8192,
     rope_theta=500000.0,
 )
+LLAMA_40B = DecoderConfig(
+    vocab_size=65024,
+    hidden_size=8192,
+    intermediate_size=22016,
+    num_hidden_layers=56,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    max_position_embeddings=2048,
+)
+MANY = {"max_running": 1024, "token_budget": 8192}
 TINY = DecoderConfig(
     vocab_size=512,
     hidden_size=64,
@@ -100,6 +113,7 @@ def serve(engine: Engine, lengths: list[tuple[int, int]], sampling: Sampling) ->
             first.setdefault(one.request, last - begin)
     assert num_tokens == sum(num_out for _, num_out in lengths)
     seconds = last - begin
+    print(f"{len(lengths)} requests: {num_tokens / seconds:.1f} tokens/s in {num_steps} steps", flush=True)
     waits = sorted(first.values())
     return {
         "seconds": seconds,
@@ -115,9 +129,10 @@ def serve(engine: Engine, lengths: list[tuple[int, int]], sampling: Sampling) ->
     }
 
 
-def measure_batch_1(model: Decoder, options: dict[str, Any], rate: float, is_tiny: bool) -> dict[str, float]:
+def measure_batch_1(
+    model: Decoder, options: dict[str, Any], rate: float, num_in: int, num_out: int
+) -> dict[str, float]:
     engine = Engine(model, EngineOptions(**{**options, "max_running": 1, "num_blocks": 64}))
-    num_in, num_out = (16, 32) if is_tiny else (128, 512)
     serve(engine, [(num_in, 8)], Sampling(temperature=0))
     engine.add(Request("one", tuple(range(num_in)), num_out, Sampling(temperature=0)))
     times = []
@@ -155,11 +170,15 @@ def many_lengths(is_tiny: bool) -> dict[str, list[tuple[int, int]]]:
     return {"uniform": uniform, "sharegpt": sharegpt}  # type: ignore[dict-item]
 
 
-def measure_throughput(model: Decoder, options: dict[str, Any], is_tiny: bool) -> dict[str, dict[str, float]]:
+def warm_engine(model: Decoder, options: dict[str, Any]) -> Engine:
     engine = Engine(model, EngineOptions(**options))
     engine.warm_up()
     serve(engine, [(64, 8)] * 4, Sampling(temperature=0))
-    lengths = many_lengths(is_tiny)
+    return engine
+
+
+def measure_throughput(model: Decoder, options: dict[str, Any], is_tiny: bool) -> dict[str, dict[str, float]]:
+    engine, lengths = warm_engine(model, options), many_lengths(is_tiny)
     greedy, drawn = Sampling(temperature=0), Sampling(temperature=1.0, seed=1)
     return {
         "256 requests, 100-1024 in, 256 out": serve(engine, lengths["uniform"], greedy),
@@ -168,13 +187,24 @@ def measure_throughput(model: Decoder, options: dict[str, Any], is_tiny: bool) -
     }
 
 
+def measure_many(model: Decoder, options: dict[str, Any], is_tiny: bool) -> dict[str, Any]:
+    engine = warm_engine(model, {**options, **MANY})
+    return {**MANY, **serve(engine, many_lengths(is_tiny)["sharegpt"], Sampling(temperature=0))}
+
+
+def measure_large(options: dict[str, Any], device: torch.device, rate: float, is_tiny: bool) -> dict[str, float]:
+    model = random_model(TINY if is_tiny else LLAMA_40B, device)
+    number = sum(parameter.numel() for parameter in model.parameters())
+    return {"parameters": number, **measure_batch_1(model, options, rate, 16 if is_tiny else 128, 128)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a tiny model; results are printed, not written")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--token-budget", type=int, default=2048)
     parser.add_argument("--max-running", type=int, default=256)
-    parser.add_argument("--only", choices=("batch_1", "prefill", "throughput"))
+    parser.add_argument("--only", nargs="+", choices=("batch_1", "prefill", "many", "large", "throughput"))
     parser.add_argument("--out", type=Path, default=RESULT)
     given = parser.parse_args()
     device = torch.device(given.device)
@@ -184,12 +214,15 @@ def main() -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     results: dict[str, Any] = {"device": name, "torch": torch.__version__, "copy_bytes_per_second": rate, **options}
     measures: dict[str, Callable[[], Any]] = {
-        "batch_1": lambda: measure_batch_1(model, options, rate, given.tiny),
+        "batch_1": lambda: measure_batch_1(model, options, rate, *((16, 32) if given.tiny else (128, 512))),
         "prefill": lambda: measure_prefill(model, options, given.tiny),
+        "many": lambda: measure_many(model, options, given.tiny),
         "throughput": lambda: measure_throughput(model, options, given.tiny),
+        "large": lambda: measure_large(options, device, rate, given.tiny),
     }
     for key, measure in measures.items():
-        if given.only in (None, key):
+        if given.only is None or key in given.only:
+            gc.collect()  # engines of before, and their memory
             begin = time.perf_counter()
             results[key] = measure()
             print(f"{key} ({time.perf_counter() - begin:.0f} s): {json.dumps(results[key], indent=1)}", flush=True)

@@ -40,6 +40,13 @@ def test_an_engine_on_the_gpu_answers_as_on_a_cpu(options: dict[str, str], fork_
     assert len({tuple(tokens) for tokens in here.values()}) == len(here)  # requests differ in their answers
 
 
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3", "mixtral"])
+def test_graphs_of_kernels_choose_the_likeliest_tokens(architecture: str, fork_server: ForkServer) -> None:
+    found = fork_server.call("lost_logits", architecture=architecture)
+    assert found["graphs"] > 1
+    assert found["lost"] < 0.25 < 1 < found["one place off"]
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served")

@@ -1,9 +1,15 @@
-"""Pipelines and tiles on GPU ranks that share a GPU, each beside another axis: equal to the sequential model there."""
+"""Pipelines and tiles on GPU ranks that share a GPU, each beside another axis: equal to the sequential model there.
+
+And the memory of pipelines there: what stages by memory, caps, recompute in a stage and early freeing save.
+"""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import test_tile
+from freeing_for_tests import LARGE, LATE, SMALLER
 from gpu_for_tests import Case, prove
 from pipeline_for_tests import UNet, chain, vectors
 from tensor_for_tests import SHIPPED, token_batch
@@ -47,6 +53,14 @@ CASES: dict[str, Case] = {
         token_batch,
         Plan(pipe=Pipe(2), tensor=Tensor(2), micro_batch=2, memory=Memory("full", recompute_stages=1)),
     ),
+    "pipe 2 × data 2, stages by memory": Case(
+        DEEP, token_batch, Plan(data=2, pipe=Pipe(2, balance="memory"), micro_batch=2)
+    ),
+    "pipe 3, 2 in flight": Case(chain(8), vectors(16), Plan(pipe=Pipe(3, in_flight=2), micro_batch=1)),
+    "pipe 2, interleaved, 4 in flight": Case(
+        chain(8), vectors(16), Plan(pipe=Pipe(2, "interleaved", chunks=2, in_flight=4), micro_batch=2)
+    ),
+    "pipe 3, results sent one by one": Case(chain(8), vectors(16), Plan(pipe=Pipe(3, "gpipe"), micro_batch=1)),
     "tiles 2 × 2, gather": tiles("2 × 2"),
     "tiles 2 × 2, batch": tiles("batch"),
     "tiles 2 × 2, until": tiles("until"),
@@ -73,3 +87,45 @@ def test_a_lost_message_is_found(fork_server: ForkServer) -> None:
 
 def test_a_lost_message_is_found_in_bf16(fork_server: ForkServer) -> None:
     assert not prove(fork_server, "test_stages", "pipe 4, 1f1b", spoiled="messages", precision="bf16").passed
+
+
+# --- memory
+
+LAW = 0.02
+
+
+class Peak(NamedTuple):
+    measured: int
+    predicted: int
+
+
+class Peaks(NamedTuple):
+    """Bytes of each rank of a pipeline beside its state."""
+
+    measured: list[int]
+    predicted: list[int]
+
+
+def peaks(fork_server: ForkServer, name: str, late: str = "") -> Peaks:
+    return Peaks(*fork_server.call("peaks", name=name, late=late))
+
+
+@pytest.mark.parametrize("name", SMALLER)
+def test_a_smaller_pipeline_saves_what_is_predicted(name: str, fork_server: ForkServer) -> None:
+    large, small = (Peak(*map(max, peaks(fork_server, plan))) for plan in SMALLER[name])  # of the fullest rank
+    assert large.measured == pytest.approx(large.predicted, rel=LAW)
+    assert small.measured == pytest.approx(small.predicted, rel=LAW)
+    saved = large.measured - small.measured
+    assert saved == pytest.approx(large.predicted - small.predicted, abs=LAW * large.measured)
+    assert saved > 0.1 * large.measured
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_what_is_freed_early_saves_what_is_predicted(name: str, fork_server: ForkServer) -> None:
+    early, late = peaks(fork_server, LATE[name].plan), peaks(fork_server, LATE[name].plan, name)
+    assert early.measured == pytest.approx(early.predicted, rel=LAW)
+    assert late.measured == pytest.approx(late.predicted, rel=LAW)
+    saved = [after - before for after, before in zip(late.measured, early.measured, strict=True)]
+    expected = [after - before for after, before in zip(late.predicted, early.predicted, strict=True)]
+    assert saved == pytest.approx(expected, abs=(LATE[name].slack + 0.1) * LARGE.message_bytes)
+    assert max(saved) > 0.8 * LARGE.message_bytes

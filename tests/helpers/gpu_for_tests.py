@@ -208,21 +208,13 @@ def _tokens(
     """What an engine answers to some requests, in fp32."""
     from serving_for_tests import GREEDY, serve_all, tokens_of
 
-    from weft.models import DecoderConfig, build, initialise
     from weft.serve.cache_formats import block_size_of, cache_format
     from weft.serve.engine import Engine, EngineOptions
     from weft.serve.packed_linear import pack_model
     from weft.serve.request import Request
     from weft.serve.weight_formats import FORMATS
 
-    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
-    more = {"num_experts": 4, "num_experts_per_tok": 2} if architecture == "mixtral" else {}
-    model = build(DecoderConfig(architecture, **sizes, num_attention_heads=4, num_key_value_heads=2, **more))  # type: ignore[arg-type]
-    initialise(model, 0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():  # the likeliest tokens are likelier than others by more than rounding
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    model = _small_model(architecture)
     if weights:
         pack_model(model, FORMATS[weights])
     kept = cache_format(cache)
@@ -231,7 +223,57 @@ def _tokens(
     return tokens_of(serve_all(Engine(model.eval().to(device), options), requests))
 
 
-JOBS = {**OWN_JOBS, "prove": _prove, "tokens": _tokens}
+def _small_model(architecture: str) -> nn.Module:
+    """The likeliest tokens are likelier than others by more than rounding."""
+    from weft.models import DecoderConfig, build, initialise
+
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    more = {"num_experts": 4, "num_experts_per_tok": 2} if architecture == "mixtral" else {}
+    more |= {"sliding_window": 37} if architecture == "mistral" else {}
+    model = build(DecoderConfig(architecture, **sizes, num_attention_heads=4, num_key_value_heads=2, **more))  # type: ignore[arg-type]
+    initialise(model, 0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model.eval()
+
+
+def _lost_logits(architecture: str) -> dict[str, float]:
+    """By how much the tokens of an engine in bf16 on the GPU, whose steps are CUDA graphs, are less likely than the
+    likeliest, by a plain forward in fp32: the highest difference of logits; that of tokens one place off as a control.
+    """
+    from serving_for_tests import GREEDY, serve_all, tokens_of
+
+    from weft.serve.engine import Engine, EngineOptions
+    from weft.serve.request import Request
+
+    plain, model = _small_model(architecture), _small_model(architecture).to("cuda", torch.bfloat16)
+    requests = [Request(str(i), tuple((7 * i + j * j) % 512 for j in range(1 + 23 * i)), 40, GREEDY) for i in range(5)]
+    engine = Engine(model, EngineOptions(context_length=256, token_budget=64))
+    assert engine._mixed_graphs is not None
+    found = tokens_of(serve_all(engine, requests, every=3))
+    lost, control, spread = 0.0, 0.0, 0.0
+    with torch.inference_mode():
+        for one in requests:
+            tokens = torch.tensor([[*one.tokens, *found[one.name]]])
+            logits = plain(tokens)[0, len(one.tokens) - 1 : -1]
+            for shift in (0, 1):
+                chosen = logits.gather(1, tokens[0, len(one.tokens) :].roll(shift)[:, None])[:, 0]
+                missed = float((logits.max(-1).values - chosen).max())
+                lost, control = (max(lost, missed), control) if shift == 0 else (lost, max(control, missed))
+            spread = float(logits.std())
+    return {"lost": lost / spread, "one place off": control / spread, "graphs": len(engine._mixed_graphs._steps)}
+
+
+def _peaks(name: str, late: str = "") -> tuple[list[int], list[int]]:
+    """Measured and predicted memory of each rank of a pipeline (`freeing_for_tests.py`)."""
+    from freeing_for_tests import LARGE, peaks
+
+    return peaks(name, LARGE, "cuda", late)
+
+
+JOBS = {**OWN_JOBS, "prove": _prove, "tokens": _tokens, "lost_logits": _lost_logits, "peaks": _peaks}
 
 
 def ran(what: str) -> dict[str, Any]:

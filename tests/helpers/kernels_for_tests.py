@@ -35,6 +35,7 @@ from weft.serve import (
     loki_kernel,
     packed_product_kernel,
     packed_row_kernel,
+    prompt_attention_kernel,
     sampling_kernel,
 )
 from weft.serve.decode_attention_kernel import decode_attention_by_kernel
@@ -51,7 +52,15 @@ from weft.serve.loki_cache import LokiChoice, chosen_attention, chosen_attention
 from weft.serve.loki_kernel import chosen_slots_by_kernel
 from weft.serve.packed_product_kernel import packed_product_by_kernel
 from weft.serve.packed_row_kernel import product_of_rows_by_kernel
-from weft.serve.paged_attention import PagedBatch, decode_attention, slots_of
+from weft.serve.paged_attention import (
+    PagedBatch,
+    attend,
+    decode_attention,
+    prompt_attention_by_tiles,
+    slots_of,
+    tiles_of,
+)
+from weft.serve.prompt_attention_kernel import prompt_attention_by_kernel
 from weft.serve.sampling import draw
 from weft.serve.weight_formats import FEW_ROWS, AfterProduct, Grouped, RowFp8, WeightFormat, weight_format
 from weft.sharding import gradient_kernel as take_kernel
@@ -248,6 +257,47 @@ def decodes() -> dict[str, dict[str, float]]:
             given = (query, keys, values, tables, lengths, 4, window)
             name = f"{dtype} {num_heads} {num_key_heads} {head_dim} {window} {num_programs}"
             found[name] = {"mixed": difference(decode_attention_by_kernel(*given), decode_attention(*given))}
+            given[4][1] = 0  # the second request does not decode
+            outs = [torch.full_like(query, 7.0) for _ in range(2)]
+            decode_attention_by_kernel(*given, out=outs[0])
+            decode_attention(*given, out=outs[1])
+            found[name] |= {
+                "some": difference(*outs),
+                "untouched": difference(outs[0][1], torch.full_like(query[1], 7)),
+            }
+    return found
+
+
+def tiles() -> dict[str, dict[str, float]]:
+    """Of attention of prompts in tiles over pages, also to that of whole prompts; a key too many as a control."""
+    found = {}
+    prompt_attention_kernel._TOKENS = 16
+    for dtype, (num_heads, num_key_heads, head_dim), window in (
+        (torch.float32, (4, 2, 8), None),
+        (torch.float32, (3, 1, 20), 5),
+        (torch.float16, (2, 2, 16), None),
+        (torch.float16, (3, 3, 8), 21),
+    ):
+        queries, lengths = [1, 20, 33], [9, 20, 50]  # the second prompt begins, the others go on
+        tables = torch.randperm(48, dtype=torch.int32).reshape(3, 16)[:, :13]
+        query = torch.randn(2 + sum(queries), num_heads, head_dim).to(dtype)
+        keys, values = (torch.randn(48 * 4, num_key_heads, head_dim).to(dtype) for _ in range(2))
+        made = tiles_of(queries, lengths, first_token=2)
+        tile = torch.tensor([*made, (0, 0, 0, 0)], dtype=torch.int32).T.contiguous()
+        outs = [torch.zeros_like(query) for _ in range(2)]
+        for by, out in zip((prompt_attention_by_kernel, prompt_attention_by_tiles), outs, strict=True):
+            by(query, keys, values, tables, tile, 4, window, out)
+        batch = PagedBatch(*[tables] * 4, torch.tensor(lengths), tables[:, 0], 4, 0, queries, lengths)
+        whole = attend(query[2:], keys, values, batch, window)
+        tile[3] += 1
+        wrong = torch.zeros_like(query)
+        prompt_attention_by_kernel(query, keys, values, tables, tile, 4, window, wrong)
+        found[f"{dtype} {num_heads} {num_key_heads} {head_dim} {window}"] = {
+            "tiles": difference(*outs),
+            "whole": difference(outs[0][2:], whole),
+            "others": float(outs[0][:2].abs().max()),
+            "a key too many": difference(wrong[2:], whole),
+        }
     return found
 
 
@@ -435,6 +485,7 @@ CASES = {
     "labels": labels,
     "offsets": offsets,
     "decodes": decodes,
+    "tiles": tiles,
     "four_bits": four_bits,
     "chosen": chosen,
     "packed": packed,

@@ -23,7 +23,8 @@ from weft.serve.fused_kernel import gated_by_kernel, norm_by_kernel, rotate_and_
 from weft.serve.group_codes import joined_ranges
 from weft.serve.packed_product_kernel import packed_product_by_kernel
 from weft.serve.packed_row_kernel import product_of_rows_by_kernel
-from weft.serve.paged_attention import decode_attention
+from weft.serve.paged_attention import decode_attention, prompt_attention_by_tiles, tiles_of
+from weft.serve.prompt_attention_kernel import prompt_attention_by_kernel
 from weft.serve.sampling_kernel import draw_by_kernel
 from weft.serve.weight_formats import Grouped
 from weft.sharding.gradient_kernel import copy_with_squares
@@ -121,6 +122,11 @@ def caches() -> Found:
     query = torch.randn(2, 32, 128, device="cuda").bfloat16()
     given = (query, keys, values, tables, lengths, 16, None)
     of_decode = difference(decode_attention_by_kernel(*given), decode_attention(*given))
+    query = torch.randn(20, 32, 128, device="cuda").bfloat16()
+    tiles = torch.tensor(tiles_of([20], [50], first_row=1), dtype=torch.int32, device="cuda").T.contiguous()
+    outs = [torch.zeros_like(query) for _ in range(2)]
+    for attend, out in zip((prompt_attention_by_kernel, prompt_attention_by_tiles), outs, strict=True):
+        attend(query, keys, values, tables, tiles, 16, None, out)
     projected = torch.randn(2, 48 * 128, device="cuda").bfloat16()
     rotary = (torch.ones(4, 128, device="cuda").bfloat16(), torch.zeros(4, 128, device="cuda").bfloat16())
     slots = torch.tensor([len(keys) - 1, len(keys) - 9], device="cuda")
@@ -128,7 +134,7 @@ def caches() -> Found:
     rotate_and_store_by_kernel(projected, (32, 8, 128), None, rotary, positions, slots, keys, values)
     given_keys, given_values = projected.view(2, 48, 128)[:, 32:40], projected.view(2, 48, 128)[:, 40:]
     stored = {"keys": difference(keys[slots], given_keys), "values": difference(values[slots], given_values)}
-    return {"decode": of_decode, **stored}
+    return {"decode": of_decode, "prompt": difference(*outs), **stored}
 
 
 def draws() -> Found:

@@ -17,10 +17,10 @@ from weft.parallel.tensor.axis import TensorAxes
 from weft.plan import Context, Pipe, Plan, Tensor
 from weft.planner.answer import Answer, ask
 from weft.planner.explain import GB, sensitivities
-from weft.planner.model import planned_model
+from weft.planner.model import _profiled, planned_model
 from weft.planner.question import Question, parse_constraints
 from weft.planner.search import Model, search
-from weft.profiling.software import BlockPass
+from weft.profiling.software import BlockPass, software_for_text
 from weft.run_file import Run
 
 TINY = GPT2Config(vocab_size=8192, n_positions=512, n_embd=512, n_layer=8, n_head=8)
@@ -119,6 +119,24 @@ def test_bytes_of_communication_follow_the_precision(axis: Any, plan: Plan) -> N
     assert sum(wide) > 1.3 * sum(narrow)
     plans = [replace(Plan(pipe=Pipe(2), micro_batch=1), precision=name) for name in ("bf16", "fp32")]
     assert model.steps._message_bytes(plans[1]) == 2 * model.steps._message_bytes(plans[0])
+
+
+def test_an_answer_does_not_depend_on_the_questions_before_it() -> None:
+    cluster, plan = load("h100:1x8"), Plan(data=8, micro_batch=2, precision="bf16")
+
+    def held(compiles: bool) -> float:
+        software = software_for_text(cluster, compiles)
+        return planned_model(TINY, SEQUENCE, cluster, software).held(plan, 4).total_bytes
+
+    def forget() -> None:
+        planned_model.cache_clear()
+        _profiled.cache_clear()
+
+    forget()
+    eager, compiled = held(False), held(True)
+    forget()
+    assert (held(True), held(False)) == (compiled, eager)
+    assert compiled < eager
 
 
 def test_a_send_uses_the_nics_of_its_device() -> None:

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 
 from weft.cluster.hardware import load
+from weft.data.config import ImageShape
 from weft.errors import ConfigError
 from weft.models import GPT2Config
+from weft.models.vision import ResNetConfig
 from weft.plan import Plan
 from weft.planner.asked import AskedFields
 from weft.planner.explain import why
+from weft.planner.image_model import planned_images
 from weft.planner.model import planned_model
 from weft.planner.question import LIST, Question, _fields, _kind_of, asked_fields, parse_constraints
 from weft.planner.search import Model, search
@@ -51,16 +54,50 @@ def test_each_value_of_each_field_has_a_plan_or_a_reason(text: str) -> None:
     check(text)
 
 
+IMAGE = ImageShape(64, 64, 3)
+
+
+@lru_cache(maxsize=1)
+def image_model() -> Model:
+    return planned_images(ResNetConfig(depth=18, width=8, norm="group"), IMAGE, "fp32", load("h100:1x4"))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("tile.rows=2", ""),
+        ("tile.columns=4", ""),
+        ("tile.degree=4", ""),
+        ("tile.rows>1", ""),
+        ("tile.fused=2", ""),
+        ("tile.until=layer3.0", ""),
+        ("tile.hand_over=batch", ""),
+        ("tile.columns=3", "plans with tile.columns = 1, 2, 4 were tried"),
+        ("tile.degree>4", "plans with tile.degree = 1, 2, 4 were tried"),
+        ("tile.fused=3", "plans with tile.fused = 1, 2, 4 were tried"),
+        ("tile.until=layer9", "plans with tile.until = '', layer2.0, layer3.0, layer4.0 were tried"),
+    ],
+)
+@pytest.mark.sampled(2)
+def test_each_field_of_tiles_has_a_plan_or_a_reason(text: str, reason: str) -> None:
+    found = check_search(image_model(), Question(BATCH, 1, "fp32", parse_constraints([text]), IMAGE), text)
+    assert reason in found
+    assert bool(reason) == bool(found)
+
+
 def check(text: str, *more: str) -> str:
     """Returns the reason why no plan satisfies the constraints; empty if one does."""
-    question = Question(BATCH, SEQUENCE, constraints=parse_constraints([text, *more]))
-    found = search(model(), question, keep=2)
+    return check_search(model(), Question(BATCH, SEQUENCE, constraints=parse_constraints([text, *more])), text)
+
+
+def check_search(model: Model, question: Question, text: str) -> str:
+    found = search(model, question, keep=2)
     assert all(one.holds(candidate.plan) for candidate in found.best for one in question.constraints)
     assert bool(found.best) != (text in found.unmet)
     if found.best:
         return ""
     reason = found.unmet[text]
-    assert why(model(), question, found).startswith(f"No plan satisfies '{text}': {reason}. Without it the best is ")
+    assert why(model, question, found).startswith(f"No plan satisfies '{text}': {reason}. Without it the best is ")
     return reason
 
 

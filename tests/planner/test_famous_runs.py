@@ -9,9 +9,10 @@ import pytest
 
 from weft.cluster.hardware import load
 from weft.errors import ConfigError
+from weft.models import GPT2Config
 from weft.models.catalog import load_model
 from weft.plan import Memory, Plan, Shard
-from weft.planner.famous_runs import compare, famous_run, famous_runs
+from weft.planner.famous_runs import compare, famous_run, famous_runs, published_seconds
 from weft.planner.frameworks import FRAMEWORKS
 
 
@@ -47,10 +48,25 @@ def test_a_run_is_compared_with_wefts_best_by_the_same_model() -> None:
     assert found.framework_seconds is not None
     assert f"predicted for megatron-deepspeed-bf16 {found.framework_seconds:.2f} s" in words["time"]
     assert found.framework_seconds > found.theirs.seconds  # eager, with scores of attention in memory
-    assert found.published_seconds == pytest.approx(4 / 3 * found.answer.model.flops * 4 / (150e12 * 2))
+    work = found.answer.model.steps.workload
+    whole = 3 * sum(part.flops for part in (work.first, *work.blocks, work.last))
+    assert found.published_seconds == pytest.approx(4 / 3 * whole * 4 / (150e12 * 2))
     told = json.loads(json.dumps(found.to_json()))
     assert told["like"]["predicted_seconds"] == found.theirs.seconds
     assert told["plans"][0]["seconds"] == best.seconds
+
+
+def test_published_seconds_follow_from_the_formula_of_those_who_published_them() -> None:
+    run = famous_run("bloom-176b")
+    config = load_model(run.model)
+    assert isinstance(config, GPT2Config)
+    hidden, layers, vocabulary = config.n_embd, config.n_layer, config.vocab_size
+    ratios = 1 + run.sequence / (6 * hidden) + vocabulary / (16 * layers * hidden)  # attention, whole, and the head
+    flops = 96 * run.sequences * run.sequence * layers * hidden**2 * ratios  # arXiv 2104.04473, equation 3
+    seconds = flops / (run.tflops * 1e12 * load(run.cluster).num_devices)
+    assert published_seconds(run) == pytest.approx(seconds, rel=0.01)
+    half = flops * (1 - run.sequence / (12 * hidden) / ratios) / (run.tflops * 1e12 * load(run.cluster).num_devices)
+    assert published_seconds(run) != pytest.approx(half, rel=0.01)
 
 
 @pytest.mark.soak

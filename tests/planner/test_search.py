@@ -219,21 +219,43 @@ def test_the_closed_form_is_near_the_list(plan: Plan) -> None:
 )
 @pytest.mark.sampled(5)
 def test_memory_in_closed_form_is_what_the_strategies_state(plan: Plan, compiles: bool) -> None:
+    check_memory(SMALL, 1024, plan, compiles)
+
+
+HEAVY = GPT2Config(vocab_size=4096, n_positions=128, n_embd=1024, n_layer=4, n_head=16)  # its head outweighs logits
+LIGHT = GPT2Config(vocab_size=1024, n_positions=512, n_embd=256, n_layer=3, n_head=4)
+
+
+@pytest.mark.parametrize(
+    ("config", "plan"),
+    [
+        (HEAVY, Plan(shard=Shard(4, 2), tensor=Tensor(2, 1, True), micro_batch=16)),
+        (LIGHT, Plan(data=4, pipe=Pipe(2, "zero-bubble"), micro_batch=16, memory=MemoryPolicy("selective"))),
+    ],
+    ids=["heavy head", "one micro-batch"],
+)
+def test_memory_in_closed_form_of_small_models(config: GPT2Config, plan: Plan) -> None:
+    check_memory(config, config.n_positions, plan, compiles=True)
+
+
+def check_memory(config: GPT2Config, sequence: int, plan: Plan, compiles: bool) -> None:
     plan, cluster = replace(plan, precision="bf16"), load("h100:1x8")
-    model = planned_model(SMALL, 1024, cluster, software_for_text(cluster, compiles))
+    model = planned_model(config, sequence, cluster, software_for_text(cluster, compiles))
     assert plan.micro_batch is not None
     with torch.device("meta"):
-        whole = build(SMALL).to(torch.bfloat16)
+        whole = build(config).to(torch.bfloat16)
     if is_loss_in_head(plan):
         install_loss_head(whole)
 
     def tokens() -> torch.Tensor:
-        return torch.zeros(plan.micro_batch or 1, 1024, dtype=torch.long, device="cpu")
+        return torch.zeros(plan.micro_batch or 1, sequence, dtype=torch.long, device="cpu")
 
     found = profile(whole, lambda: (tokens(),), ExampleLoss(tokens))
     found = profile_under(compiled_profile(found), plan) if compiles else found
     ranks = [{**dict.fromkeys(plan.degrees, 0), "pipe": index} for index in range(plan.pipe.degree)]
-    stated = max((cost(found, plan, split_batch(plan, 64, 1024), at) for at in ranks), key=lambda one: one.memory_bytes)
+    stated = max(
+        (cost(found, plan, split_batch(plan, 64, sequence), at) for at in ranks), key=lambda one: one.memory_bytes
+    )
     if plan.pipe.degree > 1 and not compiles:  # a run is cut by its uncompiled profile
         blocks = [place for name, place in staged(found, plan).stage_of.items() if name.startswith("transformer.h.")]
         counts = [blocks.count(index) for index in range(plan.pipe.num_stages)]

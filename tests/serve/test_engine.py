@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,8 +17,10 @@ from weft.models import save_folder
 from weft.serve.decode_graph import DecodeGraphs, Replay, graph_sizes
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.host_pages import HostPages
+from weft.serve.mixed_graph import MixedGraphs, mixed_sizes
 from weft.serve.request import Request, RequestError, Sampling
 from weft.serve.scheduler import ActiveRequest
+from weft.serve.step_inputs import StepInputs
 
 LENGTHS = (1, 2, 9, 16, 17, CONTEXT - 1, CONTEXT)
 
@@ -163,6 +165,42 @@ def test_decodes_by_graphs_are_padded_to_the_next_size_and_change_nothing() -> N
         assert results == {one.name: likeliest(model, one.tokens, one.max_tokens) for one in requests}
     assert recorder.num_rows == [6, 4, 2, 1]
     assert graph_sizes(200) == [1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 200]
+
+
+def recorded(run: Callable[[StepInputs], object], sizes: list[int]) -> Callable[[StepInputs], object]:
+    """The function, which also notes how many tokens it computes."""
+
+    def noting(inputs: StepInputs) -> object:
+        sizes.append(inputs.num_tokens)
+        return run(inputs)
+
+    return noting
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "mixtral"])
+def test_steps_with_prompts_by_graphs_are_padded_to_the_next_size_and_change_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts in chunks, beside decodes and alone, some of which a step too large for graphs computes."""
+    model, recorder = tiny_model(name), FakeRecorder()
+    requests = [Request(str(i), one, min(9, CONTEXT + 1 - len(one)), GREEDY) for i, one in enumerate(prompts())]
+    for record in (recorder, refuse):
+        engine = make_engine(model, max_running=6, token_budget=24, overlap=True)
+        part = engine._part
+        given = (part.paged, part.cache, engine._sampler.last, part.layout, CONTEXT, 20, record)
+        engine._mixed_graphs = graphs = MixedGraphs(*given)
+        sizes = list[int]()
+        monkeypatch.setattr(graphs, "run", recorded(graphs.run, sizes))
+        if record is refuse:
+            with pytest.warns(UserWarning, match="steps of .* tokens cannot be captured .* without CUDA graphs"):
+                results = tokens_of(serve_all(engine, requests, every=2))
+        else:
+            engine.warm_up()
+            results = tokens_of(serve_all(engine, requests, every=2))
+        assert results == {one.name: likeliest(model, one.tokens, one.max_tokens) for one in requests}
+        assert min(sizes) < 16 < max(sizes) <= 20
+    assert recorder.num_rows == [20, 16]
+    assert mixed_sizes(1200) == [16, 32, *range(64, 1024, 64), 1024, 1152, 1200]
 
 
 def test_a_shared_prompt_is_computed_once_and_never_for_another_tenant() -> None:

@@ -105,7 +105,7 @@ class SimulatedEngine:
             active.tokens.append(token)
             active.num_unread -= 1
         if active.held is not None:
-            self.scheduler.policy.record(active.held, active.tokens[: chunk.end])
+            self.scheduler.policy.record(active.held, active.tokens, chunk.end)
         if len(active.tokens) == active.max_length:
             self.scheduler.end(active)
 
@@ -161,7 +161,7 @@ def test_a_prompt_is_shared_with_its_tenant_alone_and_until_the_weights_change()
     blocks = PagedBlocks(num_blocks=20, block_size=2)
     first = blocks.allocate([1, 2, 3, 4, 5], "a")
     assert first is not None
-    blocks.record(first, [1, 2, 3, 4, 5])
+    blocks.record(first, [1, 2, 3, 4, 5], 5)
     assert blocks.num_free == 17
     same, longer, other = (
         blocks.allocate([1, 2, 3, 4, *more], who) for more, who in (([], "a"), ([6], "a"), ([], "b"))

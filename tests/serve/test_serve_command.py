@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -41,7 +42,13 @@ STARTS = {  # what is put before `-m weft serve`, and the plan
 @pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.soak] * (name != "one rank")) for name in STARTS])
 def server(request: pytest.FixtureRequest, run_file: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process of a server, and its URL."""
-    launcher, plan = STARTS[request.param]
+    with started(run_file, request.param) as given:
+        yield given
+
+
+@contextmanager
+def started(run_file: Path, name: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    launcher, plan = STARTS[name]
     options = ["--follow", "--port", "0", "--json", "--context", "2048", "--device", "cpu"]
     command = [sys.executable, *launcher, "-m", "weft", "serve", str(run_file.parent / "run"), *plan, *options]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -105,6 +112,48 @@ def test_a_run_is_followed_and_requests_survive_newer_weights_and_the_end(
     assert last == "length"
     assert num_characters > 250  # 1000 bytes
     assert process.wait(LIMIT_SECONDS) == (1 if "torch.distributed.run" in process.args else 0)  # torchrun's own
+
+
+def ranks_of(process: int) -> list[int]:
+    """The processes that a local job's ranks are: they have started none themselves."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            children.setdefault(int(path.read_text().rpartition(")")[2].split()[1]), []).append(int(path.parent.name))
+    found, waiting = list[int](), [process]
+    while waiting:
+        one = waiting.pop()
+        waiting += children.get(one, [])
+        found += [one] * (one not in children)
+    return sorted(found)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("index", [0, -1])
+def test_when_a_rank_is_killed_requests_get_503_until_the_model_is_back(run_file: Path, index: int) -> None:
+    body = {"prompt": "abc def ", "max_tokens": 8, "temperature": 0}
+    with started(run_file, "local ranks") as (process, url):
+
+        def ask() -> httpx.Response:
+            return httpx.post(f"{url}/v1/completions", json=body, timeout=LIMIT_SECONDS)
+
+        right = ask().json()["choices"]
+        ranks = ranks_of(process.pid)
+        os.kill(ranks[index], signal.SIGKILL)
+        seen: list[httpx.Response] = []
+
+        def is_back() -> bool:
+            with suppress(httpx.RemoteProtocolError, httpx.ReadError):  # rank 0 died while it held the connection
+                seen.append(ask())
+            return len(seen) > 1 and seen[-1].status_code == 200 and seen[-2].status_code == 503
+
+        wait_for(is_back)
+        assert {one.status_code for one in seen} <= {200, 503}
+        assert all(one.json()["error"]["message"] for one in seen if one.status_code == 503)
+        assert seen[-1].json()["choices"] == right
+        assert not set(ranks) & set(ranks_of(process.pid))  # all were started again
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT_SECONDS) == 0
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ def _compiled(profile: Profile, source: ProfileSource, matmul: str) -> Profile:
         profile,
         blocks=blocks,
         source=replace(source, blocks=named, eager=source, cache={}),
-        cache={**profile.cache, "eager": profile, "assumptions": _assumptions(failed)},
+        cache={"eager": profile, "assumptions": _assumptions(failed)},  # nothing else: it is of uncompiled blocks
     )
 
 
@@ -94,7 +94,7 @@ def _in_pieces(profile: Profile, source: ProfileSource) -> Profile:
     with as_in_pieces():
         found = profile_of(source.model, source.example, source.finish, source.dtype)
     assert found.source is not None
-    return replace(found, source=replace(found.source, in_pieces=True), cache={**profile.cache, "eager": profile})
+    return replace(found, source=replace(found.source, in_pieces=True), cache={"eager": profile})
 
 
 def profile_under(profile: Profile, plan: Plan) -> Profile:

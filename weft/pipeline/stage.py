@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from weft.errors import PlanError
 from weft.inspection.absent_module import AbsentModule
@@ -62,12 +61,16 @@ class StagePass:
     # real tensors that the model's own code sees as fake ones, by number; only during the forward
     real: dict[int, Tensor] = field(default_factory=dict)
     made: dict[int, Tensor] = field(default_factory=dict)  # tensors that other stages take; only until they are sent
-    roots: dict[int, GradientEdge] = field(default_factory=dict)  # where backward begins for them, without their values
+    # Where backward begins for them, without their values. Each root takes its gradient from `arrived` and frees it
+    # after use; given to torch.autograd.backward, it would live until the whole backward ends.
+    roots: dict[int, Tensor] = field(default_factory=dict)
+    arrived: dict[int, Tensor] = field(default_factory=dict)
 
     def free_results(self) -> dict[int, Tensor]:
         """Return the tensors that other stages take, and keep only the roots of their backward."""
         made, self.made = self.made, {}
-        self.roots = {number: get_gradient_edge(tensor) for number, tensor in made.items() if tensor.requires_grad}
+        numbers = [number for number, tensor in made.items() if tensor.requires_grad]
+        self.roots = {number: _BackwardRoot.apply(made[number], self.arrived, number) for number in numbers}
         return made
 
 
@@ -342,6 +345,19 @@ class _TakenResult(Function):
         others = ctx.gradients.get(ctx.number)  # of other checkpoints that have used the tensor
         ctx.gradients[ctx.number] = gradients[0] if others is None else others + gradients[0]
         return None, None, None, None
+
+
+class _BackwardRoot(Function):
+    """Makes a number from a result of the stage. Its backward begins with the gradient that has arrived."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, arrived: dict[int, Tensor], number: int) -> Tensor:
+        ctx.arrived, ctx.number = arrived, number
+        return torch.zeros((), dtype=value.dtype, device=value.device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.arrived.pop(ctx.number), None, None
 
 
 class _EnterUnit:

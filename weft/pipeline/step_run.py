@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 
 from weft.errors import PlanError
 from weft.mesh import Mesh
@@ -30,8 +29,6 @@ from weft.profiling import Parameter
 from weft.schedule.actions import SHADOW, Action, Message, Schedule, channel_of
 from weft.schedule.simulate import Span
 from weft.sharding.units import Units
-
-Root = Tensor | GradientEdge  # where backward begins
 
 
 @dataclass(eq=False)
@@ -183,16 +180,15 @@ class StepRun:
 
     def _backward(self, stage: Stage, action: Action) -> None:
         done = stage.live[action.micro_batch]
-        roots, gradients = self._gradients(action, done)
+        roots = self._roots(action, done)
         if done.total is not None:
             assert self.work.scale is not None
             roots.append(done.total * self.work.scale.to(done.total.dtype))
-            gradients.append(None)
         self._start()
         stage.units.sync = self._last.get((action.stage, action.replica)) == action
         if roots:
             stage.walk.recomputes = done
-            torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]  # edges and tensors mixed
+            torch.autograd.backward(roots)
             stage.walk.recomputes = None
             if stage.units.sync:
                 self.reduced.add(stage)
@@ -212,9 +208,9 @@ class StepRun:
         stage.late.pop(action.micro_batch)()
         self._note(action)
 
-    def _gradients(self, action: Action, done: StagePass) -> tuple[list[Root], list[Tensor | None]]:
-        """Return the roots of what the stage made for others, and for each the sum of the gradients that come back."""
-        sums: dict[int, Tensor] = {}
+    def _roots(self, action: Action, done: StagePass) -> list[Tensor]:
+        """Return the roots of what the stage made for others, once the sums of their gradients have arrived."""
+        sums = done.arrived
         for index in self.schedule.edges_out_of[action.stage]:
             edge = self.schedule.edges[index]
             if not edge.backward:
@@ -222,7 +218,7 @@ class StepRun:
             gradient = self._take((index, action.micro_batch, action.replica, "backward"))
             number = done.route.edge_numbers[index]
             sums[number] = gradient if number not in sums else sums[number] + gradient
-        return [done.roots[number] for number in sums], list(sums.values())
+        return [done.roots[number] for number in sums]
 
     # --- tensors
 

@@ -91,7 +91,7 @@ class AskedFields:
         values = self._values.get(constraint.name, set())
         if alone is not None or not values:
             return alone or "no plan divides the batch and the model over all devices"
-        shown = sorted(values, key=lambda value: (isinstance(value, str), value or 0, str(value)))
+        shown = sorted(values, key=lambda value: (0 if value is None or isinstance(value, str) else value, str(value)))
         more = f", ... ({len(shown)} values)" * (len(shown) > NUM_SHOWN)
         words = ", ".join("none" if value is None else f"{value}" or "''" for value in shown[:NUM_SHOWN])
         return f"plans with {constraint.name} = {words}{more} were tried"

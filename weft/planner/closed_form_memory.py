@@ -61,8 +61,9 @@ class Sizes:
     root_saved: float
     behind_saved: float  # the part of `root_saved` after the last block
     at_loss: float  # transient bytes at the loss
-    at_head: float  # transient bytes in the head's backward, without the gradient of its weight
-    head_gradient: float  # bytes of the weight's gradient there: the fp32 gradient, and its scaled and rounded copy
+    # Transient bytes in the backward of the head, and of a norm before it: for a sequence, and of the gradient of the
+    # head's weight (the fp32 gradient, and its scaled and rounded copy), which is as large for any number of sequences.
+    at_ends: tuple[tuple[float, float], ...]
     head_numel: float
     in_backward: float  # transient bytes in a block's backward
     at_regions: float  # transient bytes of the tensor axes
@@ -201,8 +202,8 @@ def rank_working(
     held = held_at_once(plan.pipe, rank, num_micro_batches, counts, late / kept if kept else 0.0)
     saved = (kept * held.alive_blocks + late * held.late_blocks) * per_micro_batch + kept_bytes * held.alive_blocks
     saved += is_last * held.roots * (sizes.root_saved * per_micro_batch + sizes.kept_gradient)
-    head = sizes.at_head * per_micro_batch + sizes.head_gradient
-    loss = is_last * max(sizes.at_the_loss(per_micro_batch, compute, max(compute, 4)), head)
+    ends_bytes = [of_sequence * per_micro_batch + gradient for of_sequence, gradient in sizes.at_ends]
+    loss = is_last * max(sizes.at_the_loss(per_micro_batch, compute, max(compute, 4)), *ends_bytes)
     backward = sizes.in_backward * per_micro_batch
     if sizes.is_compiled:  # all gradients appear at once, after the saved activations are freed
         backward = max(backward, (sizes.stream_bytes - kept) * per_micro_batch + sizes.block_numel * compute)
@@ -218,8 +219,12 @@ def rank_working(
     if is_first and is_last:
         backward += sizes.tied_numel * compute
     else:
-        results = _sent_results(plan.pipe, rank, held.results) if len(own) > 1 or not is_last else 0
-        throughout += sizes.stream_bytes * per_micro_batch * (results + NUM_MESSAGES)
+        message = sizes.stream_bytes * per_micro_batch
+        if num_micro_batches == 1 and len(own) == 1:  # what was sent has arrived, and nothing is received ahead
+            backward = max(backward, NUM_MESSAGES * message)
+        else:
+            results = _sent_results(plan.pipe, rank, held.results) if len(own) > 1 or not is_last else 0
+            throughout += message * (results + NUM_MESSAGES)
     return WorkingMemory(numel, ends, saved, kept * per_micro_batch, loss, backward, throughout)
 
 
@@ -369,12 +374,15 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
     over, compute = root_excess_bytes(local, policy), COMPUTE_DTYPE[plan.precision].itemsize
     heads = {name: numel for name, numel in names.items() if name.rpartition(".")[0] in (*split_heads, *embeddings)}
     head = max(heads.values(), default=0.0) if split_heads else 0.0
-    heads_over = [size for name, size in over.items() if name in split_heads]
     layer = profile.layers[split_heads[0]] if in_head and split_heads else None
     linears = [one for name, one in local.layers.items() if one.is_linear and name.startswith(f"{block.name}.")]
     late = [float(one.rows * one.out_features * compute + one.saved_bytes) for one in linears]
     kept_gradient = head * max(compute, 4) if layer else 0.0  # in float32 at least
-    head_gradient = kept_gradient + (head * compute if kept_gradient == 0 or compute < 4 else 0)
+    gradient = kept_gradient + (head * compute if kept_gradient == 0 or compute < 4 else 0)
+    gradients = {name: gradient for name in over if name in split_heads}
+    if layer is None:  # it waits during the backward of the norm, which is on the residual stream
+        waiting = gradient * local.shares.stream / local.shares.head
+        gradients = {name: gradients.get(name, waiting) for name in over if name}
     return Sizes(
         sum(names.values()),
         first,
@@ -384,9 +392,8 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
         float((block.saved_bytes or {}).get(policy, 0)),
         root - kept_gradient,
         behind - kept_gradient,
-        float(max(size for name, size in over.items() if name not in split_heads)),
-        max(heads_over, default=0) - head_gradient,
-        head_gradient,
+        float(over.get("", 0)),
+        tuple((over[name] - own, own) for name, own in gradients.items()),
         head,
         float(end.backward_bytes + behind),
         float(transient_bytes(local, plan)),

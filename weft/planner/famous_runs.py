@@ -192,11 +192,16 @@ def predicted(run: FamousRun) -> Candidate:
 
 
 def published_seconds(run: FamousRun) -> float:
-    """The published seconds of a step: as printed, or from the FLOP/s of a device."""
+    """The published seconds of a step: as printed, or from the FLOP/s of a device.
+
+    Published FLOPs count attention whole, though causal attention needs half of it: PaLM's definition of MFU, which
+    Llama 3's paper cites, and the formulas of Megatron-LM (arXiv 2104.04473, equation 3) and Megatron-DeepSpeed.
+    """
     if run.seconds is not None:
         return run.seconds
     cluster = load(run.cluster)
-    flops = planned(load_model(run.model), cluster, run.question).flops * run.sequences
+    work = planned(load_model(run.model), cluster, run.question).steps.workload
+    flops = 3 * sum(part.flops for part in (work.first, *work.blocks, work.last)) * run.sequences
     return flops * (4 / 3 if run.recompute_counts else 1) / (run.tflops * 1e12 * cluster.num_devices)
 
 

@@ -87,24 +87,29 @@ class StageChoice:
         """The blocks of each rank with which the plan fits; None without such."""
         return self._shares(0) if self.may_fit(0) else None
 
-    def recompute(self) -> tuple[int, list[int]] | None:
+    def recompute(self, is_slow: Callable[[float], bool] = lambda seconds: False) -> tuple[int, list[int]] | None:
         """The number of recomputed stages, and the blocks of each rank, for which the slowest rank is fastest.
 
-        Of equally fast ones, fewer stages recompute. Returns None if it does not fit, or if all stages must recompute.
+        Of equally fast ones, fewer stages recompute. Returns None if it does not fit, if all stages must recompute, or
+        if `is_slow` is true of the seconds of every step that fits.
         """
         num_stages = self.plan.pipe.num_stages
         if not self.costs.may_fit(self.limit_bytes) or not self.may_fit(num_stages):
             return None
-        low, high = 1, num_stages  # more stages that recompute need less memory
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._fits(middle) else (middle + 1, high)
-        found: list[tuple[float, int, list[int]]] = []
-        for count in range(low, min(low + self.plan.pipe.degree, num_stages)):
+        # With more stages that recompute, a step takes longer and needs less memory.
+        most = _first(lambda count: is_slow(self.least_seconds(count)), 1, num_stages) - 1
+        if most < 1 or not self._fits(most):
+            return None
+        low = _first(self._fits, 1, most)
+        found: tuple[float, int, list[int]] | None = None
+        for count in range(low, min(low + self.plan.pipe.degree, most + 1)):
+            if found is not None and self._least_rank_seconds(count) * ROUNDING > found[0]:
+                break
             shares = self._shares(count)
-            if shares is not None:
-                found.append((max(self._rank_seconds(count, shares)), count, shares))
-        return min(found)[1:] if found else None
+            seconds = max(self._rank_seconds(count, shares)) if shares is not None else float("inf")
+            if shares is not None and (found is None or seconds < found[0]):
+                found = seconds, count, shares
+        return None if found is None else found[1:]
 
     def with_stages(self) -> Plan | None:
         """Returns the plan with `pipe.split` such that it fits; None without such stages."""
@@ -121,6 +126,20 @@ class StageChoice:
         seconds = self._rank_seconds(count, shares)
         wait = (sum(seconds) - max(seconds)) / self.costs.chunks
         return (self.costs.num_micro_batches * max(seconds) + wait) * ROUNDING
+
+    def least_seconds(self, count: int) -> float:
+        """A lower bound of the seconds of a step with any stages, of which the first `count` recompute."""
+        total = sum(self._ends) + self.costs.units.num_blocks * self.costs.seconds.block
+        slowest = self._least_rank_seconds(count)
+        return (self.costs.num_micro_batches * slowest + (total - slowest) / self.costs.chunks) * ROUNDING
+
+    def _least_rank_seconds(self, count: int) -> float:
+        """The seconds of the slowest rank, if the first `count` stages recompute and blocks could be cut anywhere."""
+        degree, last = self.plan.pipe.degree, self.plan.pipe.degree - 1
+        more = count % degree  # ranks of which one stage more recomputes
+        rates = [1 / self._block_seconds(rank, count) for rank in (0, last)]
+        ends = self._ends[0] * rates[0] + self._ends[last] * rates[1]
+        return (self.costs.units.num_blocks + ends) / (more * rates[0] + (degree - more) * rates[1])
 
     @property
     def _chunks(self) -> int:
@@ -216,6 +235,17 @@ def _most_blocks(num_bytes: Callable[[int], float], least: int, limit_bytes: flo
         while num_bytes(found) > limit_bytes:
             found -= 1
     return found
+
+
+def _first(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """Returns the first number from `low` on for which `holds` is true; `high` if there is none below it.
+
+    If `holds` is true of a number, it must be true of all larger ones.
+    """
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low
 
 
 def _shares(

@@ -134,6 +134,7 @@ class Search(ABC):
         self.num_considered, self._room = 0, max(keep, NUM_TIMED)
         self._best: list[tuple[float, int, Candidate]] = []  # a heap with the slowest plan on top
         self._large: dict[tuple[int, ...], Candidate] = {}  # by layout, the plan that is nearest to fit
+        self._waiting: list[tuple[float, int, Plan, CommonCosts]] = []  # too large, to be tried in smaller forms
         self._reasons: dict[tuple[tuple[str, Any], ...], str | None] = {}  # by fields of a plan, why they are refused
         self._refused: dict[str, str] = {}  # by reason, the first plan that was refused for it
         self._asked = AskedFields(question.constraints)
@@ -147,6 +148,7 @@ class Search(ABC):
             if self._is_slow(bound):
                 break
             self._lay_out(plan)
+        self._try_waiting()
         kept = sorted((item[2] for item in self._best), key=rank)
         folding = with_folded_experts(kept, self.model, self.limit_bytes, self._reason, self._asked.holds_outer)
         timed = sorted(map(self._time, folding), key=rank)
@@ -311,6 +313,13 @@ class Search(ABC):
         step = self.steps.step(candidate.plan, candidate.num_micro_batches)
         return replace(candidate, seconds=step.seconds, step=step)
 
+    def _try_waiting(self) -> None:
+        """Tries the plans that are too large in smaller forms, the fastest first, until none can be fast enough."""
+        for seconds, _, plan, common in sorted(self._waiting, key=lambda one: one[:2]):
+            if self._is_slow(seconds):
+                break
+            self._try_smaller(plan, common)
+
     def _try_smaller(self, plan: Plan, common: CommonCosts) -> None:
         """Tries a plan that does not fit with other stages, fewer micro-batches in flight, and `regather`, if it then
         fits.
@@ -380,7 +389,7 @@ class Search(ABC):
             if costs is None or not all(one.holds(costs.plan) for one in self._asked.inner):
                 continue
             choice = StageChoice.of(costs, plan, self.limit_bytes)
-            found = choice.recompute()
+            found = choice.recompute(self._is_slow)
             if found is not None:
                 self._consider_stages(choice, *found)
 
@@ -416,7 +425,7 @@ class Search(ABC):
             self._large[layout] = candidate
         is_capped = plan.pipe.in_flight is not None and IN_FLIGHT not in self._names
         if is_large and not plan.tensor.regather and not is_capped:
-            self._try_smaller(plan, common)
+            self._waiting.append((seconds, number, plan, common))
         if is_large or self._shares[:1] != [0.0]:
             candidate = offloaded(candidate, common, self._shares, self.steps.cluster.node)
         if candidate is None or self._is_slow(candidate.seconds):

@@ -43,8 +43,8 @@ class CachePolicy(Protocol):
     def append(self, held: HeldBlocks, num_tokens: int) -> bool:
         """Take more blocks until they hold `num_tokens`; False, and nothing is taken, if too few are free."""
 
-    def record(self, held: HeldBlocks, tokens: Sequence[int]) -> None:
-        """Say that the keys and values of all these tokens of a request are now in its blocks."""
+    def record(self, held: HeldBlocks, tokens: Sequence[int], num_computed: int) -> None:
+        """Say that the keys and values of the first `num_computed` tokens of a request are now in its blocks."""
 
     def free(self, held: HeldBlocks) -> None:
         """Give a request's blocks back."""
@@ -94,10 +94,10 @@ class PagedBlocks:
             held.blocks.append(self._take())
         return True
 
-    def record(self, held: HeldBlocks, tokens: Sequence[int]) -> None:
+    def record(self, held: HeldBlocks, tokens: Sequence[int], num_computed: int) -> None:
         if not self._has_prefix_cache:
             return
-        while (held.num_hashed + 1) * self.block_size <= len(tokens):
+        while (held.num_hashed + 1) * self.block_size <= min(num_computed, len(tokens)):
             held.digest = self._hash(held.digest, tokens, held.num_hashed)
             block = held.blocks[held.num_hashed]
             if held.digest not in self._known and self._digests[block] is None:

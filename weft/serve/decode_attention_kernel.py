@@ -2,8 +2,9 @@
 
 A program handles the queries that share one key head of one request, over a part of its tokens: with few requests, the
 sequence is split into parts so that all of the GPU works. A part's result and the logarithm of its softmax denominator
-go to memory, and a second kernel adds the parts up. How many parts there are follows from the batch's size alone, so
-the launch is the same in every step and can be recorded in a CUDA graph.
+go to memory, and a second kernel adds the parts up. How many programs there are follows from the batch's size alone, so
+the launch is the same in every step and can be recorded in a CUDA graph. A short sequence has fewer parts than
+programs; the other programs end at once.
 
 With chosen slots (`loki_kernel.py`), a request's tokens are those in the slots that its key head has chosen.
 """
@@ -15,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.serve.early_launch_kernel import early_launch, wait_for_results
+
 _TOKENS = 64  # that are loaded at a time
 _PROGRAMS = 512  # as many as keep a GPU busy
 _MAX_PARTS = 64
@@ -22,14 +25,28 @@ _LOG2E = 1.4426950408889634
 
 
 @triton.jit
+def _length(length_ptr, key_head, IS_CHOSEN: tl.constexpr, IS_EARLY: tl.constexpr):
+    """The tokens of a request. They are an input of the step, so they are known before kernels before this one end;
+    how many were chosen is not.
+    """
+    if IS_CHOSEN:
+        wait_for_results(IS_EARLY)
+        length = tl.load(length_ptr + key_head)
+    else:
+        length = tl.load(length_ptr)
+        wait_for_results(IS_EARLY)
+    return length
+
+
+@triton.jit
 def _bounds(length, part, WINDOW: tl.constexpr, NUM_PARTS: tl.constexpr, TOKENS: tl.constexpr):
-    """The first token of a part of a sequence, and the one behind its last."""
+    """The first token of a part of a sequence, the one behind its last, and the number of parts that have tokens."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0) // TOKENS * TOKENS
-    size = tl.cdiv(tl.cdiv(length - first, NUM_PARTS), TOKENS) * TOKENS
+    size = tl.maximum(tl.cdiv(tl.cdiv(length - first, NUM_PARTS), TOKENS), 1) * TOKENS
     begin = first + part * size
-    return begin, tl.minimum(begin + size, length)
+    return begin, tl.minimum(begin + size, length), tl.cdiv(length - first, size)
 
 
 @triton.jit
@@ -38,13 +55,14 @@ def _parts(
     query_stride, table_stride, length_stride, chosen_stride,
     NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, NUM_PARTS: tl.constexpr, GROUP_ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr, IS_CHOSEN: tl.constexpr,
+    TOKENS: tl.constexpr, IS_CHOSEN: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     request, key_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     group: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
-    length_ptr += request * length_stride
-    length = tl.load(length_ptr + key_head) if IS_CHOSEN else tl.load(length_ptr)
-    begin, end = _bounds(length, part, WINDOW, NUM_PARTS, TOKENS)
+    length = _length(length_ptr + request * length_stride, key_head, IS_CHOSEN, IS_EARLY)
+    begin, end, num_used = _bounds(length, part, WINDOW, NUM_PARTS, TOKENS)
+    if part >= num_used:
+        return
     rows, columns = tl.arange(0, GROUP_ROWS), tl.arange(0, WIDTH)
     heads = key_head * group + rows
     inside = (rows < group)[:, None] & (columns < HEAD_DIM)[None, :]
@@ -87,6 +105,37 @@ def _parts(
 
 
 @triton.jit
+def _sum_of_used_parts(
+    mixed_ptr, log_ptr, length_ptr, out_ptr, length_stride,
+    NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
+    NUM_PARTS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, IS_CHOSEN: tl.constexpr, IS_EARLY: tl.constexpr,
+):  # fmt: skip
+    request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    key_head = head // (NUM_HEADS // NUM_KEY_HEADS)
+    length = _length(length_ptr + request * length_stride, key_head, IS_CHOSEN, IS_EARLY)
+    _, _, num_used = _bounds(length, 0, WINDOW, NUM_PARTS, TOKENS)
+    if num_used > 0:
+        _add_parts(mixed_ptr, log_ptr, out_ptr, request, head, num_used, NUM_HEADS, HEAD_DIM, NUM_PARTS, WIDTH)
+
+
+@triton.jit
+def _add_parts(
+    mixed_ptr, log_ptr, out_ptr, request, head, num_used,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_PARTS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The result of one head from the first `num_used` parts of its sequence."""
+    parts, columns = tl.arange(0, NUM_PARTS), tl.arange(0, WIDTH)
+    row, is_used, inside = (request * NUM_PARTS + parts) * NUM_HEADS + head, parts < num_used, columns < HEAD_DIM
+    logs = tl.load(log_ptr + row, mask=is_used, other=float("-inf"))
+    place, mask = row[:, None] * HEAD_DIM + columns[None, :], is_used[:, None] & inside[None, :]
+    mixed = tl.load(mixed_ptr + place, mask=mask, other=0.0)
+    weights = tl.exp2(logs - tl.max(logs, 0))
+    out = tl.sum(mixed * weights[:, None], 0) / tl.sum(weights, 0)
+    out_place = (request * NUM_HEADS + head) * HEAD_DIM + columns
+    tl.store(out_ptr + out_place, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _sum_of_parts(
     mixed_ptr,
     log_ptr,
@@ -96,17 +145,9 @@ def _sum_of_parts(
     NUM_PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
+    """Of sequences whose parts all have tokens."""
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    parts, columns = tl.arange(0, NUM_PARTS), tl.arange(0, WIDTH)
-    row = (request * NUM_PARTS + parts) * NUM_HEADS + head
-    logs = tl.load(log_ptr + row)
-    weights = tl.exp2(logs - tl.max(logs, 0))
-    mixed = tl.load(
-        mixed_ptr + row[:, None] * HEAD_DIM + columns[None, :], mask=(columns < HEAD_DIM)[None, :], other=0.0
-    )
-    out = tl.sum(mixed * weights[:, None], 0) / tl.sum(weights, 0)
-    out_place = (request * NUM_HEADS + head) * HEAD_DIM + columns
-    tl.store(out_ptr + out_place, out.to(out_ptr.dtype.element_ty), mask=columns < HEAD_DIM)
+    _add_parts(mixed_ptr, log_ptr, out_ptr, request, head, NUM_PARTS, NUM_HEADS, HEAD_DIM, NUM_PARTS, WIDTH)
 
 
 def number_of_parts(num_requests: int, num_key_heads: int, num_programs: int | None = None) -> int:
@@ -124,8 +165,9 @@ def decode_attention_by_kernel(
     block_size: int,
     window: int | None,
     chosen: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Equals `paged_attention.decode_attention`; see there for the arguments.
+    """Equals `paged_attention.decode_attention`; see there for the arguments. Without `out`, all requests have tokens.
 
     With `chosen` slots [requests, key heads, most], `lengths` [requests, key heads] says how many of them there are.
     """
@@ -133,12 +175,23 @@ def decode_attention_by_kernel(
     num_key_heads = keys.shape[1]
     num_parts = number_of_parts(num_requests, num_key_heads)
     assert query.stride()[1:] == (head_dim, 1), "the heads of a query lie end to end"
-    out = query.new_empty(num_requests, num_heads, head_dim)
-    width = triton.next_power_of_2(head_dim)
+    if out is None:
+        out = query.new_empty(num_requests, num_heads, head_dim)
     parts, logs = out, out
     if num_parts > 1:
         parts = query.new_empty(num_requests, num_parts, num_heads, head_dim, dtype=torch.float32)
         logs = query.new_empty(num_requests, num_parts, num_heads, dtype=torch.float32)
+    sizes = {
+        "NUM_HEADS": num_heads,
+        "NUM_KEY_HEADS": num_key_heads,
+        "HEAD_DIM": head_dim,
+        "WINDOW": window or 0,
+        "NUM_PARTS": num_parts,
+        "WIDTH": max(16, triton.next_power_of_2(head_dim)),
+        "TOKENS": _TOKENS,
+        "IS_CHOSEN": chosen is not None,
+        **early_launch(query),
+    }
     _parts[(num_requests, num_key_heads, num_parts)](
         query,
         keys,
@@ -153,21 +206,13 @@ def decode_attention_by_kernel(
         tables.stride(0),
         lengths.stride(0),
         0 if chosen is None else chosen.stride(1),
-        NUM_HEADS=num_heads,
-        NUM_KEY_HEADS=num_key_heads,
-        HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        WINDOW=window or 0,
-        NUM_PARTS=num_parts,
         GROUP_ROWS=max(16, triton.next_power_of_2(num_heads // num_key_heads)),  # tensor cores need 16 rows
-        WIDTH=max(16, width),
-        TOKENS=_TOKENS,
-        IS_CHOSEN=chosen is not None,
         num_warps=4,
         num_stages=3,
+        **sizes,
     )
     if num_parts > 1:
-        _sum_of_parts[(num_requests, num_heads)](
-            parts, logs, out, NUM_HEADS=num_heads, HEAD_DIM=head_dim, NUM_PARTS=num_parts, WIDTH=width, num_warps=4
-        )
+        grid = (num_requests, num_heads)
+        _sum_of_used_parts[grid](parts, logs, lengths, out, lengths.stride(0), num_warps=4, **sizes)
     return out

@@ -40,6 +40,36 @@ class GraphRecorder:
         return result, graph.replay
 
 
+class RecordedSteps:
+    """What was recorded, by size. After a failure, a warning says so and functions are called instead."""
+
+    def __init__(self, what: str, record: Record) -> None:
+        self._what, self._record = what, record
+        self._recorded: dict[int, tuple[Tensor, Replay]] = {}
+        self._has_failed = False
+
+    def __len__(self) -> int:
+        return len(self._recorded)
+
+    def result(self, size: int, compute: Callable[[], Tensor]) -> Tensor:
+        """What the function gives, which is always the same one for a size: recorded first, and replayed."""
+        if size not in self._recorded and not self._has_failed:
+            try:
+                self._recorded[size] = self._record(compute)
+            except RuntimeError as error:
+                self._has_failed = True
+                warnings.warn(
+                    f"{self._what.format(size)} cannot be captured ({str(error).splitlines()[0]}); going on without "
+                    f"CUDA graphs, which is slower",
+                    stacklevel=2,
+                )
+        if size not in self._recorded:
+            return compute()
+        result, replay = self._recorded[size]
+        replay()
+        return result
+
+
 class DecodeGraphs:
     """The graphs of one model and cache, by the number of rows."""
 
@@ -53,13 +83,11 @@ class DecodeGraphs:
         record: Record | None = None,
     ) -> None:
         self._paged, self._cache, self._last, self._layout = paged, cache, last, layout
-        self._record = record or GraphRecorder()
+        self._steps = RecordedSteps("decodes of {} requests", record or GraphRecorder())
         self.sizes = graph_sizes(len(last))
         width = TABLE + -(-context_length // layout.block_size)
         self._flat = torch.zeros(4, self.sizes[-1], dtype=torch.int32, device=layout.device)
         self._tables = torch.zeros(self.sizes[-1], width, dtype=torch.int32, device=layout.device)
-        self._recorded: dict[int, tuple[Tensor, Replay]] = {}
-        self._has_failed = False
 
     def run(self, chunks: Sequence[ScheduledChunk]) -> tuple[Tensor, Tensor]:
         """The logits [requests, vocab] and positions [requests] of decodes."""
@@ -79,21 +107,7 @@ class DecodeGraphs:
             self._replayed(size)
 
     def _replayed(self, num_rows: int) -> Tensor:
-        if num_rows not in self._recorded and not self._has_failed:
-            try:
-                self._recorded[num_rows] = self._record(lambda: self._logits(num_rows))
-            except RuntimeError as error:
-                self._has_failed = True
-                warnings.warn(
-                    f"decodes of {num_rows} requests cannot be captured ({str(error).splitlines()[0]}); going on "
-                    f"without CUDA graphs, which is slower",
-                    stacklevel=2,
-                )
-        if num_rows not in self._recorded:
-            return self._logits(num_rows)
-        logits, replay = self._recorded[num_rows]
-        replay()
-        return logits
+        return self._steps.result(num_rows, lambda: self._logits(num_rows))
 
     def _logits(self, num_rows: int) -> Tensor:
         flat, tables = self._flat[:, :num_rows], self._tables[:num_rows]

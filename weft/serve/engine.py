@@ -3,8 +3,8 @@
     step() = schedule (which tokens) -> run (the model over pages) -> sample (on the device) -> read (on the host)
 
 On a GPU, the tokens of a step are read after the next step is launched, so the host's work is hidden behind the
-device's: a step returns the tokens of the one before it. Steps of decodes alone are replayed as CUDA graphs
-(`decode_graph.py`). One thread uses an engine.
+device's: a step returns the tokens of the one before it. Steps are replayed as CUDA graphs (`decode_graph.py`, and
+`mixed_graph.py` for those with prompts). One thread uses an engine.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from torch import Tensor, nn
 
 from weft.errors import ConfigError, NumbersError
 from weft.serve.blocks import PagedBlocks
-from weft.serve.decode_graph import DecodeGraphs
+from weft.serve.decode_graph import DecodeGraphs, GraphRecorder
 from weft.serve.draft_model import make_drafter
 from weft.serve.follow_steps import read_together
 from weft.serve.grammar import AnswerMatcher
 from weft.serve.host_pages import HostPages
+from weft.serve.mixed_graph import MixedGraphs
 from weft.serve.model_part import EngineOptions, ModelPart
 from weft.serve.ranks import RankMessage, ServingRanks
 from weft.serve.request import EngineState, Finish, GeneratedToken, Request, RequestError, TokenLogprobs
@@ -100,10 +101,15 @@ class Engine:
             )
         self._overlap = on_gpu if options.overlap is None else options.overlap and ranks is None
         self._overlap = self._overlap and self._speculation is None  # drafts follow tokens that are read
-        self._graphs = None
+        self._graphs: DecodeGraphs | None = None
+        self._mixed_graphs: MixedGraphs | None = None
         has_graphs = options.graphs and not options.adapters and not options.stream_weights
         if has_graphs and on_gpu and part.paged.cache_format.has_kernel:
-            self._graphs = DecodeGraphs(part.paged, part.cache, self._sampler.last, part.layout, self.context_length)
+            given = (part.paged, part.cache, self._sampler.last, part.layout, self.context_length)
+            record = GraphRecorder()
+            self._graphs = DecodeGraphs(*given, record)
+            if part.paged.has_prompt_kernel:
+                self._mixed_graphs = MixedGraphs(*given, self._scheduler.token_budget, record)
         self._all: dict[str, ActiveRequest] = {}
         self._begun: deque[BegunStep] = deque()
         self._launched: LaunchedStep | None = None
@@ -168,8 +174,9 @@ class Engine:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Capture the CUDA graphs of all batch sizes now rather than when they are first needed."""
-        if self._graphs is not None:
-            self._graphs.warm_up()
+        for graphs in (self._graphs, self._mixed_graphs):
+            if graphs is not None:
+                graphs.warm_up()
 
     def has_work(self) -> bool:
         return bool(self._all or self._early or self._begun)
@@ -271,9 +278,9 @@ class Engine:
             if chunk.active.has_new_row:
                 self._sampler.admit(chunk.active)
                 chunk.active.has_new_row = False
-        chunks = sorted(chunks, key=lambda chunk: (not chunk.samples, not is_decode(chunk)))
-        if self._graphs is not None and all(is_decode(chunk) for chunk in chunks):
+        if self._graphs is not None and all(map(is_decode, chunks)):
             return BegunStep(chunks, None)
+        chunks = sorted(chunks, key=lambda chunk: (not chunk.samples, not is_decode(chunk)))
         inputs = step_inputs(chunks, self._part.layout)
         if self._ranks is not None:
             self._ranks.tell(RankMessage("step", inputs))
@@ -285,6 +292,8 @@ class Engine:
         if begun.inputs is None:
             assert self._graphs is not None
             found: tuple[Tensor, Tensor] | None = self._graphs.run(chunks)
+        elif self._mixed_graphs is not None and self._mixed_graphs.can_run(begun.inputs):
+            found = self._mixed_graphs.run(begun.inputs)
         else:
             runs = ((chunk.active.request.adapter, chunk.num_tokens) for chunk in chunks)
             self._part.adapters.choose(runs, self._part.device)
@@ -332,7 +341,7 @@ class Engine:
             results += taken
             if active.held is not None:
                 num_accepted = max(0, len(taken) - 1)
-                self._scheduler.policy.record(active.held, active.tokens[: chunk.end + num_accepted])
+                self._scheduler.policy.record(active.held, active.tokens, chunk.end + num_accepted)
             if taken and taken[-1].finish is not None:
                 self._scheduler.end(active)
                 del self._all[active.request.name]

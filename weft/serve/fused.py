@@ -61,7 +61,7 @@ def norm_linear(hidden: Tensor, norm: nn.Module, layer: nn.Linear, is_gated: boo
 
 
 def add_linear(residual: Tensor, hidden: Tensor, layer: nn.Linear) -> Tensor:
-    """residual + layer(hidden)."""
+    """residual + layer(hidden). The residual may be overwritten."""
     if isinstance(layer, PackedLinear):
         return layer.fused(hidden, residual)
     if hasattr(layer, "updates"):
@@ -71,7 +71,7 @@ def add_linear(residual: Tensor, hidden: Tensor, layer: nn.Linear) -> Tensor:
 
         return row_linear_by_kernel(hidden, layer.weight, layer.bias, residual)
     if layer.bias is None:
-        return torch.addmm(residual, hidden, layer.weight.T)
+        return residual.addmm_(hidden, layer.weight.T)
     return residual + F.linear(hidden, layer.weight, layer.bias)
 
 

@@ -8,14 +8,17 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.models.attention import RMSNorm
+from weft.serve.early_launch_kernel import early_launch, wait_for_results
 
-_COLUMNS = 1024  # of a weight that are read at a time
+_COLUMNS = 2048  # of a weight that are read at a time
+_HEADS = 8  # that a program rotates
 
 
 @triton.jit
-def _norm(hidden_ptr, weight_ptr, normed_ptr, eps, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+def _norm(hidden_ptr, weight_ptr, normed_ptr, eps, SIZE: tl.constexpr, WIDTH: tl.constexpr, IS_EARLY: tl.constexpr):
     row, columns = tl.program_id(0).to(tl.int64) * SIZE, tl.arange(0, WIDTH)
     inside = columns < SIZE
+    wait_for_results(IS_EARLY)
     hidden = tl.load(hidden_ptr + row + columns, mask=inside, other=0.0)
     wide = hidden.to(tl.float32)
     normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)).to(hidden.dtype)
@@ -30,14 +33,16 @@ def norm_by_kernel(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(hidden)
     width = triton.next_power_of_2(size)
     num_warps = min(16, max(1, width // 512))
-    _norm[(len(hidden),)](hidden, weight, out, eps, SIZE=size, WIDTH=width, num_warps=num_warps)
+    early = early_launch(hidden)
+    _norm[(len(hidden),)](hidden, weight, out, eps, SIZE=size, WIDTH=width, num_warps=num_warps, **early)
     return out
 
 
 @triton.jit
-def _gated(gate_up_ptr, out_ptr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+def _gated(gate_up_ptr, out_ptr, SIZE: tl.constexpr, WIDTH: tl.constexpr, IS_EARLY: tl.constexpr):
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = columns < SIZE
+    wait_for_results(IS_EARLY)
     gate = tl.load(gate_up_ptr + row * 2 * SIZE + columns, mask=inside, other=0.0)
     up = tl.load(gate_up_ptr + row * 2 * SIZE + SIZE + columns, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
@@ -50,7 +55,8 @@ def gated_by_kernel(gate_up: Tensor) -> Tensor:
     size = gate_up.shape[-1] // 2
     out = gate_up.new_empty(len(gate_up), size)
     width = min(1024, triton.next_power_of_2(size))
-    _gated[(len(gate_up), triton.cdiv(size, width))](gate_up, out, SIZE=size, WIDTH=width, num_warps=4)
+    grid = (len(gate_up), triton.cdiv(size, width))
+    _gated[grid](gate_up, out, SIZE=size, WIDTH=width, num_warps=4, **early_launch(gate_up))
     return out
 
 
@@ -74,44 +80,46 @@ def _rotate_and_store(
     NUM_KEY_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_NORMS: tl.constexpr,
+    HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """A program handles HEADS heads of q, k and v of one token, in halves."""
+    token, head = tl.program_id(0).to(tl.int64), (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     half: tl.constexpr = HEAD_DIM // 2
-    columns = tl.arange(0, WIDTH)  # of one half of a head
-    inside = columns < half
-    start = projected_ptr + (token * (NUM_HEADS + 2 * NUM_KEY_HEADS) + head) * HEAD_DIM
-    first = tl.load(start + columns, mask=inside, other=0.0)
-    second = tl.load(start + half + columns, mask=inside, other=0.0)
-    slot = tl.load(slot_ptr + token * slot_stride).to(tl.int64)
-    if head >= NUM_HEADS + NUM_KEY_HEADS:
-        place = value_ptr + (slot * NUM_KEY_HEADS + head - NUM_HEADS - NUM_KEY_HEADS) * HEAD_DIM
-        tl.store(place + columns, first, mask=inside)
-        tl.store(place + half + columns, second, mask=inside)
-    else:
-        wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
-        if HAS_NORMS:
-            is_key = head >= NUM_HEADS
-            square = (tl.sum(wide_first * wide_first, 0) + tl.sum(wide_second * wide_second, 0)) / HEAD_DIM
-            factor = tl.rsqrt(square + tl.where(is_key, key_eps, query_eps))
-            norm_ptr = query_norm_ptr
-            if is_key:
-                norm_ptr = key_norm_ptr
-            weight_first = tl.load(norm_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-            weight_second = tl.load(norm_ptr + half + columns, mask=inside, other=0.0).to(tl.float32)
-            wide_first = ((wide_first * factor).to(first.dtype).to(tl.float32) * weight_first).to(first.dtype)
-            wide_second = ((wide_second * factor).to(first.dtype).to(tl.float32) * weight_second).to(first.dtype)
-            wide_first, wide_second = wide_first.to(tl.float32), wide_second.to(tl.float32)
-        table = tl.load(position_ptr + token * position_stride).to(tl.int64) * HEAD_DIM + columns
-        cos = tl.load(cos_ptr + table, mask=inside, other=0.0).to(tl.float32)  # both halves have the same angles
-        sin = tl.load(sin_ptr + table, mask=inside, other=0.0).to(tl.float32)
-        place = query_ptr + (token * NUM_HEADS + head) * HEAD_DIM
-        if head >= NUM_HEADS:
-            place = key_ptr + (slot * NUM_KEY_HEADS + head - NUM_HEADS) * HEAD_DIM
-        rotated_first = wide_first * cos - wide_second * sin
-        rotated_second = wide_second * cos + wide_first * sin
-        tl.store(place + columns, rotated_first.to(first.dtype), mask=inside)
-        tl.store(place + half + columns, rotated_second.to(first.dtype), mask=inside)
+    columns = tl.arange(0, WIDTH)[None, :]  # of one half of a head
+    key_head, value_head = head - NUM_HEADS, head - NUM_HEADS - NUM_KEY_HEADS
+    inside = (columns < half) & (value_head < NUM_KEY_HEADS)
+    wait_for_results(IS_EARLY)
+    start = projected_ptr + (token * (NUM_HEADS + 2 * NUM_KEY_HEADS) + head) * HEAD_DIM + columns
+    first, second = tl.load(start, mask=inside, other=0.0), tl.load(start + half, mask=inside, other=0.0)
+    wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
+    if HAS_NORMS:
+        square = (tl.sum(wide_first * wide_first, 1) + tl.sum(wide_second * wide_second, 1)) / HEAD_DIM
+        factor = tl.rsqrt(square[:, None] + tl.where(key_head >= 0, key_eps, query_eps))
+        of_query, of_key = inside & (key_head < 0), inside & (key_head >= 0)
+        weight_first = tl.load(query_norm_ptr + columns, mask=of_query, other=0.0)
+        weight_first += tl.load(key_norm_ptr + columns, mask=of_key, other=0.0)
+        weight_second = tl.load(query_norm_ptr + half + columns, mask=of_query, other=0.0)
+        weight_second += tl.load(key_norm_ptr + half + columns, mask=of_key, other=0.0)
+        wide_first = (wide_first * factor).to(first.dtype).to(tl.float32) * weight_first.to(tl.float32)
+        wide_second = (wide_second * factor).to(first.dtype).to(tl.float32) * weight_second.to(tl.float32)
+        wide_first, wide_second = wide_first.to(first.dtype).to(tl.float32), wide_second.to(first.dtype).to(tl.float32)
+    table = tl.load(position_ptr + token * position_stride).to(tl.int64) * HEAD_DIM + columns
+    cos = tl.load(cos_ptr + table, mask=columns < half, other=0.0).to(tl.float32)  # both halves have the same angles
+    sin = tl.load(sin_ptr + table, mask=columns < half, other=0.0).to(tl.float32)
+    rotated_first = (wide_first * cos - wide_second * sin).to(first.dtype)
+    rotated_second = (wide_second * cos + wide_first * sin).to(first.dtype)
+    query_place = query_ptr + (token * NUM_HEADS + head) * HEAD_DIM + columns
+    tl.store(query_place, rotated_first, mask=inside & (key_head < 0))
+    tl.store(query_place + half, rotated_second, mask=inside & (key_head < 0))
+    slot = tl.load(slot_ptr + token * slot_stride).to(tl.int64) * NUM_KEY_HEADS
+    key_place = key_ptr + (slot + key_head) * HEAD_DIM + columns
+    tl.store(key_place, rotated_first, mask=inside & (key_head >= 0) & (value_head < 0))
+    tl.store(key_place + half, rotated_second, mask=inside & (key_head >= 0) & (value_head < 0))
+    value_place = value_ptr + (slot + value_head) * HEAD_DIM + columns
+    tl.store(value_place, first, mask=inside & (value_head >= 0))
+    tl.store(value_place + half, second, mask=inside & (value_head >= 0))
 
 
 def rotate_and_store_by_kernel(
@@ -129,7 +137,7 @@ def rotate_and_store_by_kernel(
     query = projected.new_empty(len(projected), num_heads, head_dim)
     query_norm, key_norm = (projected, projected) if norms is None else (norms[0].weight, norms[1].weight)
     query_eps, key_eps = (0.0, 0.0) if norms is None else (norms[0].eps, norms[1].eps)
-    _rotate_and_store[(len(projected), num_heads + 2 * num_key_heads)](
+    _rotate_and_store[(len(projected), triton.cdiv(num_heads + 2 * num_key_heads, _HEADS))](
         projected,
         query_norm,
         key_norm,
@@ -147,10 +155,27 @@ def rotate_and_store_by_kernel(
         NUM_KEY_HEADS=num_key_heads,
         HEAD_DIM=head_dim,
         HAS_NORMS=norms is not None,
+        HEADS=_HEADS,
         WIDTH=triton.next_power_of_2(head_dim // 2),
         num_warps=1,
+        **early_launch(projected),
     )
     return query
+
+
+@triton.jit
+def _with_bias_and_gate(
+    result, gate_result, bias_ptr, outs, exists, NUM_OUT: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr
+):
+    if HAS_BIAS:
+        if IS_GATED:
+            gate_result += tl.load(bias_ptr + outs, mask=exists, other=0.0).to(tl.float32)
+            result += tl.load(bias_ptr + NUM_OUT + outs, mask=exists, other=0.0).to(tl.float32)
+        else:
+            result += tl.load(bias_ptr + outs, mask=exists, other=0.0).to(tl.float32)
+    if IS_GATED:
+        result = result * gate_result / (1 + tl.exp(-gate_result))
+    return result
 
 
 @triton.jit
@@ -170,39 +195,42 @@ def _row_linear(
     IS_GATED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
-    """A program gives ROWS results. The norm's factor is the same for all of the row, so it is applied at the end."""
-    outs = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """A program gives ROWS results. The norm's factor is the same for all of the row, so it is applied at the end.
+
+    Weights are loaded one step ahead, the first of them before the row is known.
+    """
+    outs, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     exists = outs < NUM_OUT
-    start = weight_ptr + outs.to(tl.int64)[:, None] * NUM_IN
+    start = weight_ptr + outs.to(tl.int64)[:, None] * NUM_IN + columns[None, :]
     total, gate = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
     squares = tl.zeros([COLUMNS], tl.float32)
+    mask = exists[:, None] & (columns < NUM_IN)[None, :]
+    next_gate = tl.load(start, mask=mask, other=0.0)
+    next_weight = next_gate
+    if IS_GATED:
+        next_weight = tl.load(start + NUM_OUT * NUM_IN, mask=mask, other=0.0)
+    wait_for_results(IS_EARLY)
     for low in range(0, NUM_IN, COLUMNS):
-        columns = low + tl.arange(0, COLUMNS)
-        inside = columns < NUM_IN
-        mask = exists[:, None] & inside[None, :]
-        row = tl.load(row_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        inside = low + columns < NUM_IN
+        row = tl.load(row_ptr + low + columns, mask=inside, other=0.0).to(tl.float32)
         if HAS_NORM:
             squares += row * row
-            row = row * tl.load(norm_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+            row = row * tl.load(norm_ptr + low + columns, mask=inside, other=0.0).to(tl.float32)
+        gate_weight, weight = next_gate, next_weight
+        mask = exists[:, None] & (low + COLUMNS + columns < NUM_IN)[None, :]
+        next_gate = tl.load(start + low + COLUMNS, mask=mask, other=0.0)
+        next_weight = next_gate
         if IS_GATED:
-            gate += tl.load(start + columns[None, :], mask=mask, other=0.0).to(tl.float32) * row[None, :]
-            weight = tl.load(start + NUM_OUT * NUM_IN + columns[None, :], mask=mask, other=0.0)
-        else:
-            weight = tl.load(start + columns[None, :], mask=mask, other=0.0)
+            next_weight = tl.load(start + NUM_OUT * NUM_IN + low + COLUMNS, mask=mask, other=0.0)
+            gate += gate_weight.to(tl.float32) * row[None, :]
         total += weight.to(tl.float32) * row[None, :]
     result, gate_result = tl.sum(total, 1), tl.sum(gate, 1)
     if HAS_NORM:
         factor = tl.rsqrt(tl.sum(squares, 0) / NUM_IN + eps)
         result, gate_result = result * factor, gate_result * factor
-    if HAS_BIAS:
-        if IS_GATED:
-            gate_result += tl.load(bias_ptr + outs, mask=exists, other=0.0).to(tl.float32)
-            result += tl.load(bias_ptr + NUM_OUT + outs, mask=exists, other=0.0).to(tl.float32)
-        else:
-            result += tl.load(bias_ptr + outs, mask=exists, other=0.0).to(tl.float32)
-    if IS_GATED:
-        result = result * gate_result / (1 + tl.exp(-gate_result))
+    result = _with_bias_and_gate(result, gate_result, bias_ptr, outs, exists, NUM_OUT, HAS_BIAS, IS_GATED)
     if HAS_RESIDUAL:
         result += tl.load(residual_ptr + outs, mask=exists, other=0.0).to(tl.float32)
     tl.store(out_ptr + outs, result.to(out_ptr.dtype.element_ty), mask=exists)
@@ -222,7 +250,7 @@ def row_linear_by_kernel(
     """
     num_out, num_in = weight.shape[0] // (2 if is_gated else 1), weight.shape[1]
     out = hidden.new_empty(1, num_out)
-    rows = 2 if is_gated else 4
+    rows, num_warps = _row_tile(num_out, num_in, is_gated)
     _row_linear[(triton.cdiv(num_out, rows),)](
         hidden,
         weight,
@@ -239,6 +267,14 @@ def row_linear_by_kernel(
         IS_GATED=is_gated,
         ROWS=rows,
         COLUMNS=min(_COLUMNS, triton.next_power_of_2(num_in)),
-        num_warps=4,
+        num_warps=num_warps,
+        **early_launch(hidden),
     )
     return out
+
+
+def _row_tile(num_out: int, num_in: int, is_gated: bool) -> tuple[int, int]:
+    """Results of a program, and its warps: the fastest of some on an H200, for the matmuls of a model of 8B."""
+    if num_in > 4 * _COLUMNS or is_gated:
+        return 1, 8
+    return (1, 4) if num_out <= 4096 else (2, 8)

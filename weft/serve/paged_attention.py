@@ -2,7 +2,9 @@
 
 Keys and values of one layer are [slots, key heads, head_dim]; token t of a request lies in slot
 `table[t // block_size] * block_size + t % block_size`. On a CPU, or in float32, the plain functions below run. GPUs use
-a Triton kernel for decodes (`decode_attention_kernel.py`) and torch's flash attention for prompts.
+Triton kernels for decodes (`decode_attention_kernel.py`) and for prompts (`prompt_attention_kernel.py`), which come in
+tiles of `TILE_QUERIES` tokens, and torch's flash attention for long prompts. In steps that are recorded as CUDA graphs,
+nothing may depend on numbers that the host knows: there, a tensor describes the tiles.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+TILE_QUERIES = 16  # tokens of a prompt in a tile, at most; with the heads that share a key head, enough for a matmul
+_TILED_LENGTH = 2048  # of prompts that are attended to in tiles: flash attention needs copies of keys and values
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -35,6 +40,8 @@ class PagedBatch:
     num_decodes: int
     prompt_queries: Sequence[int] = ()  # tokens of each chunk of a prompt
     prompt_lengths: Sequence[int] = ()  # tokens of each of these requests in the cache after this step
+    # Of a recorded step, instead of the two before (`tiles_of`). `lengths` of requests that do not decode are 0.
+    tiles: Tensor | None = None  # [4, tiles] int32
 
     @cached_property
     def prompt_slots(self) -> list[Tensor]:
@@ -45,11 +52,34 @@ class PagedBatch:
         ]
 
     @cached_property
+    def prompt_tiles(self) -> Tensor:
+        """The tiles of all prompts; their first token is number 0."""
+        tiles = tiles_of(self.prompt_queries, self.prompt_lengths, first_row=self.num_decodes)
+        return to_device(torch.tensor(tiles, dtype=torch.int32).T.contiguous(), self.tokens.device)
+
+    @cached_property
     def ragged_prompts(self) -> tuple[Tensor, Tensor, Tensor]:
         """The slots of all prompts end to end, and where each one's queries and keys begin (cumulative, int32)."""
         ends = torch.tensor([[0, *self.prompt_queries], [0, *self.prompt_lengths]]).cumsum(1).to(torch.int32)
         queries, keys = to_device(ends, self.tokens.device)
         return torch.cat(self.prompt_slots), queries, keys
+
+
+def tiles_of(
+    queries: Sequence[int], lengths: Sequence[int], first_token: int = 0, first_row: int = 0
+) -> list[tuple[int, int, int, int]]:
+    """The tiles of chunks of prompts: the first token, how many there are, the row in the block tables, the position.
+
+    Each chunk has so many `queries`, the last of the `lengths` tokens that its request has in the cache.
+    """
+    found = []
+    for row, (number, length) in enumerate(zip(queries, lengths, strict=True), first_row):
+        found += [
+            (first_token + start, min(TILE_QUERIES, number - start), row, length - number + start)
+            for start in range(0, number, TILE_QUERIES)
+        ]
+        first_token += number
+    return found
 
 
 def slots_of(tables: Tensor, length: int, block_size: int) -> Tensor:
@@ -63,11 +93,18 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, windo
     """Attention of the tokens of a batch: query and result are [tokens, heads, head_dim]."""
     num_decodes = batch.num_decodes
     on_gpu = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+    given = (batch.tables[:num_decodes], batch.lengths[:num_decodes], batch.block_size, window)
+    decode = _kernel_for_decodes() if on_gpu else decode_attention
+    if batch.tiles is not None:
+        out = torch.zeros_like(query)  # padding is in no tile
+        if num_decodes:
+            decode(query[:num_decodes], keys, values, *given, out=out[:num_decodes])
+        by_tiles = _kernel_for_tiles() if on_gpu else prompt_attention_by_tiles
+        by_tiles(query, keys, values, batch.tables, batch.tiles, batch.block_size, window, out)
+        return out
     parts = []
     if num_decodes:
-        tables, lengths = batch.tables[:num_decodes], batch.lengths[:num_decodes]
-        decode = _kernel_for_decodes() if on_gpu else decode_attention
-        parts.append(decode(query[:num_decodes], keys, values, tables, lengths, batch.block_size, window))
+        parts.append(decode(query[:num_decodes], keys, values, *given))
     if batch.prompt_queries:
         parts.append(attend_prompts(query[num_decodes:], keys, values, batch, window))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -75,8 +112,12 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, windo
 
 def attend_prompts(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
     """Attention of the tokens of prompts alone: query and result are [tokens of prompts, heads, head_dim]."""
-    on_gpu = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
-    is_flash = on_gpu and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    on_gpu = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256
+    if on_gpu and max(batch.prompt_lengths) <= _TILED_LENGTH:
+        out = torch.empty_like(query)
+        _kernel_for_tiles()(query, keys, values, batch.tables, batch.prompt_tiles, batch.block_size, window, out)
+        return out
+    is_flash = on_gpu and query.shape[-1] % 8 == 0
     prompt = flash_prompt_attention if is_flash else prompt_attention
     return prompt(query, keys, values, batch, window)
 
@@ -87,30 +128,66 @@ def _kernel_for_decodes():  # type: ignore[no-untyped-def]
     return decode_attention_by_kernel
 
 
+def _kernel_for_tiles():  # type: ignore[no-untyped-def]
+    from weft.serve.prompt_attention_kernel import prompt_attention_by_kernel
+
+    return prompt_attention_by_kernel
+
+
 def decode_attention(
-    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, block_size: int, window: int | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    block_size: int,
+    window: int | None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """One query for each request: it attends to the last `window` of the request's `lengths` tokens."""
+    """One query for each request: it attends to the last `window` of the request's `lengths` tokens.
+
+    Into `out`, only the results of requests that have tokens are written.
+    """
     slots = slots_of(tables, tables.shape[1] * block_size, block_size)
     positions = torch.arange(slots.shape[1], device=slots.device)
     mask = positions < lengths[:, None]  # [requests, slots]
     if window is not None:
         mask = mask & (positions >= lengths[:, None] - window)
-    mixed = masked_attention(query[:, None], keys[slots], values[slots], mask[:, None, None])
-    return mixed[:, 0]
+    mixed = masked_attention(query[:, None], keys[slots], values[slots], mask[:, None, None])[:, 0]
+    return mixed if out is None else out.copy_(torch.where(lengths[:, None, None] > 0, mixed, out))
 
 
 def prompt_attention(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
     """Queries of chunks of prompts, end to end: each attends to what its request has in the cache up to itself."""
-    parts = []
-    for part, slots in zip(query.split(list(batch.prompt_queries)), batch.prompt_slots, strict=True):
-        key_positions = torch.arange(len(slots), device=slots.device)
-        distance = key_positions[-len(part) :, None] - key_positions  # [queries, keys]
-        mask = distance >= 0
-        if window is not None:
-            mask = mask & (distance < window)
-        parts.append(masked_attention(part[None], keys[slots][None], values[slots][None], mask)[0])
-    return torch.cat(parts)
+    parts = zip(query.split(list(batch.prompt_queries)), batch.prompt_slots, strict=True)
+    return torch.cat([_chunk_attention(part, keys, values, slots, window) for part, slots in parts])
+
+
+def _chunk_attention(query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, window: int | None) -> Tensor:
+    """Queries of the last tokens of those in `slots`."""
+    positions = torch.arange(len(slots), device=slots.device)
+    distance = positions[-len(query) :, None] - positions  # [queries, keys]
+    mask = distance >= 0
+    if window is not None:
+        mask = mask & (distance < window)
+    return masked_attention(query[None], keys[slots][None], values[slots][None], mask)[0]
+
+
+def prompt_attention_by_tiles(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    tiles: Tensor,
+    block_size: int,
+    window: int | None,
+    out: Tensor,
+) -> None:
+    """Equals `prompt_attention` for the tokens in tiles (see `PagedBatch`); their results go to `out`."""
+    for first, number, row, position in tiles.T.tolist():
+        if number:
+            here, slots = slice(first, first + number), slots_of(tables[row, None], position + number, block_size)[0]
+            out[here] = _chunk_attention(query[here], keys, values, slots, window)
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:

@@ -124,6 +124,12 @@ class PagedModel:
         return len(self.blocks) * self.cache_format.bytes_per_row(one.num_key_heads, one.head_dim, item_bytes)
 
     @property
+    def has_prompt_kernel(self) -> bool:
+        """Can prompts be attended to by a kernel that reads pages?"""
+        is_small = self.dtype in (torch.float16, torch.bfloat16) and self.blocks[0].head_dim <= 256
+        return is_small and isinstance(self.cache_format, PlainFormat)
+
+    @property
     def stream_width(self) -> int:
         """Features of the residual stream on this rank."""
         return int(self.blocks[0].input_norm.weight.shape[0])  # type: ignore[union-attr, index, arg-type]

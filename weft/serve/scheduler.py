@@ -157,13 +157,16 @@ class Scheduler:
     def _decodes(self) -> list[ScheduledChunk]:
         chunks: list[ScheduledChunk] = []
         most = -(-len(self.running) // self._num_stages)
-        for active in [one for one in self.running if one.length - one.num_computed == 1]:
-            if active.length >= active.max_length or self._is_on_its_way(active):
-                continue  # its last token is sampled, but not read
+        for active in list(self.running):
+            length = active.length
+            if length - active.num_computed != 1 or length >= active.max_length or self._is_on_its_way(active):
+                continue  # its prompt is not computed, or its last token is sampled, but not read
             if len(chunks) == most:
                 break
             if active.held is not None and self._make_room(active, active.held):
-                chunks.append(self._chunk(active, 1))
+                active.num_computed = length
+                active.num_unread += 1
+                chunks.append(ScheduledChunk(active, length - 1, length, True))
         return chunks
 
     def _make_room(self, active: ActiveRequest, held: HeldBlocks) -> bool:

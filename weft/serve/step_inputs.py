@@ -53,14 +53,21 @@ def packed(chunks: Sequence[ScheduledChunk], layout: PageLayout, num_rows: int =
         num_blocks = (end - 1) // size + 1
         tables[index, :TABLE] = end, active.row
         tables[index, TABLE : TABLE + num_blocks] = blocks[:num_blocks]
-        if start < len(active.tokens):
-            tokens += [*active.tokens[start : chunk.end], *chunk.drafts]
-            sources += [-1] * (end - start)
-        else:
+        if start >= len(active.tokens):
             tokens.append(0)
             sources.append(active.row)
-        positions += range(start, end)
-        slots += [blocks[position // size] * size + position % size for position in range(start, end)]
+        elif end - start == 1:
+            tokens.append(active.tokens[start])
+            sources.append(-1)
+        else:
+            tokens += [*active.tokens[start : chunk.end], *chunk.drafts]
+            sources += [-1] * (end - start)
+        if end - start == 1:
+            positions.append(start)
+            slots.append(blocks[start // size] * size + start % size)
+        else:
+            positions += range(start, end)
+            slots += [blocks[position // size] * size + position % size for position in range(start, end)]
     num_padded = max(0, num_rows - len(chunks))
     if num_padded:
         tables[len(chunks) :, : TABLE + 1] = padding_table(layout)

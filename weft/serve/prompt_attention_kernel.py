@@ -1,0 +1,109 @@
+"""`prompt_attention_by_tiles` of `paged_attention.py` as a Triton kernel for GPUs, which reads pages.
+
+A program handles the queries of one tile that share one key head. It stops at the last key that its queries may see.
+How many programs there are follows from the number of tiles, and tiles without queries end at once, so a launch can be
+recorded in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.serve.early_launch_kernel import early_launch, wait_for_results
+from weft.serve.paged_attention import TILE_QUERIES
+
+_TOKENS = 64  # whose keys are loaded at a time
+_LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _tiles(
+    query_ptr, key_ptr, value_ptr, table_ptr, tile_ptr, out_ptr, scale, query_stride, table_stride, tile_stride,
+    NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, QUERIES: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+):  # fmt: skip
+    tile_ptr += tl.program_id(0)
+    key_head, group = tl.program_id(1), NUM_HEADS // NUM_KEY_HEADS
+    wait_for_results(IS_EARLY)
+    number = tl.load(tile_ptr + tile_stride)
+    if number == 0:
+        return
+    first_token, request = tl.load(tile_ptr).to(tl.int64), tl.load(tile_ptr + 2 * tile_stride).to(tl.int64)
+    begin = tl.load(tile_ptr + 3 * tile_stride)
+    rows, columns = tl.arange(0, QUERIES * GROUP), tl.arange(0, WIDTH)
+    index, head = rows // GROUP, rows % GROUP
+    position = begin + index
+    inside = ((index < number) & (head < group))[:, None] & (columns < HEAD_DIM)[None, :]
+    place = (key_head * group + head)[:, None] * HEAD_DIM + columns[None, :]
+    query = tl.load(query_ptr + (first_token + index)[:, None] * query_stride + place, mask=inside, other=0.0)
+    highest = tl.full([QUERIES * GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES * GROUP], tl.float32)
+    mixed = tl.zeros([QUERIES * GROUP, WIDTH], tl.float32)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(begin + 1 - WINDOW, 0) // TOKENS * TOKENS
+    for start in range(first, begin + number, TOKENS):
+        token = start + tl.arange(0, TOKENS)
+        valid = token < begin + number
+        block = tl.load(table_ptr + request * table_stride + token // BLOCK_SIZE, mask=valid, other=0)
+        row = (block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE) * NUM_KEY_HEADS + key_head
+        key_place, loaded = row[:, None] * HEAD_DIM + columns[None, :], valid[:, None] & (columns < HEAD_DIM)[None, :]
+        key = tl.load(key_ptr + key_place, mask=loaded, other=0.0)  # [TOKENS, WIDTH]
+        value = tl.load(value_ptr + key_place, mask=loaded, other=0.0)
+        scores = tl.dot(query, tl.trans(key)).to(tl.float32) * scale
+        seen = token[None, :] <= position[:, None]
+        if WINDOW > 0:
+            seen = seen & (token[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        above = tl.maximum(highest, tl.max(scores, 1))
+        safe = tl.where(above == float("-inf"), 0.0, above)
+        weights, kept = tl.exp2(scores - safe[:, None]), tl.exp2(highest - safe)
+        total = total * kept + tl.sum(weights, 1)
+        mixed = mixed * kept[:, None] + tl.dot(weights.to(value.dtype), value)
+        highest = above
+    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    out_place = (first_token + index)[:, None] * (NUM_HEADS * HEAD_DIM) + place
+    tl.store(out_ptr + out_place, mixed.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def prompt_attention_by_kernel(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    tiles: Tensor,
+    block_size: int,
+    window: int | None,
+    out: Tensor,
+) -> None:
+    """Equals `paged_attention.prompt_attention_by_tiles`; see there for the arguments."""
+    _, num_heads, head_dim = query.shape
+    num_key_heads = keys.shape[1]
+    assert query.stride()[1:] == (head_dim, 1) and out.is_contiguous(), "heads lie end to end"  # noqa: PT018
+    _tiles[(tiles.shape[1], num_key_heads)](
+        query,
+        keys,
+        values,
+        tables,
+        tiles,
+        out,
+        head_dim**-0.5 * _LOG2E,
+        query.stride(0),
+        tables.stride(0),
+        tiles.stride(0),
+        NUM_HEADS=num_heads,
+        NUM_KEY_HEADS=num_key_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        WINDOW=window or 0,
+        QUERIES=TILE_QUERIES,
+        GROUP=triton.next_power_of_2(num_heads // num_key_heads),
+        WIDTH=max(16, triton.next_power_of_2(head_dim)),
+        TOKENS=_TOKENS,
+        num_warps=4,
+        num_stages=3,
+        **early_launch(query),
+    )
