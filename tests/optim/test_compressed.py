@@ -328,7 +328,7 @@ def test_a_hundred_steps_equal_virtual_workers(kind: str, data: int, shard: int)
 
     answers = run_local(rank, data * shard, 500.0)
     for right, steps, wrong in answers:
-        assert right < 1e-5
+        assert right < 1e-4  # updates are about 1e-2
         assert steps >= 30
         assert wrong > 1e-3
 
@@ -336,20 +336,24 @@ def test_a_hundred_steps_equal_virtual_workers(kind: str, data: int, shard: int)
 def compared(kind: str, mesh: Mesh) -> tuple[float, int]:
     """The largest difference from the reference in up to 100 steps, and the number of steps that were compared.
 
-    Comparing ends at a step with a difference and with a value so near 0 that rounding decides its sign: gradients
-    become small, so that what rounding left of second moments differs by up to 1e-4 in the end.
+    Comparing ends at a step with a difference and with a value so near 0 that rounding decides its sign: nearer than 20
+    times the relative difference of second moments before the step, which grows from 1e-7 while gradients become small.
     """
     model, optimizer = build(kind, mesh)
-    worker, index, worst, last = mesh["data"].index, mesh["shard"].index, 0.0, 100
+    worker, index, worst, last, noise = mesh["data"].index, mesh["shard"].index, 0.0, 100, 0.0
     for step, found in enumerate(reference_steps(kind, mesh, model, 100)):
         train(model, optimizer, mesh, range(step, step + 1), None)
         margin = min(MARGINS, default=1.0)
         MARGINS.clear()
         error = max(float((flat.slice - own[index].weights[worker]).abs().max()) for flat, own in found)
-        if error > 1e-5 and margin < 1e-3:
+        if error > 1e-4 and margin < max(1e-4, 20 * noise):
             last = min(last, step)
         if step < last:
             worst = max(worst, error)
+        pairs = [
+            (held.store.tensors[1], own[index].second) for held, (_, own) in zip(optimizer.held, found, strict=True)
+        ]
+        noise = max(float(((ours - second).abs() / second.clamp(min=1e-30)).max()) for ours, second in pairs)
     return worst, last
 
 
