@@ -29,8 +29,8 @@ ROOT = Path(__file__).parents[1]
 
 def optimizers(steps: int) -> dict[str, list[str]]:
     """Overrides of the run file by the name of the optimizer."""
-    one_bit = f'{{kind="1bit", freeze_step={steps * 6 // 100}}}'
-    zero_one = f'{{kind="0/1", freeze_step={steps * 6 // 100}, kappa={steps}, local_scaler={steps // 8}, most_local=2}}'
+    one_bit = f'{{kind="1bit", freeze_step={steps // 21}}}'
+    zero_one = f'{{kind="0/1", freeze_step={steps // 21}, kappa={steps}, local_scaler={steps // 2}, most_local=2}}'
     return {
         "AdamW": [],
         "1-bit Adam": ["plan.exact=false", f"train.compressed={one_bit}"],

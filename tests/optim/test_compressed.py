@@ -312,7 +312,7 @@ def test_ranks_equal_virtual_workers_and_resume_exactly(kind: str, tmp_path: Pat
 @pytest.mark.soak
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("data", "shard"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("data", "shard"), [(2, 1), (3, 1), (2, 2), (1, 2)])
 def test_a_hundred_steps_equal_virtual_workers(kind: str, data: int, shard: int) -> None:
     """With and without shard, until a value is so near 0 that rounding decides its sign.
 
@@ -328,7 +328,7 @@ def test_a_hundred_steps_equal_virtual_workers(kind: str, data: int, shard: int)
 
     answers = run_local(rank, data * shard, 500.0)
     for right, steps, wrong in answers:
-        assert right < 1e-5
+        assert right < 1e-4  # updates are about 1e-2
         assert steps >= 30
         assert wrong > 1e-3
 
@@ -336,21 +336,47 @@ def test_a_hundred_steps_equal_virtual_workers(kind: str, data: int, shard: int)
 def compared(kind: str, mesh: Mesh) -> tuple[float, int]:
     """The largest difference from the reference in up to 100 steps, and the number of steps that were compared.
 
-    Comparing ends at a step with a difference and with a value so near 0 that rounding decides its sign: weights differ
-    by 1e-7, and updates are about 1e-3.
+    Comparing ends at a step with a difference and with a value so near 0 that rounding decides its sign: nearer than 20
+    times the relative difference of second moments before the step, which grows from 1e-7 while gradients become small.
     """
     model, optimizer = build(kind, mesh)
-    worker, index, worst, last = mesh["data"].index, mesh["shard"].index, 0.0, 100
+    worker, index, worst, last, noise = mesh["data"].index, mesh["shard"].index, 0.0, 100, 0.0
     for step, found in enumerate(reference_steps(kind, mesh, model, 100)):
         train(model, optimizer, mesh, range(step, step + 1), None)
         margin = min(MARGINS, default=1.0)
         MARGINS.clear()
         error = max(float((flat.slice - own[index].weights[worker]).abs().max()) for flat, own in found)
-        if error > 1e-5 and margin < 1e-4:
+        if error > 1e-4 and margin < max(1e-4, 20 * noise):
             last = min(last, step)
         if step < last:
             worst = max(worst, error)
+        pairs = [
+            (held.store.tensors[1], own[index].second) for held, (_, own) in zip(optimizer.held, found, strict=True)
+        ]
+        noise = max(float(((ours - second).abs() / second.clamp(min=1e-30)).max()) for ours, second in pairs)
     return worst, last
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_world_of_one_sends_nothing_and_learns(kind: str) -> None:
+    """In bf16 with master weights. Each update changes weights, also those between exchanges and without variance."""
+    mesh = Mesh(Plan(precision="bf16", exact=False))
+    model, optimizer = build(kind, mesh)
+    before, losses = [flat.slice.clone() for flat in all_flats(model)], []
+    for step in range(STEPS):
+        loss = loss_of(model, step % 2, 0)
+        losses.append(loss.item())
+        loss.backward()
+        stepper(optimizer).update(model, mesh, CLIP, None, None)
+        optimizer.zero_grad()
+        after = [flat.slice.clone() for flat in all_flats(model)]
+        assert not any(map(torch.equal, before, after)), step
+        before = after
+    assert losses[-1] < 0.5 * losses[1]
+    assert dict(mesh.ledger) == {}
+    plain = Mesh(Plan(exact=False))
+    with pytest.raises(PlanError, match=r"one rank and one precision.*use torch\.optim\.AdamW"):
+        build(kind, plain)
 
 
 @pytest.mark.processes

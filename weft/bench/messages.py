@@ -47,11 +47,12 @@ def _stream(buffers: Buffers, axis: Axis) -> None:
 
 
 def _both_ways(buffers: Buffers, axis: Axis) -> None:
+    """The first two ranks send each other a window of messages. Each goes in a batch with the one that comes back: NCCL
+    runs the operations of a group in order, so two ranks that receive first would wait for each other.
+    """
     if axis.index < 2:
         peer = 1 - axis.index
-        waiting = [receive(buffers.taken, axis, peer, "window") for _ in range(WINDOW)]
-        waiting += [send(buffers.given, axis, peer, "window") for _ in range(WINDOW)]
-        for pending in waiting:
+        for pending in [exchange([(peer, buffers.taken)], [(peer, buffers.given)], axis) for _ in range(WINDOW)]:
             pending.wait()
 
 

@@ -3,7 +3,7 @@
 1-bit and 0/1 Adam stop renewing the second moment, because that needs gradients in full precision. Gradients become
 smaller while a model learns, so updates would become too small with them. What changes is mostly the size of gradients
 and less their proportions within a block. So ranks exchange the mean square of each block of their own gradients, four
-bytes for 256 elements. A running mean of it, with the same decay as the second moment's, is the block's size. After the
+bytes for 64 elements. A running mean of it, with the same decay as the second moment's, is the block's size. After the
 freeze, the second moment is multiplied by the change of that size.
 """
 
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 256
+BLOCK = 64
 SQUARE_BYTES = 4
 _SMALLEST = 1e-30  # a size of 0 would end the updates of a block for ever
 
