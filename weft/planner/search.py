@@ -129,8 +129,7 @@ class Search(ABC):
         self.model, self.question, self.keep = model, question, keep
         self.steps = model.steps
         self.num_devices = model.steps.cluster.num_devices
-        self.limit_seconds = math.inf
-        self.limit_bytes = model.steps.cluster.node.device.memory_bytes
+        self.limit_seconds, self.limit_bytes = math.inf, model.steps.cluster.node.device.memory_bytes
         self.num_considered, self._room = 0, max(keep, NUM_TIMED)
         self._best: list[tuple[float, int, Candidate]] = []  # a heap with the slowest plan on top
         self._large: dict[tuple[int, ...], Candidate] = {}  # by layout, the plan that is nearest to fit
@@ -148,7 +147,9 @@ class Search(ABC):
             if self._is_slow(bound):
                 break
             self._lay_out(plan)
-        self._try_waiting()
+        for seconds, _, plan, common in sorted(self._waiting, key=lambda one: one[:2]):  # the fastest first
+            if not self._is_slow(seconds):
+                self._try_smaller(plan, common)
         kept = sorted((item[2] for item in self._best), key=rank)
         forms = with_other_forms(kept, self.model, self.limit_bytes, self._reason, self._asked.holds_outer)
         timed = sorted(map(self._time, forms), key=rank)
@@ -260,8 +261,7 @@ class Search(ABC):
 
     def _lay_out(self, inner: Plan) -> None:
         """Tries all layouts of pipe, shard and data around the settings of `inner`."""
-        group = inner.num_ranks
-        room, batch = self.num_devices // group, self.question.batch
+        room, batch = self.num_devices // inner.num_ranks, self.question.batch
         assert inner.micro_batch is not None
         for degree in divisors(room):
             ranks = room // degree
@@ -312,13 +312,6 @@ class Search(ABC):
     def _time(self, candidate: Candidate) -> Candidate:
         step = self.steps.step(candidate.plan, candidate.num_micro_batches)
         return replace(candidate, seconds=step.seconds, step=step)
-
-    def _try_waiting(self) -> None:
-        """Tries the plans that are too large in smaller forms, the fastest first, until none can be fast enough."""
-        for seconds, _, plan, common in sorted(self._waiting, key=lambda one: one[:2]):
-            if self._is_slow(seconds):
-                break
-            self._try_smaller(plan, common)
 
     def _try_smaller(self, plan: Plan, common: CommonCosts) -> None:
         """Tries a plan that does not fit with other stages, fewer micro-batches in flight, and `regather`, if it then
@@ -408,7 +401,6 @@ class Search(ABC):
         A plan that does not fit but would be among the fastest is kept if it is the nearest to fit of its layout.
         """
         self.num_considered += 1
-        number = self.num_considered  # smaller forms of the plan are considered in between
         layout, held = tuple(plan.degrees.values()), None
         if layout in self._large and self._is_hopeless(plan, common):
             nearest = self._large[layout].memory.total_bytes  # to fit, of the plans of this layout
@@ -418,19 +410,18 @@ class Search(ABC):
         if self._is_slow(seconds):
             return  # if it does not fit, it is not worth reporting either
         held = held or common.memory(plan)
-        candidate: Candidate | None = Candidate(plan, common.num_micro_batches, seconds, held)
-        assert candidate is not None
+        found: Candidate | None = (candidate := Candidate(plan, common.num_micro_batches, seconds, held))
         is_large = held.total_bytes > self.limit_bytes
         if is_large and (layout not in self._large or held.total_bytes < self._large[layout].memory.total_bytes):
             self._large[layout] = candidate
         is_capped = plan.pipe.in_flight is not None and IN_FLIGHT not in self._names
         if is_large and not plan.tensor.regather and not is_capped:
-            self._waiting.append((seconds, number, plan, common))
+            self._waiting.append((seconds, self.num_considered, plan, common))
         if is_large or self._shares[:1] != [0.0]:
-            candidate = offloaded(candidate, common, self._shares, self.steps.cluster.node)
-        if candidate is None or self._is_slow(candidate.seconds):
+            found = offloaded(candidate, common, self._shares, self.steps.cluster.node)
+        if found is None or self._is_slow(found.seconds):
             return
-        item = (-candidate.seconds, -number, candidate)
+        item = (-found.seconds, -self.num_considered, found)
         if len(self._best) < self._room:
             heapq.heappush(self._best, item)
         elif item > self._best[0]:

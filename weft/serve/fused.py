@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.models.attention import RMSNorm, rotate
-from weft.serve.cpu_products import bf16_row_product
 from weft.serve.packed_linear import PackedLinear
 from weft.serve.weight_formats import FEW_ROWS
 
@@ -57,9 +56,7 @@ def norm_linear(hidden: Tensor, norm: nn.Module, layer: nn.Linear, is_gated: boo
         from weft.serve.fused_kernel import row_linear_by_kernel
 
         return row_linear_by_kernel(hidden, layer.weight, layer.bias, norm=norm, is_gated=is_gated)
-    hidden = normed(hidden, norm)
-    row = _row_linear(hidden, layer)
-    out = F.linear(hidden, layer.weight, layer.bias) if row is None else row
+    out = F.linear(normed(hidden, norm), layer.weight, layer.bias)
     return gated(out) if is_gated else out
 
 
@@ -73,16 +70,9 @@ def add_linear(residual: Tensor, hidden: Tensor, layer: nn.Linear) -> Tensor:
         from weft.serve.fused_kernel import row_linear_by_kernel
 
         return row_linear_by_kernel(hidden, layer.weight, layer.bias, residual)
-    row = _row_linear(hidden, layer)
-    if row is None and layer.bias is None:
+    if layer.bias is None:
         return residual.addmm_(hidden, layer.weight.T)
-    return residual + (F.linear(hidden, layer.weight, layer.bias) if row is None else row)
-
-
-def _row_linear(hidden: Tensor, layer: nn.Linear) -> Tensor | None:
-    """layer(hidden), without adapters, by the functions of `cpu_products.py`; None if torch is to compute it."""
-    row = bf16_row_product(hidden, layer.weight)
-    return row if row is None or layer.bias is None else row + layer.bias
+    return residual + F.linear(hidden, layer.weight, layer.bias)
 
 
 def gated(gate_up: Tensor) -> Tensor:

@@ -17,8 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.serve.cpu_products import cpu_decode_attention
-
 TILE_QUERIES = 16  # tokens of a prompt in a tile, at most; with the heads that share a key head, enough for a matmul
 _TILED_LENGTH = 2048  # of prompts that are attended to in tiles: flash attention needs copies of keys and values
 
@@ -106,8 +104,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, windo
         return out
     parts = []
     if num_decodes:
-        mixed = None if on_gpu else cpu_decode_attention(query[:num_decodes], keys, values, *given)
-        parts.append(decode(query[:num_decodes], keys, values, *given) if mixed is None else mixed)
+        parts.append(decode(query[:num_decodes], keys, values, *given))
     if batch.prompt_queries:
         parts.append(attend_prompts(query[num_decodes:], keys, values, batch, window))
     return parts[0] if len(parts) == 1 else torch.cat(parts)

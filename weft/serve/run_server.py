@@ -23,7 +23,7 @@ from weft.saved_run import open_checkpoint
 from weft.serve.adapters import merge_adapter
 from weft.serve.addresses import is_loopback, listen
 from weft.serve.cache_formats import block_size_of, cache_format
-from weft.serve.cpu_products import fastest_threads
+from weft.serve.cpu_threads import fastest_threads
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.follow import follow, require_run
 from weft.serve.follow_steps import follow_steps

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from weft.errors import ConfigError
 from weft.models.attention import RMSNorm
-from weft.serve.cpu_products import group_row_product
 from weft.serve.group_codes import GroupCodes, decode, encode, joined_ranges, size_of_block, split_ranges
 
 FP8 = torch.float8_e4m3fn
@@ -98,8 +97,7 @@ class Grouped:
         if is_for_kernel(hidden) and self.size_of_group(num_in) >= 32:
             return product_by_kernel(hidden, codes, ranges, self.block(num_in), after, norm)
         hidden = hidden if norm is None else norm(hidden)
-        row = group_row_product(hidden, codes, ranges, self.block(num_in))
-        return after.of(F.linear(hidden, self.decode(parts, hidden.dtype)) if row is None else row)
+        return after.of(F.linear(hidden, self.decode(parts, hidden.dtype)))
 
 
 @dataclass(frozen=True)
