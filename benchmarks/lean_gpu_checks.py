@@ -138,7 +138,7 @@ def engines(device: torch.device) -> Found:
                     found.setdefault(one.request, []).append(one.token)
             tokens.append(found)
             if graphs:
-                missing = engine._graphs is None or engine._graphs._has_failed
+                missing = engine._graphs is None or engine._graphs._steps._has_failed
                 yield f"engine with {name}: no graphs", float(missing), 0.0
         differ = sum(a != b for key in tokens[0] for a, b in zip(tokens[0][key], tokens[1][key], strict=True))
         yield f"engine with {name}: tokens that differ with graphs", float(differ), 0.0

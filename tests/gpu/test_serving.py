@@ -44,7 +44,8 @@ def test_an_engine_on_the_gpu_answers_as_on_a_cpu(options: dict[str, str], fork_
 def test_graphs_of_kernels_choose_the_likeliest_tokens(architecture: str, fork_server: ForkServer) -> None:
     found = fork_server.call("lost_logits", architecture=architecture)
     assert found["graphs"] > 1
-    assert found["lost"] < 0.25 < 1 < found["one place off"]
+    # By rounding, a router of Mixtral sends a few tokens to another expert.
+    assert found["lost"] < (0.5 if architecture == "mixtral" else 0.25) < 1 < found["one place off"]
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ Each command imports the code that measures when it runs, so that help is answer
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -193,9 +194,10 @@ def _device(name: str) -> Any:
 
 
 def _refuse_pinned(device: str) -> None:
-    from weft.cluster.local_gpus import gpus  # asking torch could initialise CUDA before ranks are forked
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asks a library; ranks are forked from this process
+    import torch
 
-    if device != "cpu" or not gpus():
+    if device != "cpu" or not torch.cuda.is_available():
         given = f"--device {device}" if device != "cpu" else "no GPU was found"
         raise ConfigError(f"--pinned is for CPU buffers on a machine with a GPU; {given}; leave it out")
 

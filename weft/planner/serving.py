@@ -31,17 +31,18 @@ from weft.serve.rank_part import RankPlace, block_bytes, part_bytes, refuse_plan
 from weft.serve.request import Request
 from weft.serve.scheduler import ActiveRequest, ScheduledChunk, Scheduler
 from weft.serve.traffic import ServedSizes, step_calls
-from weft.serve.weight_formats import MAX_KERNEL_ROWS, RowFp8, weight_bytes, weight_format
+from weft.serve.weight_formats import MAX_KERNEL_ROWS, Grouped, RowFp8, weight_bytes, weight_format
 
 BLOCK_SIZE = 16
 TOKEN_BUDGET, MAX_RUNNING = 2048, 256  # what `weft serve` uses on a GPU
-# Kernels of a layer beside its four matmuls: two norms, rotation, attention, and what is between gate and down.
-SMALL_KERNELS = 4
+# Kernels of a layer beside its four matmuls: two norms, rotation, attention, and what is between gate and down. For one
+# token, matmuls include norms and what is between.
+SMALL_KERNELS, SMALL_KERNELS_FOR_ONE = 4, 2
 # Host time of a step that is not a CUDA graph: torch issues about so many operations for each layer.
 OPERATIONS_PER_LAYER, HOST_SECONDS = 14, 10e-6
 SAMPLING_PASSES = 4  # over the logits, in float32
-# The share of the memory rate of other kernels at which those for codes in groups read (measured on an H200).
-GROUPED_RATE = 0.88
+# By bits, the share of the memory rate of other kernels at which those for codes in groups read (measured on an H200).
+GROUPED_RATE = {4: 0.88, 8: 0.74}
 # Bytes that plain functions move for each weight that is decoded, and for each input that is rounded to float8.
 DECODING_BYTES, ROUNDING_BYTES = 14, 16
 ALONE_OUTPUT = 32  # tokens for which one request alone is predicted
@@ -239,7 +240,8 @@ class ServingModel:
             flops += 4 * sizes.head_dim * scores
         moved = num_tokens * len(layers) * kernels.item_bytes * (4 * sizes.hidden + 3 * sizes.inner // x)
         moved += SAMPLING_PASSES * 4 * num_sampled * sizes.vocab * is_last
-        small = moved / kernels.bytes_per_second + SMALL_KERNELS * len(layers) * LAUNCH_SECONDS
+        launches = SMALL_KERNELS_FOR_ONE if num_tokens == 1 else SMALL_KERNELS
+        small = moved / kernels.bytes_per_second + launches * len(layers) * LAUNCH_SECONDS
         by_cause = {
             "weights and matmuls": matmul,
             "attention and its cache": attention,
@@ -267,7 +269,8 @@ class ServingModel:
             return seconds - LAUNCH_SECONDS * starts_early, stored
         stored = weight_bytes(self._format, columns, inner)
         if rows <= MAX_KERNEL_ROWS:
-            rate = kernels.bytes_per_second * (1 if isinstance(self._format, RowFp8) else GROUPED_RATE)
+            share = GROUPED_RATE[self._format.bits] if isinstance(self._format, Grouped) else 1.0
+            rate = kernels.bytes_per_second * share
             num_bytes = stored + kernels.item_bytes * rows * (inner + columns)
             return max(2 * rows * inner * columns / kernels.peak, num_bytes / rate) + LAUNCH_SECONDS, stored
         if isinstance(self._format, RowFp8):  # the product of float8 has twice the rate; inputs are rounded for it
