@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
+import tomllib
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,6 +13,7 @@ import pytest
 from commands_for_tests import caller
 from serve_for_tests import RepeatingEngine, serving
 
+from weft.commands.bench_serve import bench_serve_command
 from weft.errors import ConfigError
 from weft.serve.load import LoadOptions, RateResult, open_target, run_load
 from weft.serve.load_report import svg, table_row
@@ -66,3 +69,12 @@ def test_the_load_ends_when_the_server_is_saturated_or_refuses() -> None:
 def test_a_url_without_a_server_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"is no (server|address)"):
         asyncio.run(open_target(url, None))
+
+
+def test_lengths_that_nobody_gave_fit_the_context_of_the_quickstart() -> None:
+    """So `weft bench serve runs/quickstart` of the guide works as it stands."""
+    quickstart = Path(__file__).parents[2] / "examples" / "quickstart.toml"
+    context = tomllib.loads(quickstart.read_text())["data"]["sequence"]
+    given = inspect.signature(bench_serve_command).parameters
+    means = [given[name].default for name in ("prompt_tokens", "answer_tokens")]
+    assert sum(3 * mean // 2 for mean in means) <= context

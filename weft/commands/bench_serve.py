@@ -30,7 +30,7 @@ def bench_serve_command(
     ] = 1,
     rates: Annotated[int, typer.Option(help="try at most so many rates", min=1, max=20)] = 10,
     requests: Annotated[int, typer.Option(help="at each rate", min=1, max=10_000)] = 50,
-    prompt_tokens: Annotated[int, typer.Option(help="of a prompt, in the mean", min=1)] = 64,
+    prompt_tokens: Annotated[int, typer.Option(help="of a prompt, in the mean", min=1)] = 48,
     answer_tokens: Annotated[int, typer.Option(help="of an answer, in the mean", min=2)] = 32,
     seconds: Annotated[float, typer.Option(help="for a rate, at most", min=1, max=3600)] = 60,
     seed: Annotated[int, typer.Option(help="of arrivals, lengths and prompts")] = 0,
