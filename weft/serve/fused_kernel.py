@@ -164,7 +164,7 @@ def rotate_and_store_by_kernel(
 
 
 @triton.jit
-def _with_bias_and_gate(
+def with_bias_and_gate(
     result, gate_result, bias_ptr, outs, exists, NUM_OUT: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr
 ):
     if HAS_BIAS:
@@ -230,7 +230,7 @@ def _row_linear(
     if HAS_NORM:
         factor = tl.rsqrt(tl.sum(squares, 0) / NUM_IN + eps)
         result, gate_result = result * factor, gate_result * factor
-    result = _with_bias_and_gate(result, gate_result, bias_ptr, outs, exists, NUM_OUT, HAS_BIAS, IS_GATED)
+    result = with_bias_and_gate(result, gate_result, bias_ptr, outs, exists, NUM_OUT, HAS_BIAS, IS_GATED)
     if HAS_RESIDUAL:
         result += tl.load(residual_ptr + outs, mask=exists, other=0.0).to(tl.float32)
     tl.store(out_ptr + outs, result.to(out_ptr.dtype.element_ty), mask=exists)
