@@ -21,11 +21,11 @@ from torch import Tensor
 from weft.models.attention import RMSNorm
 from weft.serve.early_launch_kernel import early_launch, wait_for_results
 from weft.serve.fused_kernel import with_bias_and_gate
-from weft.serve.unpacking_kernel import RAISED_EIGHT, RAISED_FOUR, two_ranges, wide_eight_bits, wide_four_bits, wide_fp8
+from weft.serve.integer_products_kernel import bytes_of, eight_products, four_products
+from weft.serve.unpacking_kernel import two_ranges, wide_fp8
 from weft.serve.weight_formats import AfterProduct
 
 _UNIT = 4  # words that a thread loads at once, all of one group
-MAX_WORDS = 4096  # of an output: more inputs do not fit into the registers of a program
 
 
 class Launch(NamedTuple):
@@ -47,14 +47,28 @@ def _four_numbers(packed, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _inputs(packed, norm, DTYPE: tl.constexpr, HAS_NORM: tl.constexpr, UNITS: tl.constexpr, UNIT: tl.constexpr):
-    """The four inputs of each word, times the norm's weights; their sums in units; and the sum of all squares."""
+def _inputs(
+    packed, norm,
+    DTYPE: tl.constexpr, HAS_NORM: tl.constexpr, IS_FLOAT: tl.constexpr, UNITS: tl.constexpr, UNIT: tl.constexpr,
+    BY_PTX: tl.constexpr,
+):  # fmt: skip
+    """The four inputs of each word, times the norm's weights: as numbers of 32 bits, or as integers of 16 bits in two
+    words, which have a scale in each unit. Then these scales, the sums of units, and the sum of all squares.
+    """
     a, b, c, d = _four_numbers(packed, DTYPE)
     squares = tl.sum(a * a + b * b + c * c + d * d, 0)
     if HAS_NORM:
         e, f, g, h = _four_numbers(norm, DTYPE)
         a, b, c, d = a * e, b * f, c * g, d * h
-    return (a, b, c, d), tl.sum(tl.reshape(a + b + c + d, [UNITS, UNIT]), 1), squares
+    sums = tl.sum(tl.reshape(a + b + c + d, [UNITS, UNIT]), 1)
+    scale = sums
+    inputs = (a, b, c, d)
+    if not IS_FLOAT:
+        largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+        scale = tl.maximum(tl.max(tl.reshape(largest, [UNITS, UNIT]), 1), 1e-30) / 32767.0
+        inverse = tl.reshape(tl.broadcast_to((1.0 / scale)[:, None], [UNITS, UNIT]), [UNITS * UNIT])
+        inputs = bytes_of(a * inverse, b * inverse, c * inverse, d * inverse, BY_PTX)
+    return inputs, scale, sums, squares
 
 
 @triton.jit
@@ -66,14 +80,14 @@ def _products(numbers, inputs, UNITS: tl.constexpr, UNIT: tl.constexpr):
 
 @triton.jit
 def _unit_results(
-    codes, ranges, low, high, low_sums, high_sums,
+    codes, ranges, low, high, low_scale, high_scale, low_sums, high_sums,
     BITS: tl.constexpr, GROUPS: tl.constexpr, UNITS: tl.constexpr, UNIT: tl.constexpr, BY_PTX: tl.constexpr,
 ):  # fmt: skip
     """What each unit adds to an output."""
     if BITS == 4:
-        low_codes, high_codes = wide_four_bits(codes, BY_PTX)
-        first = _products(low_codes, low, UNITS, UNIT) - RAISED_FOUR * low_sums
-        second = _products(high_codes, high, UNITS, UNIT) - RAISED_FOUR * high_sums
+        first, second = four_products(codes, low[0], low[1], high[0], high[1], BY_PTX)
+        first = tl.sum(tl.reshape(first, [UNITS, UNIT]), 1).to(tl.float32) * low_scale
+        second = tl.sum(tl.reshape(second, [UNITS, UNIT]), 1).to(tl.float32) * high_scale
         scale, least = two_ranges(ranges, BY_PTX)
         if GROUPS == 2:
             next_scale, next_least = two_ranges(ranges >> 32, BY_PTX)
@@ -82,8 +96,8 @@ def _unit_results(
             result = (first + second) * scale + (low_sums + high_sums) * least
     elif GROUPS > 0:
         scale, least = two_ranges(ranges, BY_PTX)
-        result = _products(wide_eight_bits(codes, BY_PTX), low, UNITS, UNIT) - RAISED_EIGHT * low_sums
-        result = result * scale + low_sums * least
+        result = tl.sum(tl.reshape(eight_products(codes, low[0], low[1], BY_PTX), [UNITS, UNIT]), 1)
+        result = result.to(tl.float32) * low_scale * scale + low_sums * least
     else:
         result = _products(wide_fp8(codes, BY_PTX), low, UNITS, UNIT) * ranges
     return result
@@ -121,17 +135,21 @@ def _product_of_token(
     high_inputs = inputs
     if BITS == 4:
         high_inputs = tl.load(row_ptr + width + place, mask=exists, other=0)
-    low, low_sums, squares = _inputs(inputs, norm, dtype, HAS_NORM, units, UNIT)
-    high, high_sums = low, low_sums
+    is_float: tl.constexpr = GROUPS == 0
+    low, low_scale, low_sums, squares = _inputs(inputs, norm, dtype, HAS_NORM, is_float, units, UNIT, BY_PTX)
+    high, high_scale, high_sums = low, low_scale, low_sums
     if BITS == 4:
-        high, high_sums, more_squares = _inputs(high_inputs, high_norm, dtype, HAS_NORM, units, UNIT)
+        high, high_scale, high_sums, more_squares = _inputs(
+            high_inputs, high_norm, dtype, HAS_NORM, is_float, units, UNIT, BY_PTX
+        )
         squares += more_squares
 
     column = tl.arange(0, OUTPUTS)[None, :]
     total = tl.zeros([units, OUTPUTS], tl.float32)
     for index in tl.static_range(OUTPUTS):
         result = _unit_results(
-            codes[index], ranges[index], low, high, low_sums, high_sums, BITS, GROUPS, units, UNIT, BY_PTX
+            codes[index], ranges[index], low, high, low_scale, high_scale, low_sums, high_sums,
+            BITS, GROUPS, units, UNIT, BY_PTX,
         )  # fmt: skip
         total = tl.where(column == index, result[:, None], total)
     total = tl.sum(total, 0)
@@ -197,4 +215,4 @@ def product_of_token_by_kernel(
 
 
 def _launch(num_out: int, num_words: int) -> Launch:
-    return Launch(4, max(1, min(16, triton.next_power_of_2(num_words) // 128)))
+    return Launch(8, max(1, min(16, triton.next_power_of_2(num_words) // 128)))

@@ -133,14 +133,6 @@ def small_fp8_numbers(codes, DTYPE: tl.constexpr, BY_PTX: tl.constexpr):
     return numbers, root
 
 
-RAISED_FOUR, RAISED_EIGHT = tl.constexpr(128.0), tl.constexpr(32768.0)  # what wide numbers are raised by
-_WIDE_LOW = " ".join(f"prmt.b32 ${place}, c, 0x4300, 0x5{place}44;" for place in range(4))
-_WIDE_HIGH = " ".join(f"prmt.b32 ${place + 4}, d, 0x4300, 0x5{place}44;" for place in range(4))
-_WIDE_FOUR = tl.constexpr(
-    "{ .reg .b32 c, d; and.b32 c, $8, 0x0f0f0f0f; shr.b32 d, $8, 4; and.b32 d, d, 0x0f0f0f0f; "
-    f"{_WIDE_LOW} {_WIDE_HIGH} }}"
-)
-_WIDE_EIGHT = tl.constexpr(f"{{ {' '.join(f'prmt.b32 ${place}, $4, 0x4700, 0x54{place}4;' for place in range(4))} }}")
 _WIDE_FP8 = tl.constexpr(
     "{ .reg .b16 a, b, e, f, g, h; .reg .b32 c, d; mov.b32 {a, b}, $4; "
     "cvt.rn.f16x2.e4m3x2 c, a; cvt.rn.f16x2.e4m3x2 d, b; mov.b32 {e, f}, c; mov.b32 {g, h}, d; "
@@ -152,46 +144,6 @@ _TWO_RANGES = tl.constexpr("{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0
 @triton.jit
 def _byte(words, PLACE: tl.constexpr):
     return (words >> (8 * PLACE)) & 255
-
-
-@triton.jit
-def wide_four_bits(words, BY_PTX: tl.constexpr):
-    """The codes in the low halves of the four bytes of words, and those in the high halves, plus RAISED_FOUR, as
-    numbers of 32 bits. They are put into the first bits behind the exponent of 128.
-    """
-    if BY_PTX:
-        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-            _WIDE_FOUR,
-            "=f,=f,=f,=f,=f,=f,=f,=f,r",
-            [words],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        a, b = (_byte(words, 0) & 15) + RAISED_FOUR, (_byte(words, 1) & 15) + RAISED_FOUR
-        c, d = (_byte(words, 2) & 15) + RAISED_FOUR, (_byte(words, 3) & 15) + RAISED_FOUR
-        e, f = (_byte(words, 0) >> 4) + RAISED_FOUR, (_byte(words, 1) >> 4) + RAISED_FOUR
-        g, h = (_byte(words, 2) >> 4) + RAISED_FOUR, (_byte(words, 3) >> 4) + RAISED_FOUR
-    return (a, b, c, d), (e, f, g, h)
-
-
-@triton.jit
-def wide_eight_bits(words, BY_PTX: tl.constexpr):
-    """The four bytes of words, plus RAISED_EIGHT, as numbers of 32 bits."""
-    if BY_PTX:
-        a, b, c, d = tl.inline_asm_elementwise(
-            _WIDE_EIGHT,
-            "=f,=f,=f,=f,r",
-            [words],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        a, b = _byte(words, 0) + RAISED_EIGHT, _byte(words, 1) + RAISED_EIGHT
-        c, d = _byte(words, 2) + RAISED_EIGHT, _byte(words, 3) + RAISED_EIGHT
-    return a, b, c, d
 
 
 @triton.jit
