@@ -21,7 +21,7 @@ from torch import Tensor
 from weft.models.attention import RMSNorm
 from weft.serve.early_launch_kernel import early_launch, wait_for_results
 from weft.serve.fused_kernel import with_bias_and_gate
-from weft.serve.integer_products_kernel import bytes_of, eight_products, four_products
+from weft.serve.integer_products_kernel import bytes_of, products
 from weft.serve.unpacking_kernel import two_ranges, wide_fp8
 from weft.serve.weight_formats import AfterProduct
 
@@ -29,9 +29,12 @@ _UNIT = 4  # words that a thread loads at once, all of one group
 
 
 class Launch(NamedTuple):
-    """How many outputs a program computes (of results that are gated, half as many), and by how many warps."""
+    """How many outputs a program computes (if they are gated, two for a result), how many it loads ahead, and by how
+    many warps.
+    """
 
     outputs: int
+    ahead: int
     warps: int
 
 
@@ -67,8 +70,25 @@ def _inputs(
         largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
         scale = tl.maximum(tl.max(tl.reshape(largest, [UNITS, UNIT]), 1), 1e-30) / 32767.0
         inverse = tl.reshape(tl.broadcast_to((1.0 / scale)[:, None], [UNITS, UNIT]), [UNITS * UNIT])
-        inputs = bytes_of(a * inverse, b * inverse, c * inverse, d * inverse, BY_PTX)
+        inputs = bytes_of(a, b, c, d, inverse, BY_PTX)
     return inputs, scale, sums, squares
+
+
+@triton.jit
+def _loaded(
+    code_ptr, range_ptr, first, index, word, block, exists,
+    NUM_OUT: tl.constexpr, RESULTS: tl.constexpr, ROW_WORDS: tl.constexpr, ROW_BLOCKS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):  # fmt: skip
+    """The codes of an output of a program, and its scales and least values. Past the last output, those of the last."""
+    out = first.to(tl.int64)
+    if NUM_OUT % RESULTS == 0:
+        out += index % RESULTS
+    else:
+        out = tl.minimum(out + index % RESULTS, NUM_OUT - 1)
+    out += index // RESULTS * NUM_OUT
+    codes = tl.load(code_ptr + out * ROW_WORDS + word, mask=exists, other=0)
+    return codes, tl.load(range_ptr + (out * ROW_BLOCKS + block if GROUPS > 0 else out))
 
 
 @triton.jit
@@ -85,9 +105,8 @@ def _unit_results(
 ):  # fmt: skip
     """What each unit adds to an output."""
     if BITS == 4:
-        first, second = four_products(codes, low[0], low[1], high[0], high[1], BY_PTX)
-        first = tl.sum(tl.reshape(first, [UNITS, UNIT]), 1).to(tl.float32) * low_scale
-        second = tl.sum(tl.reshape(second, [UNITS, UNIT]), 1).to(tl.float32) * high_scale
+        first = products(codes & 0x0F0F0F0F, low[0], low[1], UNITS, UNIT, BY_PTX) * low_scale
+        second = products(codes & -0x0F0F0F10, high[0], high[1], UNITS, UNIT, BY_PTX) * high_scale
         scale, least = two_ranges(ranges, BY_PTX)
         if GROUPS == 2:
             next_scale, next_least = two_ranges(ranges >> 32, BY_PTX)
@@ -96,8 +115,8 @@ def _unit_results(
             result = (first + second) * scale + (low_sums + high_sums) * least
     elif GROUPS > 0:
         scale, least = two_ranges(ranges, BY_PTX)
-        result = tl.sum(tl.reshape(eight_products(codes, low[0], low[1], BY_PTX), [UNITS, UNIT]), 1)
-        result = result.to(tl.float32) * low_scale * scale + low_sums * least
+        result = products(codes, low[0], low[1], UNITS, UNIT, BY_PTX) * low_scale
+        result = result * scale + low_sums * least
     else:
         result = _products(wide_fp8(codes, BY_PTX), low, UNITS, UNIT) * ranges
     return result
@@ -108,7 +127,8 @@ def _product_of_token(
     row_ptr, norm_ptr, code_ptr, range_ptr, bias_ptr, residual_ptr, out_ptr, eps,
     NUM_IN: tl.constexpr, NUM_OUT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_GATED: tl.constexpr,
-    OUTPUTS: tl.constexpr, WORDS: tl.constexpr, UNIT: tl.constexpr, BY_PTX: tl.constexpr, IS_EARLY: tl.constexpr,
+    OUTPUTS: tl.constexpr, AHEAD: tl.constexpr, WORDS: tl.constexpr, UNIT: tl.constexpr, BY_PTX: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """NUM_OUT are results. If IS_GATED, a result is of two outputs, the second of which is NUM_OUT behind the first."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -120,10 +140,13 @@ def _product_of_token(
     word, unit, first = tl.arange(0, WORDS), tl.arange(0, units), tl.program_id(0) * results
     exists, block = word < row_words, tl.minimum(unit * UNIT // width, row_blocks - 1)
     codes, ranges = (), ()
-    for index in tl.static_range(OUTPUTS):
-        out = tl.minimum(first + index % results, NUM_OUT - 1).to(tl.int64) + index // results * NUM_OUT
-        codes += (tl.load(code_ptr + out * row_words + word, mask=exists, other=0),)
-        ranges += (tl.load(range_ptr + (out * row_blocks + block if GROUPS > 0 else out)),)
+    for index in tl.static_range(AHEAD):
+        some_codes, some_ranges = _loaded(
+            code_ptr, range_ptr, first, index, word, block, exists,
+            NUM_OUT, results, row_words, row_blocks, GROUPS,
+        )  # fmt: skip
+        codes += (some_codes,)
+        ranges += (some_ranges,)
     place = word // width * (BLOCK // 4) + word % width  # of the inputs of a word, by fours
     norm, high_norm = place, place
     if HAS_NORM:
@@ -138,15 +161,22 @@ def _product_of_token(
     is_float: tl.constexpr = GROUPS == 0
     low, low_scale, low_sums, squares = _inputs(inputs, norm, dtype, HAS_NORM, is_float, units, UNIT, BY_PTX)
     high, high_scale, high_sums = low, low_scale, low_sums
-    if BITS == 4:
+    if BITS == 4:  # codes in the high halves of bytes are 16 times as large
         high, high_scale, high_sums, more_squares = _inputs(
             high_inputs, high_norm, dtype, HAS_NORM, is_float, units, UNIT, BY_PTX
         )
-        squares += more_squares
+        high_scale, squares = high_scale / 16, squares + more_squares
 
     column = tl.arange(0, OUTPUTS)[None, :]
     total = tl.zeros([units, OUTPUTS], tl.float32)
     for index in tl.static_range(OUTPUTS):
+        if index + AHEAD < OUTPUTS:
+            some_codes, some_ranges = _loaded(
+                code_ptr, range_ptr, first, index + AHEAD, word, block, exists,
+                NUM_OUT, results, row_words, row_blocks, GROUPS,
+            )  # fmt: skip
+            codes += (some_codes,)
+            ranges += (some_ranges,)
         result = _unit_results(
             codes[index], ranges[index], low, high, low_scale, high_scale, low_sums, high_sums,
             BITS, GROUPS, units, UNIT, BY_PTX,
@@ -184,7 +214,7 @@ def product_of_token_by_kernel(
     bias, residual, is_gated = after
     num_in, num_out = hidden.shape[1], len(codes) // (2 if is_gated else 1)
     words = codes.view(torch.int32)
-    outputs, warps = launch or _launch(num_out, words.shape[1])
+    outputs, ahead, warps = launch or _launch(num_out, words.shape[1])
     out = hidden.new_empty(1, num_out)
     _product_of_token[(triton.cdiv(num_out, outputs // 2 if is_gated else outputs),)](
         hidden.view(torch.int64),
@@ -205,6 +235,7 @@ def product_of_token_by_kernel(
         HAS_RESIDUAL=residual is not None,
         IS_GATED=is_gated,
         OUTPUTS=outputs,
+        AHEAD=ahead,
         WORDS=triton.next_power_of_2(words.shape[1]),
         UNIT=_UNIT,
         BY_PTX=hidden.is_cuda and torch.version.hip is None,
@@ -215,4 +246,4 @@ def product_of_token_by_kernel(
 
 
 def _launch(num_out: int, num_words: int) -> Launch:
-    return Launch(8, max(1, min(16, triton.next_power_of_2(num_words) // 128)))
+    return Launch(8, 8, max(1, min(16, triton.next_power_of_2(num_words) // 128)))
