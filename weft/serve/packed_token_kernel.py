@@ -1,12 +1,15 @@
 """Products of one token with weights in fewer bits (`weight_formats.py`), as one Triton kernel with all around them.
 
-Such a product is bound by the bytes of the weights. So a program loads all codes of some outputs directly into
-registers, before its inputs are known (`early_launch_kernel.py`). Then it makes numbers of 32 bits of the inputs, once
-for all of its outputs.
+Such a product is bound by the bytes of the weights, and by instructions: 4 bits are to be multiplied in the time in
+which a GPU reads them. A program computes some outputs from all inputs. It loads codes directly into registers, those
+of its first outputs before the inputs are known (`early_launch_kernel.py`), and those of the next while it computes. It
+prepares the inputs once for all of its outputs.
 
-Codes are read in words of 32 bits. Four inputs, or eight of 4 bits, belong to a word. The numbers that codes become are
-raised by a constant. Scales, least values and the constant are applied to sums over units of four words, which lie in
-one group: sum of (code * scale + least) * input = scale * sum of code * input + least * sum of inputs.
+Codes are read in words of 32 bits. Four inputs, or eight of 4 bits, belong to a word, and four words are a unit, which
+lies in one group. Integers are multiplied with integers of 16 bits (`integer_products_kernel.py`): in each unit, the
+inputs have a scale by which the largest becomes 32767, so that they are rounded less than in bf16. Scales and least
+values of codes are applied to units: sum of (code * scale + least) * input = scale * sum of code * input + least * sum
+of inputs. Codes of float8 become numbers of 32 bits.
 """
 
 from __future__ import annotations
@@ -145,8 +148,8 @@ def _product_of_token(
             code_ptr, range_ptr, first, index, word, block, exists,
             NUM_OUT, results, row_words, row_blocks, GROUPS,
         )  # fmt: skip
-        codes += (some_codes,)
-        ranges += (some_ranges,)
+        codes += (some_codes,)  # type: ignore[assignment]
+        ranges += (some_ranges,)  # type: ignore[assignment]
     place = word // width * (BLOCK // 4) + word % width  # of the inputs of a word, by fours
     norm, high_norm = place, place
     if HAS_NORM:
@@ -175,8 +178,8 @@ def _product_of_token(
                 code_ptr, range_ptr, first, index + AHEAD, word, block, exists,
                 NUM_OUT, results, row_words, row_blocks, GROUPS,
             )  # fmt: skip
-            codes += (some_codes,)
-            ranges += (some_ranges,)
+            codes += (some_codes,)  # type: ignore[assignment]
+            ranges += (some_ranges,)  # type: ignore[assignment]
         result = _unit_results(
             codes[index], ranges[index], low, high, low_scale, high_scale, low_sums, high_sums,
             BITS, GROUPS, units, UNIT, BY_PTX,
@@ -246,4 +249,6 @@ def product_of_token_by_kernel(
 
 
 def _launch(num_out: int, num_words: int) -> Launch:
-    return Launch(8, 8, max(1, min(16, triton.next_power_of_2(num_words) // 128)))
+    """The fastest of some on an H200, for the matmuls of a model of 8B."""
+    outputs = 16 if num_out > 4096 and num_words <= 512 else 8
+    return Launch(outputs, outputs, max(1, min(4, triton.next_power_of_2(num_words) // 128)))

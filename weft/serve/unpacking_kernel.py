@@ -142,13 +142,9 @@ _TWO_RANGES = tl.constexpr("{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0
 
 
 @triton.jit
-def _byte(words, PLACE: tl.constexpr):
-    return (words >> (8 * PLACE)) & 255
-
-
-@triton.jit
-def _fp8_of(byte):
-    return byte.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+def _fp8_of(words, PLACE: tl.constexpr):
+    """The float8 in a byte of words."""
+    return ((words >> (8 * PLACE)) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -164,9 +160,7 @@ def wide_fp8(words, BY_PTX: tl.constexpr):
             pack=1,
         )
     else:
-        a, b, c, d = (
-            _fp8_of(_byte(words, 0)), _fp8_of(_byte(words, 1)), _fp8_of(_byte(words, 2)), _fp8_of(_byte(words, 3)),
-        )  # fmt: skip
+        a, b, c, d = _fp8_of(words, 0), _fp8_of(words, 1), _fp8_of(words, 2), _fp8_of(words, 3)
     return a, b, c, d
 
 

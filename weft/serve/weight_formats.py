@@ -26,7 +26,7 @@ from weft.serve.group_codes import GroupCodes, decode, encode, joined_ranges, si
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # the largest number of e4m3
 MAX_KERNEL_ROWS = 64  # of a product by a kernel, which is bound by memory; weights are decoded for more
-MAX_TOKEN_INPUTS = 16384  # of a product by the kernel for one row, which holds them in registers; of float8, half
+MAX_TOKEN_INPUTS = 8192  # of a product by the kernel for one row, which holds them in registers
 FEW_ROWS = 4  # of a product by the kernel for few rows
 
 
@@ -167,7 +167,7 @@ def is_for_kernel(hidden: Tensor) -> bool:
 
 def is_for_token_kernel(hidden: Tensor, has_groups: bool) -> bool:
     """Is the kernel for one row the fastest? Older GPUs cannot convert float8."""
-    if len(hidden) > 1 or hidden.shape[1] > (MAX_TOKEN_INPUTS if has_groups else MAX_TOKEN_INPUTS // 2):
+    if len(hidden) > 1 or hidden.shape[1] > MAX_TOKEN_INPUTS:
         return False
     return has_groups or torch.cuda.get_device_capability(hidden.device) >= (8, 9)
 
