@@ -29,6 +29,7 @@ from weft.models import LanguageConfig
 from weft.optim.kfac_layers import find_layers
 from weft.optim.kfac_placement import kfac_state_bytes, kfac_traffic
 from weft.optim.sign_compression import compressed_traffic
+from weft.parallel.apply import assumptions as cost_assumptions
 from weft.parallel.apply import cost, local_cost, localise, refuse
 from weft.parallel.branch.axis import work_share
 from weft.pipeline.build import Staging, stage
@@ -174,7 +175,7 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
         plan.memory.offload,
         plan.memory.activations,
         plan.memory.weights,
-        assumptions(whole),
+        (*assumptions(whole), *cost_assumptions(whole, plan)),
     )
 
 
