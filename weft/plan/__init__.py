@@ -108,9 +108,9 @@ class Plan:
     statistics: Literal["rank", "batch"] = "rank"
 
     def __post_init__(self) -> None:
-        for axis, degree in self.degrees.items():
-            if degree < 1:
-                raise PlanError(f"plan.{axis} = {degree}; a degree is at least 1")
+        if min(self._all_degrees) < 1:  # the search makes thousands of plans, so this names the axis only then
+            axis, degree = next((axis, degree) for axis, degree in self.degrees.items() if degree < 1)
+            raise PlanError(f"plan.{axis} = {degree}; a degree is at least 1")
         if self.num_ranks > MAX_RANKS:
             raise PlanError(f"the plan asks for {self.num_ranks} ranks ({self.describe_axes()}); at most {MAX_RANKS}")
         if self.micro_batch is not None and self.micro_batch < 1:
