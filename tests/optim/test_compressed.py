@@ -200,11 +200,11 @@ class Reference:
         self.sums = [s + rate * m for s, m in zip(self.sums, self.moments, strict=True)]
         self.rates += rate
         if is_exchange:
-            update = self.mean(self.sums, below)
-            self.moments = [update / self.rates] * self.workers
-            self.anchor = self.anchor - torch.where(below > 0, update / root, 0.0)
+            mean = self.mean([one / self.rates for one in self.sums], below)
+            self.moments = [mean] * self.workers
+            self.anchor = self.anchor - torch.where(below > 0, self.rates * mean / root, 0.0)
             self.weights = [self.anchor.clone()] * self.workers
-            self.sums, self.rates = [torch.zeros_like(update)] * self.workers, 0.0
+            self.sums, self.rates = [torch.zeros_like(mean)] * self.workers, 0.0
 
 
 # --- ranks
@@ -238,8 +238,15 @@ def build(kind: str, mesh: Mesh) -> tuple[nn.Module, OneBitAdam]:
     return model, cls(model, mesh["data"], **OPTIONS, **more)
 
 
+def learning_rate(step: int) -> float:
+    """It falls, so that errors of compression must not depend on the rate of the step that made them."""
+    return float(OPTIONS["lr"] * 0.97**step)
+
+
 def train(model: nn.Module, optimizer: AdamW, mesh: Mesh, steps: range, clip: float | None) -> None:
     for step in steps:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step)
         loss_of(model, step, mesh["batch"].index).backward()
         stepper(optimizer).update(model, mesh, clip, None, None)
         optimizer.zero_grad()
@@ -263,7 +270,7 @@ def reference_steps(kind: str, mesh: Mesh, model: nn.Module, steps: int) -> Iter
         for flat, own in found:
             wholes = [flat_of(flat, one).chunk(shard) for one in gradients]
             for index, reference in enumerate(own):
-                reference.step([whole[index] for whole in wholes], step + 1, OPTIONS["lr"])
+                reference.step([whole[index] for whole in wholes], step + 1, learning_rate(step))
         yield found
 
 
