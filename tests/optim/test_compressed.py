@@ -65,6 +65,19 @@ def test_the_errors_are_what_the_messages_left_out() -> None:
     assert results[4] == 0
 
 
+def test_what_signs_leave_out_is_smaller_than_the_vector() -> None:
+    """Also if few elements are much larger than the others, where the scale must not follow their squares."""
+    vector = torch.full((64,), 0.01)
+    vector[5] = -3.0
+    compressor = SignCompressor(64, Axis("data", 1, 0, None, Ledger()), torch.device("cpu"))
+    compressor.mean(vector, torch.ones(64))
+    scale = vector.abs().mean()
+    left = vector - scale * vector.sign()
+    assert torch.allclose(compressor.worker_error, left)
+    assert left.norm() < vector.norm()
+    assert (vector - vector.square().mean().sqrt() * vector.sign()).norm() > vector.norm()  # the control
+
+
 def test_when_0_1_adam_renews_and_synchronises() -> None:
     assert variance_steps(20, 2) == (1, 2, 3, 5, 7, 11, 15)
     assert [sync_interval(number, 5, 3, 4) for number in (5, 6, 8, 9, 12, 100)] == [1, 1, 1, 2, 4, 4]
@@ -103,7 +116,7 @@ def compress(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """(scale · weights · signs, what they leave out), 0 where weights are."""
     mask = weights > 0
     relative = values[mask] / weights[mask]
-    scale = relative.double().square().mean().sqrt().float() if mask.any() else torch.zeros(())
+    scale = relative.double().abs().mean().float() if mask.any() else torch.zeros(())
     if mask.any():
         MARGINS.append(float(relative.abs().min() / scale.clamp(min=1e-30)))
     signs = scale * weights * torch.where(values < 0, -1.0, 1.0)
