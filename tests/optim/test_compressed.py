@@ -26,7 +26,7 @@ from weft.optim.sign_compression import SignCompressor, message_bytes, pack_sign
 from weft.optim.stepper import stepper
 from weft.optim.zero_one_adam import ZeroOneAdam, sync_interval, variance_steps
 from weft.parallel.apply import parallelize
-from weft.parallel.model_state import all_flats
+from weft.parallel.model_state import all_flats, named_pieces
 from weft.plan import Plan, Shard
 from weft.planner.predict import predict, run_cluster
 from weft.recording.rank_file import read_recording
@@ -327,6 +327,80 @@ def test_ranks_equal_virtual_workers_and_resume_exactly(kind: str, tmp_path: Pat
         return [int(torch.equal(a.slice, b.slice)) for a, b in zip(all_flats(model), all_flats(again), strict=True)]
 
     assert all(all(found) for found in run_local(rank, 2))
+
+
+# --- resuming under another plan
+
+
+def errors_of(model: nn.Module, optimizer: OneBitAdam, mesh: Mesh) -> list[Any]:
+    """By kind and place: values of this rank's pieces; the place is (worker, parameter, first element)."""
+    found = []
+    for part, piece in named_pieces(model):
+        if not piece.numel():
+            continue
+        for name, values in optimizer.read_own_state(piece).items():
+            place = [mesh["data"].index, part.parameter.name, part.start]
+            found.append([name.split("-")[0], *place, values.tolist()])
+    return found
+
+
+def by_element(ranks: list[list[Any]], num_workers: int) -> dict[str, list[dict[str, Tensor]]]:
+    """By kind and worker: whole parameters."""
+    found: dict[str, list[dict[str, Tensor]]] = {}
+    sizes = {name: parameter.numel() for name, parameter in make_model().named_parameters()}
+    for kind, worker, name, start, values in (one for rank in ranks for one in rank):
+        workers = found.setdefault(kind, [{n: torch.zeros(s) for n, s in sizes.items()} for _ in range(num_workers)])
+        workers[worker][name][start : start + len(values)] = torch.tensor(values)
+    return found
+
+
+def carried(found: dict[str, list[dict[str, Tensor]]], kind: str) -> Tensor:
+    """The mean of a kind over workers, or the sum of the server's errors, of all elements."""
+    workers = torch.stack([torch.cat(list(one.values())) for one in found[kind]]).double()
+    return workers.sum(0) if kind == "server_error" else workers.mean(0)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_are_carried_over_to_any_plan(kind: str, tmp_path: Path) -> None:
+    """In the middle of an interval: the same errors on as many workers, the same in total on others.
+
+    After the next exchange all workers have the same weights.
+    """
+    before, plans = Plan(data=2, shard=Shard(2, 3), exact=False), [Plan(data=4, exact=False), Plan(data=2, exact=False)]
+
+    def rank(index: int) -> list[Any]:
+        mesh = Mesh(before)
+        model, optimizer = build(kind, mesh)
+        train(model, optimizer, mesh, range(SAVED), None)
+        saver = Saver(tmp_path, index, 4, "token")
+        saver.save(SAVED, pieces_to_save(model, optimizer, mesh), {}, asynchronous=False)
+        saver.wait(published=True)
+        return errors_of(model, optimizer, mesh)
+
+    saved = by_element(run_local(rank, 4), 2)
+    for plan in plans:
+
+        def resume(_: int, plan: Plan = plan) -> list[Any]:
+            mesh = Mesh(plan)
+            model, optimizer = build(kind, mesh)
+            load_state(Checkpoint(tmp_path / step_name(SAVED)), model, optimizer)
+            errors = errors_of(model, optimizer, mesh)
+            train(model, optimizer, mesh, range(SAVED, STEPS), None)
+            return [errors, [flat.slice.tolist() for flat in all_flats(model)]]
+
+        ranks = run_local(resume, plan.num_ranks)
+        assert all(weights == ranks[0][1] for _, weights in ranks)
+        loaded = by_element([errors for errors, _ in ranks], plan.data)
+        assert loaded.keys() == saved.keys()
+        for name in loaded.keys() - {"gradient_size", "square_sum", "square_count"}:  # these are by block
+            assert torch.allclose(carried(loaded, name), carried(saved, name), rtol=1e-6, atol=1e-9), name
+            assert carried(saved, name).abs().max() > 0, name
+            if plan.data == 2 and name != "server_error":
+                assert all(torch.equal(a[n], b[n]) for a, b in zip(loaded[name], saved[name], strict=True) for n in a)
+        sizes = carried(loaded, "gradient_size")
+        assert (sizes > 0).all()
+        assert torch.allclose(sizes.mean(), carried(saved, "gradient_size").mean(), rtol=0.2)
 
 
 @pytest.mark.soak

@@ -56,6 +56,13 @@ class GradientSize:
         return blocks.repeat_interleave(BLOCK)[: self.numel]
 
     def gather(self, blocks: Tensor, place: slice, values: Tensor) -> None:
-        """Set the values of blocks from values of the elements at `place`, as `spread` made them."""
+        """Set the values of blocks from values of the elements at `place`, as `spread` made them.
+
+        Under another plan blocks begin elsewhere; a block then has the mean of its elements.
+        """
         indices = torch.arange(place.start, place.stop, device=blocks.device) // BLOCK
-        blocks[indices] = values.to(blocks.device, blocks.dtype)
+        sums = torch.zeros_like(blocks, dtype=torch.float64)  # equal values have themselves as their mean, to the bit
+        counts = torch.zeros_like(sums)
+        sums.index_add_(0, indices, values.to(blocks.device, torch.float64))
+        counts.index_add_(0, indices, torch.ones_like(indices, dtype=torch.float64))
+        blocks.copy_(torch.where(counts > 0, (sums / counts.clamp(min=1)).to(blocks.dtype), blocks))
