@@ -3,9 +3,9 @@
 Each rank sends the signs of its vector and one scale. Elements have weights that all ranks know: a sign stands for the
 scale times the element's weight, and the scale is the mean of the absolute elements over their weights. With equal
 weights that is 1-bit Adam's own compression; with the root of the second moment, elements with small gradients are not
-drowned by those with large ones. The mean leaves the smallest error that any scale can, which is always smaller than the
-vector. The root mean square, which is used elsewhere, can leave an error larger than the vector if a few elements are much
-larger than the others. What signs leave out is kept as an error and added to the next vector. Rank i is the
+drowned by those with large ones. The mean leaves the smallest error that any scale can, which is always smaller than
+the vector. The root mean square, which is used elsewhere, can leave an error larger than the vector if a few elements
+are much larger than the others. What signs leave out is kept as an error and added to the next vector. Rank i is the
 server of part i: it averages what all ranks sent of that part, compresses the mean in the same way, with an error of
 its own, and sends it to all. A vector of n elements over p ranks needs an all-to-all and an all-gather of
 p · (n / 8p + 4) bytes each (Tang et al., 1-bit Adam, ICML 2021).

@@ -1,4 +1,4 @@
-"""State that each worker, a rank of `data`, has for itself: its names in a checkpoint, and what other workers load of it.
+"""State that each worker, a rank of `data`, has for itself: its names in a checkpoint, and what other workers load.
 
 1-bit and 0/1 Adam keep errors of compression, and 0/1 Adam weights between exchanges, that differ between workers.
 Elements are stored under their parameter's name, so any cut of parameters over ranks can load them:
