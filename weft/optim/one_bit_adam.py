@@ -62,8 +62,8 @@ class OneBitAdam(AdamW):
                     "use AdamW"
                 )
             flat.keep_local(data.name)
-            self.compressors[held.number] = SignCompressor(flat.layout.slice_numel, data, flat.device)
-            self.sizes[held.number] = GradientSize(flat.layout.slice_numel, flat.device)
+            self.compressors[held.number] = SignCompressor(flat.layout.slice_numel, data, flat.device, flat.slice.dtype)
+            self.sizes[held.number] = GradientSize(flat.layout.slice_numel, flat.device, flat.slice.dtype)
 
     @property
     def num_updates(self) -> int:
@@ -119,9 +119,8 @@ class OneBitAdam(AdamW):
         for held in self._ready():
             gradient = held.flat.slice_gradient
             assert gradient is not None
-            gradients[held] = (
-                gradient.float() if scale is None else gradient.float() * scale.to(gradient.device).float()
-            )
+            wide = gradient.to(held.flat.slice.dtype)
+            gradients[held] = wide if scale is None else wide * scale.to(wide.device, wide.dtype)
         if number > self.freeze_step:
             self._follow_sizes(gradients, number)
         for held, gradient in gradients.items():
@@ -160,7 +159,7 @@ class OneBitAdam(AdamW):
     def _update_compressed(self, held: BufferState, gradient: Tensor, number: int) -> None:
         first, _ = held.store.tensors
         beta1, _ = self.param_groups[0]["betas"]
-        own, below = first.float().lerp(gradient, 1 - beta1), self._below(held, number)
+        own, below = first.lerp(gradient, 1 - beta1), self._below(held, number)
         first.copy_(self.compressors[held.number].mean(own, below))
         for place, group in self._places_of(held):
             size = group["lr"] / (1 - group["betas"][0] ** number)
@@ -174,10 +173,10 @@ class OneBitAdam(AdamW):
     def _below(self, held: BufferState, number: int) -> Tensor:
         """What Adam divides the first moment by, and the weights of signs: 0 where the second moment is."""
         second = held.store.tensors[1]
-        below = torch.zeros_like(second, dtype=torch.float32)
+        below = torch.zeros_like(second)
         for place, group in self._places_of(held):
             correction = float(1 - group["betas"][1] ** self._num_variances(number))
-            root = (second[place].float() / correction).sqrt() + float(group["eps"])
+            root = (second[place] / correction).sqrt() + float(group["eps"])
             below[place] = torch.where(second[place] > 0, root, 0.0)
         return below
 
@@ -193,7 +192,7 @@ class OneBitAdam(AdamW):
         """Tensors of a slice that differ between the ranks of `data`, by kind; each has an element for each of its."""
         compressor = self.compressors[held.number]
         numel, part = compressor.numel, compressor.server_error.numel()
-        server = torch.zeros(self.data.degree * part, device=held.flat.device)
+        server = compressor.server_error.new_zeros(self.data.degree * part)
         server[self.data.index * part : (self.data.index + 1) * part] = compressor.server_error
         sizes = self.sizes[held.number]
         return {
@@ -240,7 +239,7 @@ class OneBitAdam(AdamW):
 
     def _initial(self, held: BufferState, kind: str, place: slice) -> Tensor:
         """The value of a part of one of `own_tensors` that a checkpoint does not have."""
-        return torch.zeros(place.stop - place.start, device=held.flat.device)
+        return torch.zeros_like(held.flat.slice[place])
 
     def worker_kinds(self, kinds: Collection[str]) -> set[str]:
         """The names of workers' states in a checkpoint that this rank needs."""

@@ -106,7 +106,7 @@ class ZeroOneAdam(OneBitAdam):
             second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         else:
             gradient = self.compressors[held.number].mean(gradient, self._below(held, number))
-        first.lerp_(gradient.to(first.dtype), 1 - beta1)
+        first.lerp_(gradient, 1 - beta1)
         below = self._below(held, number)
         for place, group in self._places_of(held):
             self._decay(held.flat.slice[place], group)
@@ -132,7 +132,7 @@ class ZeroOneAdam(OneBitAdam):
         beta1, _ = self.param_groups[0]["betas"]
         if number == self.freeze_step + 1:
             self.compressors[held.number].clear()
-        first.lerp_(gradient.to(first.dtype), 1 - beta1)
+        first.lerp_(gradient, 1 - beta1)
         first.mul_(below > 0)
         for place, group in self._places_of(held):
             rate = group["lr"] / (1 - beta1**number)
@@ -144,7 +144,7 @@ class ZeroOneAdam(OneBitAdam):
         if not self.is_sync_step(number):
             return
         first.copy_(self.compressors[held.number].mean(divided(local["own_update"], local["rate_sum"]), below))
-        update = first.float() * local["rate_sum"]
+        update = first * local["rate_sum"]
         for place, _ in self._places_of(held):
             held.flat.slice[place].copy_(local["anchor"][place].sub_(divided(update[place], below[place])))
         local["own_update"].zero_()
@@ -156,7 +156,7 @@ class ZeroOneAdam(OneBitAdam):
     def _local_state(self, held: BufferState) -> dict[str, Tensor]:
         """The tensors of local steps, made at the first of them."""
         if held.number not in self._local:
-            zeros = torch.zeros_like(held.flat.slice, dtype=torch.float32)
+            zeros = torch.zeros_like(held.flat.slice)
             self._local[held.number] = {
                 "anchor": held.flat.slice.clone(),
                 "own_update": zeros,
