@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, get_args
 
-from weft.cluster.collective_choice import Levels, calls_of
+from weft.cluster.collective_choice import Levels, between_sizes, calls_of
 from weft.cluster.hardware import DTYPES, Cluster, ring_seconds
 from weft.inspection.memory_traffic import MemoryTraffic
 from weft.mesh import level_degrees
@@ -309,18 +309,31 @@ class MicroBatchModel:
             if call.beside == "attention":
                 ring = max(ring, plan.degree(call.axis))
         own = own.plus(Seconds(copied, copied)).plus(Seconds(*piles["nothing"]))
-        own = own.plus(_beside_attention(attention, piles["attention"], ring))
+        own = own.plus(self._beside_attention(attention, piles["attention"], ring))
         communication, again = piles["matmuls"], piles["input gradients"][True]
         if self.software.hides_tensor:
             first = 1 / plan.tensor.x  # share of the first piece, which nothing hides
             return Seconds(
-                *(beside(mine, other, first * other) for mine, other in zip(own, communication, strict=True))
+                *(self.beside(mine, other, first * other) for mine, other in zip(own, communication, strict=True))
             )
         if self.software.hides_input:
             # dW is half of backward and hides the sums of dI. dI hides the repeated gathers for dW.
-            hidden_backward = beside(own.backward / 2, communication[1]) + beside(own.backward / 2, again)
-            return Seconds(own.forward + communication[0], hidden_backward)
+            halves = (self.beside(own.backward / 2, mine) for mine in (communication[1], again))
+            return Seconds(own.forward + communication[0], sum(halves))
         return own.plus(Seconds(communication[0], communication[1] + again))
+
+    def beside(self, compute: float, communication: float, floor: float = 0.0) -> float:
+        """Seconds of compute with a collective that runs at the same time, or after it if the software never overlaps
+        them; at least `floor` seconds of the collective are exposed.
+        """
+        return beside(compute, communication, floor) if self.software.overlaps else compute + communication
+
+    def _beside_attention(self, attention: Seconds, communication: list[float], degree: int) -> Seconds:
+        """Seconds that collectives add which run during all of the `degree` blocks of attention but the last."""
+        if not any(communication):
+            return Seconds()
+        shares = [seconds * (1 - 1 / degree) for seconds in attention]
+        return Seconds(*(self.beside(share, mine) - share for share, mine in zip(shares, communication, strict=True)))
 
     def seconds(self, axis: str, operation: str, num_bytes: float, plan: Plan) -> float:
         """Seconds of one collective over an axis of the plan."""
@@ -349,7 +362,10 @@ class MicroBatchModel:
         return self._levels[key]
 
     def _call_seconds(self, operation: str, num_bytes: float, inner: int, degree: int) -> float:
-        """Seconds of one call of the library over `degree` ranks that are `inner` apart."""
+        """Seconds of one call of the library over `degree` ranks that are `inner` apart: as measured, if it was."""
+        measured = self.cluster.measured(operation, inner, degree)
+        if measured is not None:
+            return between_sizes(measured, num_bytes)
         kind = operation if operation in ("send", "all_to_all") else "ring"
         link = self._links.get((inner, degree, kind))
         if link is None:
@@ -431,14 +447,6 @@ def beside(compute: float, communication: float, floor: float = 0.0) -> float:
     exposed.
     """
     return compute + OVERLAP_LOSS * min(compute, communication) + max(floor, communication - compute)
-
-
-def _beside_attention(attention: Seconds, communication: list[float], degree: int) -> Seconds:
-    """Seconds that collectives add which run during all of the `degree` blocks of attention but the last."""
-    if not any(communication):
-        return Seconds()
-    shares = [seconds * (1 - 1 / degree) for seconds in attention]
-    return Seconds(*(beside(share, mine) - share for share, mine in zip(shares, communication, strict=True)))
 
 
 def _longer(one: Seconds, other: Seconds) -> Seconds:

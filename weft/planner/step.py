@@ -20,7 +20,7 @@ from weft.cluster.hardware import ring_seconds
 from weft.parallel.apply import STRATEGIES
 from weft.plan import Pipe, Plan
 from weft.planner.closed_form_memory import spared_bytes, updated_bytes
-from weft.planner.micro_batch import MicroBatchModel, Seconds, beside, place
+from weft.planner.micro_batch import MicroBatchModel, Seconds, place
 from weft.planner.schedule_time import ScheduleTime, run
 from weft.planner.stage_units import ModelUnits, StageUnits, UnitSeconds, equal_stages
 from weft.profiling.workload import BlockWork, Call
@@ -312,7 +312,9 @@ class StepModel(MicroBatchModel):
                 behind += seconds
         if not by_axis:
             return stage
-        both = Seconds(beside(stage.forward, ahead, ahead / count), beside(stage.backward, behind, behind / count))
+        both = Seconds(
+            self.beside(stage.forward, ahead, ahead / count), self.beside(stage.backward, behind, behind / count)
+        )
         for axis, seconds in _divide(both.forward + both.backward - sum(stage), by_axis).items():
             exposed[axis] = exposed.get(axis, 0.0) + seconds
         return both
@@ -358,8 +360,9 @@ class StepModel(MicroBatchModel):
         if self.software.hides_gradients:
             # The first stage finishes last. Parameters gathered for backward use the same link.
             longest = max(stage.backward for stage in stages)
-            without = beside(longest, before, before / count)
-            reduce_seconds = beside(longest, before + reduce_seconds, (before + reduce_seconds) / count) - without
+            without = self.beside(longest, before, before / count)
+            together = before + reduce_seconds
+            reduce_seconds = self.beside(longest, together, together / count) - without
         exposed["data"] = exposed.get("data", 0.0) + reduce_seconds
         return reduce_seconds
 
