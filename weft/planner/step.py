@@ -176,15 +176,20 @@ class StepModel(MicroBatchModel):
         return busiest, total, units
 
     def _numel(self, units: StageUnits, plan: Plan) -> float:
-        """The number of parameters of a stage or rank, before `shard` splits them. x and y leave experts whole."""
+        """The number of parameters of a stage or rank, before `shard` splits them. x and y leave experts whole, unless
+        the software splits them."""
         experts = units.num_blocks * self.expert_numel
         numel = units.num_blocks * self.numel[1] + units.has_first * self.numel[0] + units.has_last * self.numel[2]
         numel -= self.tied_numel if units.has_first and units.has_last else 0
-        return (numel - experts) / (plan.tensor.x * plan.tensor.y) + experts / plan.num_expert_parts
+        return (numel - experts) / (plan.tensor.x * plan.tensor.y) + experts / self._expert_parts(plan)
+
+    def _expert_parts(self, plan: Plan) -> int:
+        """The number of ranks that the experts of a block are split over."""
+        return plan.num_expert_parts * (plan.tensor.x if self.software.splits_experts else 1)
 
     def _expert_share(self, plan: Plan) -> float:
         """The share of experts in the parameters that a rank holds of a block, before `shard` splits them."""
-        own = self.expert_numel / plan.num_expert_parts
+        own = self.expert_numel / self._expert_parts(plan)
         return own and own / (own + (self.numel[1] - self.expert_numel) / (plan.tensor.x * plan.tensor.y))
 
     def _optimizer_seconds(self, numel: float, plan: Plan, num_micro_batches: int) -> float:

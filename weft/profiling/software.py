@@ -60,6 +60,7 @@ class Software:
     splits_messages: bool = False
     grows_buckets: bool = False
     imbalance: float = 1.0
+    splits_experts: bool = False  # x splits each expert as it splits an MLP (Megatron's expert tensor parallelism)
     shards_optimizer: bool = False  # over data and context; ranks of data are then inside pipe
     fuses_ring: bool = False  # one kernel adds up the partial results of ring attention
     repeats_keys: bool = False  # keys and values are copied for every query head before attention
