@@ -10,7 +10,7 @@ from published_case import Case, Row, ints, make_pipe, nodes, parts, rate
 from published_models import Model, named_with_experts
 
 from weft.plan import Context, Memory, Plan, Recompute, Shard, Tensor
-from weft.planner.frameworks import CORE
+from weft.planner.frameworks import CORE_EXPERTS
 
 PEAK = 989.5e12
 MEMORY_BYTES = 76e9  # of 80e9: the rest is the CUDA context, NCCL and what the allocator loses
@@ -40,7 +40,7 @@ def folding(row: Row) -> Iterator[Case]:
     else:
         plan = replace(plan, data=rest)
     # CUDA 12.6 and PyTorch 2.5, of late 2024: Transformer Engine then takes cuDNN's attention on Hopper.
-    software = replace(CORE, attention="flash3", many_tiles=True, splits_experts=not is_folded)
+    software = replace(CORE_EXPERTS, attention="flash3", many_tiles=True, splits_experts=not is_folded)
     seconds = model_flops(model) * batch / devices / (rate(row["mfu"]) / 100 * PEAK)
     label = f"{row['model']} {method} {devices} GPUs {batch} × {sequence}"
     plans = tuple(_plans(model, plan, batch, not is_folded))
