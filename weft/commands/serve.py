@@ -54,7 +54,8 @@ SwapOption = Annotated[
 SpeculateOption = Annotated[
     str | None,
     typer.Option(
-        help="draft tokens: ngram (by lookup in the request), or the FOLDER of a smaller model; answers stay the same",
+        help="draft tokens: ngram (by lookup in the request), layers=K (by the model's first K layers), or the FOLDER "
+        "of a smaller model; answers stay the same",
         show_default=False,
     ),
 ]

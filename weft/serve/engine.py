@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from weft.errors import ConfigError, NumbersError
 from weft.serve.blocks import PagedBlocks
 from weft.serve.decode_graph import DecodeGraphs, GraphRecorder
-from weft.serve.draft_model import make_drafter
+from weft.serve.drafters import make_drafter
 from weft.serve.follow_steps import read_together
 from weft.serve.grammar import AnswerMatcher
 from weft.serve.host_pages import HostPages
@@ -95,10 +95,8 @@ class Engine:
         on_gpu = part.device.type == "cuda" and ranks is None
         self._speculation: Speculation | None = None
         if options.speculate is not None:
-            rows = (part.layout.num_blocks, self._scheduler.max_running, self.vocab_size)
-            self._speculation = Speculation(
-                make_drafter(options, *rows), policy, self._scheduler.token_budget, DraftLengths()
-            )
+            drafter = make_drafter(options, part, self._scheduler.max_running, self.vocab_size)
+            self._speculation = Speculation(drafter, policy, self._scheduler.token_budget, DraftLengths())
         self._overlap = on_gpu if options.overlap is None else options.overlap and ranks is None
         self._overlap = self._overlap and self._speculation is None  # drafts follow tokens that are read
         self._graphs: DecodeGraphs | None = None

@@ -32,6 +32,7 @@ from weft.serve.layer_cache import CacheFormat, PlainFormat
 from weft.serve.packed_linear import make_room
 from weft.serve.rank_part import RankPlace, build_part, build_whole, read_part
 from weft.serve.request import Request, Sampling
+from weft.serve.speculation import EarlyLayers
 from weft.serve.weight_formats import WeightFormat
 
 
@@ -46,7 +47,7 @@ def generate(
     seed: int = 0,
     context: int = 1024,
     seconds: float = math.inf,
-    speculate: Literal["ngram"] | nn.Module | None = None,
+    speculate: Literal["ngram"] | EarlyLayers | nn.Module | None = None,
     cache: CacheFormat | None = None,
 ) -> str:
     """Generate up to `num_tokens` tokens after the prompt. Stops earlier at the end of the document or after `seconds`.

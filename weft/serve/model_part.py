@@ -20,6 +20,7 @@ from weft.serve.packed_linear import PackedLinear
 from weft.serve.paged_attention import PagedBatch
 from weft.serve.paged_model import PagedModel, layers_of
 from weft.serve.ranks import ServingRanks
+from weft.serve.speculation import EarlyLayers
 from weft.serve.split_layers import ModelAxes
 from weft.serve.step_inputs import PageLayout, StepInputs
 from weft.serve.streamed_weights import move_all_but
@@ -47,7 +48,7 @@ class EngineOptions:
     swap_blocks: int = 0  # of host memory, for requests sent back to the queue; without room, they compute again
     adapters: Mapping[str, Path] = field(default_factory=dict)  # folders of PEFT by the names that requests choose
     grammars: Grammars | None = None  # compiles the schemas of requests; None: requests with schemas are refused
-    speculate: Literal["ngram"] | nn.Module | None = None  # what drafts tokens (`speculation.py`)
+    speculate: Literal["ngram"] | EarlyLayers | nn.Module | None = None  # what drafts tokens (`speculation.py`)
 
     stream_weights: int = 0  # blocks whose weights are copied ahead from host memory; 0: all stay on the device
     cache: CacheFormat | None = None  # how keys and values are kept (`layer_cache.py`); None: as they are
@@ -107,12 +108,15 @@ class ModelPart:
         self.layout = PageLayout(options.block_size, num_blocks, num_rows, self.device)
 
     @torch.inference_mode()
-    def logits(self, inputs: StepInputs, last: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+    def logits(
+        self, inputs: StepInputs, last: Tensor | None = None, num_layers: int | None = None
+    ) -> tuple[Tensor, Tensor] | None:
         """Compute this rank's part of a step. On the last stage, returns the logits after the tokens at which requests
-        sample, and the positions of these tokens; None if there are none.
+        sample, and the positions of these tokens; None if there are none. With `num_layers`, only so many of the
+        first layers compute, and the norm and head are given what they give.
         """
         batch = inputs.batch(self.layout, last)
-        residual = self._through(batch, self.cache)
+        residual = self._through(batch, self.cache[:num_layers])
         if residual is None or not inputs.sampled:
             return None
         ends = inputs.sampled_tokens(self.device)

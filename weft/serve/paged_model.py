@@ -148,8 +148,8 @@ class PagedModel:
         return summed(rows, self.axes.x)
 
     def through_blocks(self, residual: Tensor, batch: PagedBatch, cache: Sequence[LayerCache]) -> Tensor:
-        """The residual stream after this rank's blocks."""
-        for index, (block, layer) in enumerate(zip(self.blocks, cache, strict=True)):
+        """The residual stream after this rank's blocks, or after the first of them if `cache` is that of fewer."""
+        for index, (block, layer) in enumerate(zip(self.blocks[: len(cache)], cache, strict=True)):
             if self._streamed is not None:
                 self._streamed.need(index)
             slots, keys, values = layer.room(batch)

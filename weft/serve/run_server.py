@@ -66,7 +66,7 @@ class ServeOptions:
     swap_blocks: int = 0
     adapters: Mapping[str, str] = field(default_factory=dict)  # folders by the names that requests choose
     merged_adapter: str | None = None  # the folder of one that is part of the weights
-    speculate: str | None = None  # "ngram", or the folder of a draft model
+    speculate: str | None = None  # "ngram", "layers=K", or the folder of a draft model
     weights: str | None = None  # a format of fewer bits
     calibration: str | None = None  # the path of a text by which rounding to it is corrected
     cache: str | None = None  # a format of keys and values
