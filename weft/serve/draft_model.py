@@ -44,9 +44,8 @@ class ModelDrafter:
     def __init__(
         self, model: nn.Module, options: EngineOptions, num_blocks: int, num_rows: int, vocab_size: int
     ) -> None:
-        own = replace(
-            options, num_blocks=num_blocks, speculate=None, adapters={}, grammars=None, dtype=None, cache=None
-        )
+        plain = replace(options, speculate=None, adapters={}, grammars=None, dtype=None, cache=None, head=None)
+        own = replace(plain, num_blocks=num_blocks)
         self._part = ModelPart(model, own)
         if self._part.paged.vocab_size < vocab_size:
             raise ConfigError(

@@ -142,6 +142,8 @@ class Engine:
         """Raise RequestError if a request can never be served."""
         check_request(request, self.context_length, self._part.paged.vocab_size)
         self._matcher(request)
+        if self._options.head is not None:
+            self._options.head.refuse_request(request)
         if request.adapter and request.adapter not in self._options.adapters:
             raise RequestError("invalid", f"there is no adapter {request.adapter!r}; give one that is served")
         num_slots = self._scheduler.policy.num_blocks * self._options.block_size

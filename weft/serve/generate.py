@@ -28,10 +28,11 @@ from weft.saved_run import (
 )
 from weft.serve.cache_formats import block_size_of
 from weft.serve.engine import Engine, EngineOptions
+from weft.serve.graph_head import GraphHead
 from weft.serve.layer_cache import CacheFormat, PlainFormat
 from weft.serve.packed_linear import make_room
 from weft.serve.rank_part import RankPlace, build_part, build_whole, read_part
-from weft.serve.request import Request, Sampling
+from weft.serve.request import Request, RequestError, Sampling
 from weft.serve.speculation import EarlyLayers
 from weft.serve.weight_formats import WeightFormat
 
@@ -49,10 +50,12 @@ def generate(
     seconds: float = math.inf,
     speculate: Literal["ngram"] | EarlyLayers | nn.Module | None = None,
     cache: CacheFormat | None = None,
+    head: GraphHead | None = None,
 ) -> str:
     """Generate up to `num_tokens` tokens after the prompt. Stops earlier at the end of the document or after `seconds`.
     Temperature 0 takes the most likely token. When the context is full, generation goes on after its second half.
-    `speculate` drafts tokens (`speculation.py`); the text is the same. `cache` is how keys and values are kept.
+    `speculate` drafts tokens (`speculation.py`); the text is the same. `cache` is how keys and values are kept, `head`
+    how the likeliest tokens are found.
     """
     deadline = time.monotonic() + seconds
     options = EngineOptions(
@@ -61,6 +64,7 @@ def generate(
         vocab_size=tokenizer.vocab_size,
         speculate=speculate,
         cache=cache,
+        head=head,
         block_size=block_size_of(cache or PlainFormat()),
     )
     engine = Engine(model, options)
@@ -69,7 +73,10 @@ def generate(
     while len(tokens) < start + num_tokens:
         sampling = Sampling(temperature=temperature, top_k=top_k or 0, seed=seed + (number << 32))
         left = start + num_tokens - len(tokens)
-        engine.add(Request("text", tuple(given), left, sampling, frozenset([tokenizer.end])))
+        try:
+            engine.add(Request("text", tuple(given), left, sampling, frozenset([tokenizer.end])))
+        except RequestError as error:  # the request is what the caller asked for
+            raise ConfigError(str(error)) from None
         while engine.has_work():
             for generated in engine.step():
                 if generated.finish == "stop":

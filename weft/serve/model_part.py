@@ -15,6 +15,7 @@ from weft.errors import ConfigError
 from weft.models import GPT2
 from weft.serve.adapters import attach_adapters
 from weft.serve.grammar import Grammars
+from weft.serve.graph_head import GraphHead
 from weft.serve.layer_cache import CacheFormat, LayerCache
 from weft.serve.packed_linear import PackedLinear
 from weft.serve.paged_attention import PagedBatch
@@ -52,6 +53,7 @@ class EngineOptions:
 
     stream_weights: int = 0  # blocks whose weights are copied ahead from host memory; 0: all stay on the device
     cache: CacheFormat | None = None  # how keys and values are kept (`layer_cache.py`); None: as they are
+    head: GraphHead | None = None  # finds the likeliest tokens by graph search (`graph_head.py`); None: all logits
 
     @property
     def num_rows(self) -> int:
@@ -91,6 +93,8 @@ class ModelPart:
         self.load = load
         self.context_length = _context_length(model, options.context_length)
         _refuse_cache(options, model, ranks)
+        _refuse_head(options, model, ranks, self.device)
+        self._head = options.head
         axes = ModelAxes() if ranks is None else ranks.axes
         self.paged = PagedModel(model, self.context_length, axes, options.cache)
         self.streamed = self.paged.stream_weights(options.stream_weights) if options.stream_weights else None
@@ -120,7 +124,10 @@ class ModelPart:
         if residual is None or not inputs.sampled:
             return None
         ends = inputs.sampled_tokens(self.device)
-        return self.paged.logits(residual[ends]), batch.positions[ends]
+        if self._head is None:
+            return self.paged.logits(residual[ends]), batch.positions[ends]
+        hidden = self.paged.hidden_states(residual[ends])
+        return self._head.logits(hidden, self.paged.model.lm_head), batch.positions[ends]
 
     @torch.inference_mode()
     def hidden_states(self, inputs: StepInputs) -> Tensor | None:
@@ -158,6 +165,8 @@ class ModelPart:
         own = self.paged.model
         if self.streamed is not None:
             raise ConfigError("weights in host memory cannot be replaced while they are served; start another engine")
+        if self._head is not None:
+            raise ConfigError("--head graph is of the weights in use; leave it out to take newer ones while serving")
         if getattr(model, "config", None) != own.config or _names(own) != _names(model):
             raise ConfigError(
                 f"the new weights are of {getattr(model, 'config', type(model).__name__)}, the engine serves "
@@ -215,6 +224,21 @@ def _refuse_cache(options: EngineOptions, model: nn.Module, ranks: ServingRanks 
             f"with a cache of {options.cache.name}, tokens that are computed together differ from tokens one by one, "
             f"so drafts would change answers; leave out --speculate or --cache"
         )
+
+
+def _refuse_head(options: EngineOptions, model: nn.Module, ranks: ServingRanks | None, device: torch.device) -> None:
+    """Raise ConfigError for a graph of the head that does not go with the model or other options."""
+    if options.head is None:
+        return
+    if ranks is not None:
+        raise ConfigError("--head graph needs one rank, which has the whole output matrix; serve without a plan")
+    num_tokens = min(options.vocab_size or 1 << 62, int(getattr(model.config, "vocab_size", 0)))
+    if options.head.num_tokens != num_tokens:
+        raise ConfigError(
+            f"the graph of --head is of {options.head.num_tokens} tokens, and {num_tokens} are served; run weft index "
+            f"with the tokenizer that is served"
+        )
+    options.head.refuse(model, device)
 
 
 def _names(model: nn.Module) -> list[str]:
