@@ -30,6 +30,7 @@ from weft.serve.grammar import AnswerMatcher
 from weft.serve.host_pages import HostPages
 from weft.serve.mixed_graph import MixedGraphs
 from weft.serve.model_part import EngineOptions, ModelPart
+from weft.serve.paged_model import PagedModel
 from weft.serve.ranks import RankMessage, ServingRanks
 from weft.serve.request import EngineState, Finish, GeneratedToken, Request, RequestError, TokenLogprobs
 from weft.serve.request_rules import check_request
@@ -82,7 +83,8 @@ class Engine:
         self._num_stages = 1 if ranks is None else ranks.num_stages
         self.context_length = part.context_length
         self.vocab_size = min(options.vocab_size or 1 << 62, part.paged.vocab_size)
-        policy = PagedBlocks(part.layout.num_blocks, options.block_size, options.prefix_cache)
+        has_prefixes = options.prefix_cache and part.paged.keeps_pages
+        policy = PagedBlocks(part.layout.num_blocks, options.block_size, has_prefixes)
         if options.swap_blocks and ranks is not None:
             raise ConfigError("swap_blocks needs one rank: other ranks compute again what they lack; give 0")
         pages = None
@@ -102,7 +104,7 @@ class Engine:
         self._graphs: DecodeGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
         has_graphs = options.graphs and not options.adapters and not options.stream_weights
-        if has_graphs and on_gpu and part.paged.cache_format.has_kernel:
+        if has_graphs and on_gpu and isinstance(part.paged, PagedModel) and part.paged.cache_format.has_kernel:
             given = (part.paged, part.cache, self._sampler.last, part.layout, self.context_length)
             record = GraphRecorder()
             self._graphs = DecodeGraphs(*given, record)

@@ -18,6 +18,7 @@ from weft.cluster.local_gpus import BF16_CAPABILITY
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import ConfigError
 from weft.models import LanguageConfig, read_config, weight_reader
+from weft.models.recurrent import is_recurrent, load_recurrent
 from weft.saved_run import (
     open_checkpoint,
     parameter_reader,
@@ -103,16 +104,37 @@ def load_for_generation(
     `on_host`: the model stays in host memory, in the dtype in which the device computes.
     """
     device = torch.device(device)
+    if is_recurrent(path):
+        return _load_recurrent(path, tokenizer, device, place, weights, on_host)
     if (path / "config.json").is_file():
         config = read_config(path)
         model = _load(config, torch.float32, weight_reader(path, config), device, place, weights, on_host)
-        spec = tokenizer or str(path / "tokenizer.json")
-        if not tokenizer and not Path(spec).is_file():
-            raise ConfigError(f"{path} has no tokenizer.json; pass --tokenizer bytes or a tokenizer.json")
         context = int(getattr(config, "n_positions", 0) or getattr(config, "max_position_embeddings", 1024))
-        return model, load_tokenizer(spec), context
+        return model, _folder_tokenizer(path, tokenizer), context
     read = partial(_load_checkpoint, tokenizer=tokenizer, device=device, place=place, weights=weights, on_host=on_host)
     return with_intact_checkpoint(path, read, say)
+
+
+def _folder_tokenizer(path: Path, tokenizer: str | None) -> Tokenizer:
+    """The tokenizer of a folder with a config.json, or the one that is asked for."""
+    spec = tokenizer or str(path / "tokenizer.json")
+    if not tokenizer and not Path(spec).is_file():
+        raise ConfigError(f"{path} has no tokenizer.json; pass --tokenizer bytes or a tokenizer.json")
+    return load_tokenizer(spec)
+
+
+def _load_recurrent(
+    path: Path,
+    tokenizer: str | None,
+    device: torch.device,
+    place: RankPlace | None,
+    weights: WeightFormat | None,
+    on_host: bool,
+) -> tuple[nn.Module, Tokenizer, int]:
+    if place is not None or weights is not None or on_host:
+        raise ConfigError("a recurrent model is served on one rank, with its weights as they are; leave out --weights")
+    model = load_recurrent(path).to(device)
+    return model, _folder_tokenizer(path, tokenizer), model.config.max_position_embeddings
 
 
 def model_config(path: Path) -> LanguageConfig:

@@ -13,18 +13,20 @@ from torch import Tensor, nn
 
 from weft.errors import ConfigError
 from weft.models import GPT2
+from weft.models.recurrent import RecurrentModel
 from weft.serve.adapters import attach_adapters
 from weft.serve.grammar import Grammars
 from weft.serve.graph_head import GraphHead
-from weft.serve.layer_cache import CacheFormat, LayerCache
+from weft.serve.layer_cache import CacheFormat, LayerCache, PlainFormat
 from weft.serve.packed_linear import PackedLinear
 from weft.serve.paged_attention import PagedBatch
 from weft.serve.paged_model import PagedModel, layers_of
 from weft.serve.ranks import ServingRanks
+from weft.serve.recurrent import RecurrentRows
 from weft.serve.speculation import EarlyLayers
 from weft.serve.split_layers import ModelAxes
 from weft.serve.step_inputs import PageLayout, StepInputs
-from weft.serve.streamed_weights import move_all_but
+from weft.serve.streamed_weights import StreamedWeights, move_all_but
 
 GPU_SHARE = 0.92  # of a GPU's free memory, for the cache
 CPU_SHARE = 0.25
@@ -96,8 +98,15 @@ class ModelPart:
         _refuse_head(options, model, ranks, self.device)
         self._head = options.head
         axes = ModelAxes() if ranks is None else ranks.axes
-        self.paged = PagedModel(model, self.context_length, axes, options.cache)
-        self.streamed = self.paged.stream_weights(options.stream_weights) if options.stream_weights else None
+        if isinstance(model, RecurrentModel):
+            _refuse_recurrent(options, ranks)
+            self.paged: PagedModel | RecurrentRows = RecurrentRows(model)
+        else:
+            self.paged = PagedModel(model, self.context_length, axes, options.cache)
+        self.streamed: StreamedWeights | None = None
+        if options.stream_weights:
+            assert isinstance(self.paged, PagedModel)
+            self.streamed = self.paged.stream_weights(options.stream_weights)
         linears = [linear for block in self.paged.blocks for linear in block.linears]
         if options.adapters and any(isinstance(linear, PackedLinear) for linear in linears):
             raise ConfigError("adapters cannot be added to weights in fewer bits; leave out --weights or --adapter")
@@ -142,6 +151,7 @@ class ModelPart:
         ranks = self.ranks
         if ranks is None:
             return self.paged.residual(batch, cache)
+        assert isinstance(self.paged, PagedModel)
         if ranks.is_first_stage:
             residual = self.paged.embed(batch)
         else:
@@ -165,6 +175,8 @@ class ModelPart:
         own = self.paged.model
         if self.streamed is not None:
             raise ConfigError("weights in host memory cannot be replaced while they are served; start another engine")
+        if isinstance(own, RecurrentModel):
+            raise ConfigError("weights of a recurrent model are packed when they are read; start another engine")
         if self._head is not None:
             raise ConfigError("--head graph is of the weights in use; leave it out to take newer ones while serving")
         if getattr(model, "config", None) != own.config or _names(own) != _names(model):
@@ -176,6 +188,8 @@ class ModelPart:
     def _blocks_that_fit(self, options: EngineOptions) -> int:
         """As many blocks as all running requests can use, or as the free memory holds."""
         most = options.max_running * -(-self.context_length // options.block_size)
+        if not self.paged.keeps_pages:
+            return most
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             free = GPU_SHARE * torch.cuda.mem_get_info(self.device)[0]
@@ -223,6 +237,24 @@ def _refuse_cache(options: EngineOptions, model: nn.Module, ranks: ServingRanks 
         raise ConfigError(
             f"with a cache of {options.cache.name}, tokens that are computed together differ from tokens one by one, "
             f"so drafts would change answers; leave out --speculate or --cache"
+        )
+
+
+def _refuse_recurrent(options: EngineOptions, ranks: ServingRanks | None) -> None:
+    """Raise ConfigError for what a recurrent model has no place for."""
+    given = {
+        "a plan of several ranks": ranks is not None,
+        "--speculate": options.speculate is not None,
+        "--cache": options.cache is not None and not isinstance(options.cache, PlainFormat),
+        "--stream-weights": options.stream_weights > 0,
+        "--swap-blocks": options.swap_blocks > 0,
+        "--adapter": bool(options.adapters),
+    }
+    wrong = next((name for name, is_given in given.items() if is_given), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"{wrong} does not go with a recurrent model, which keeps one state for each request and no keys and "
+            f"values; leave it out"
         )
 
 

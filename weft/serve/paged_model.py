@@ -72,6 +72,8 @@ class PagedModel:
     `model` may be a rank's part: blocks of other stages are missing (nn.Identity), and the rest is cut over `axes`.
     """
 
+    keeps_pages = True
+
     def __init__(
         self,
         model: nn.Module,
