@@ -33,7 +33,7 @@ from weft.parallel.apply import cost, local_cost, localise, refuse
 from weft.parallel.branch.axis import work_share
 from weft.pipeline.build import Staging, stage
 from weft.pipeline.cost import edge_bytes
-from weft.plan import Plan
+from weft.plan import Branch, Plan
 from weft.planner.host_link import copied_seconds, update_seconds
 from weft.planner.image_model import planned_images, software_for_images
 from weft.planner.model import planned_model
@@ -135,7 +135,7 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
     modelled, share = is_known(cluster, plan.precision), work_share(whole, plan)
     if modelled:
         steps = _step_model(run, cluster, _compiles(run, cluster, whole))
-        timed = steps.step(replace(plan, micro_batch=run.split.micro_batch, branch=1), run.split.accumulation)
+        timed = steps.step(replace(plan, micro_batch=run.split.micro_batch, branch=Branch()), run.split.accumulation)
         timeline, compute = timed.timeline, timed.where["compute"] * share
         step = timed.seconds - (timed.where["compute"] - compute) + communication_by_rank[worst].get("branch", 0.0)
     elif rate is not None:
@@ -180,7 +180,7 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
 
 def _different(plan: Plan) -> list[dict[str, int]]:
     """The coordinates of the ranks whose costs differ: each stage, or each rank of `branch`."""
-    first, places = dict.fromkeys(plan.degrees, 0), product(range(plan.pipe.degree), range(plan.branch))
+    first, places = dict.fromkeys(plan.degrees, 0), product(range(plan.pipe.degree), range(plan.branch.degree))
     return [{**first, "pipe": pipe, "branch": branch} for pipe, branch in places]
 
 

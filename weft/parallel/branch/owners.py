@@ -26,7 +26,7 @@ FLOPS_PER_BYTE = 50  # FLOPs that take as long as moving a byte; only ratios bet
 
 
 @dataclass(frozen=True)
-class Branch:
+class ModelBranch:
     """Paths that one rank runs: their parameters' names, and their work in each wave (FLOPs, bytes as FLOPs)."""
 
     parameters: frozenset[str]
@@ -44,7 +44,7 @@ class Branch:
 class Deal:
     """The rank of each branch. `imbalance`: the time of the waves over what equal shares would take, at least 1."""
 
-    branches: tuple[Branch, ...]
+    branches: tuple[ModelBranch, ...]
     ranks: tuple[int, ...]
     degree: int
 
@@ -82,7 +82,7 @@ def total_work(trace: Trace) -> float:
     return sum(work.flops + FLOPS_PER_BYTE * work.num_bytes for work in trace.work.values())
 
 
-def makespan(branches: Sequence[Branch], ranks: Sequence[int]) -> float:
+def makespan(branches: Sequence[ModelBranch], ranks: Sequence[int]) -> float:
     """Returns the time of all waves, if in each the rank with the most work decides."""
     loads = Counter[tuple[int, int]]()
     for branch, rank in zip(branches, ranks, strict=True):
@@ -94,7 +94,7 @@ def makespan(branches: Sequence[Branch], ranks: Sequence[int]) -> float:
     return sum(slowest.values())
 
 
-def deal(branches: Sequence[Branch], degree: int) -> Deal:
+def deal(branches: Sequence[ModelBranch], degree: int) -> Deal:
     """Gives each branch to one of `degree` ranks, the longest first."""
     order = sorted(range(len(branches)), key=lambda i: (-sum(branches[i].work.values()), i))
     ranks, loads = [0] * len(branches), [Counter[int]() for _ in range(degree)]
@@ -126,7 +126,7 @@ class _BranchPath:
         return self if self.found is None else self.found.root()
 
 
-def find_branches(trace: Trace) -> tuple[Branch, ...]:
+def find_branches(trace: Trace) -> tuple[ModelBranch, ...]:
     """Returns the branches of a traced model, each of which is in a wave with another, in the order of computation."""
     cuts, names = _passed_by_all(trace), trace.parameter_numbers
     made: dict[int, _BranchPath] = {}  # the path of each tensor that only one path has
@@ -161,7 +161,9 @@ def find_branches(trace: Trace) -> tuple[Branch, ...]:
     return _branches(paths, users)
 
 
-def _branches(paths: Iterable[_BranchPath], users: Mapping[str, Sequence[_BranchPath | None]]) -> tuple[Branch, ...]:
+def _branches(
+    paths: Iterable[_BranchPath], users: Mapping[str, Sequence[_BranchPath | None]]
+) -> tuple[ModelBranch, ...]:
     """Merges paths that share parameters, and leaves out those that all ranks must run, or that are alone."""
     for sharing in users.values():
         first = next((path for path in sharing if path is not None), None)
@@ -176,7 +178,7 @@ def _branches(paths: Iterable[_BranchPath], users: Mapping[str, Sequence[_Branch
         num_in_wave = Counter(wave for one in whole for wave in one.work)
         beside = [one for one in whole if any(num_in_wave[wave] > 1 for wave in one.work)]
         if len(beside) == len(whole):
-            return tuple(Branch(frozenset(one.parameters), dict(one.work)) for one in whole)
+            return tuple(ModelBranch(frozenset(one.parameters), dict(one.work)) for one in whole)
         whole = beside
 
 
