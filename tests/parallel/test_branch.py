@@ -102,6 +102,27 @@ def test_each_wave_is_dealt_out() -> None:
     assert found.imbalance == 1.0
 
 
+def test_named_modules_are_the_branches() -> None:
+    found = find_schedule(counted("inception"), Plan(branch=Branch(2, modules=("cells.0.one", "cells.0.five")))).trace
+    named = find_branches(found, ("cells.0.one", "cells.0.five"))
+    assert [branch.name for branch in named] == ["cells.0.one", "cells.0.five"]
+    pair = find_branches(found, ("cells.1.three", "cells.1.pooled"))
+    assert deal(pair, 2).ranks in ((0, 1), (1, 0))
+
+
+@pytest.mark.parametrize(
+    ("name", "modules", "words"),
+    [
+        ("sum", ("heads.0.0", "heads.0.2"), "one of 'heads.0.0' and 'heads.0.2' needs the other's result"),
+        ("inception", ("cells.0", "cells.1"), "no other branch runs at the same time as 'cells.0'"),
+        ("inception", ("cells.0.one", "cells.0.nine"), "no other branch runs at the same time as 'cells.0.one'"),
+    ],
+)
+def test_modules_that_are_not_branches_are_refused_in_words(name: str, modules: tuple[str, ...], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        refuse(counted(name), Plan(branch=Branch(2, modules=modules)))
+
+
 # --- what is refused
 
 
@@ -239,6 +260,12 @@ def test_branches_are_proved_beside_other_axes(plan: Plan, name: str) -> None:
     if name == "inception":
         make = partial(Inception, norm=False)
     verify(make, batch, plan, steps=2).require()
+
+
+@pytest.mark.processes
+def test_named_branches_are_proved() -> None:
+    """The two other heads run on both ranks."""
+    verify(*MODELS["any"], Plan(branch=Branch(2, modules=("heads.1", "heads.3"))), steps=1).require()
 
 
 @pytest.mark.soak

@@ -49,6 +49,15 @@ from weft.profiling import Block, Profile
 from weft.strategy import Cost, Strategy, Values, refuse_batch_mixers, tally
 
 logger = logging.getLogger("weft")
+_REASONS = {  # why an axis does not run beside `branch`
+    "pipe": "a stage is traced block by block, and branches operation by operation",
+    "expert": "which tokens go to which expert depends on values, and a trace has none",
+    "rows": "operations on tiles communicate, also those that a rank of branch skips",
+    "columns": "operations on tiles communicate, also those that a rank of branch skips",
+    "context": "attention communicates inside of blocks, also where a rank of branch skips it",
+    "x": "matmuls communicate inside of layers, also where a rank of branch skips them",
+    "y": "matmuls communicate inside of layers, also where a rank of branch skips them",
+}
 _DEAL = Annotation[Deal]("branches")  # on a model that is about to be split
 
 
@@ -157,9 +166,9 @@ def _trace(profile: Profile, plan: Plan, times: int = 1) -> Trace:
 
 
 def _deal(profile: Profile, plan: Plan) -> Deal:
-    key = f"branches {plan.precision} {plan.branch.degree}"
+    key = f"branches {plan.precision} {plan.branch.degree} {plan.branch.modules}"
     if key not in profile.cache:
-        profile.cache[key] = deal(find_branches(_trace(profile, plan)), plan.branch.degree)
+        profile.cache[key] = deal(find_branches(_trace(profile, plan), plan.branch.modules), plan.branch.degree)
     found: Deal = profile.cache[key]
     return found
 
@@ -179,9 +188,9 @@ def find_schedule(profile: Profile, plan: Plan) -> BranchSchedule:
 def _refuse_beside(plan: Plan) -> str | None:
     """Returns which other axis or policy `branch` does not run beside; None if there is none."""
     given = f"branch = {plan.branch.degree}"
-    for axis in ("pipe", "expert", "rows", "columns", "context", "x", "y"):
-        if plan.degree(axis) > 1:
-            return f"{given} beside {axis} = {plan.degree(axis)}, which weft does not do; use {axis} = 1, or branch = 1"
+    for axis, reason in _REASONS.items():
+        if (degree := plan.degree(axis)) > 1:
+            return f"{given} beside {axis} = {degree}, which weft does not do: {reason}; use {axis} = 1, or branch = 1"
     if plan.has_batch_statistics:
         return f"{given} beside statistics = 'batch', which weft does not do; use statistics = 'rank', or branch = 1"
     if plan.memory.recompute != "none":
