@@ -113,7 +113,7 @@ def test_named_modules_are_the_branches() -> None:
 @pytest.mark.parametrize(
     ("name", "modules", "words"),
     [
-        ("sum", ("heads.0.0", "heads.0.2"), "one of 'heads.0.0' and 'heads.0.2' needs the other's result"),
+        ("sum", ("heads.0.0", "heads.0.2", "heads.1"), "one of 'heads.0.0' and 'heads.0.2' needs the other's result"),
         ("inception", ("cells.0", "cells.1"), "no other branch runs at the same time as 'cells.0'"),
         ("inception", ("cells.0.one", "cells.0.nine"), "no other branch runs at the same time as 'cells.0.one'"),
     ],
