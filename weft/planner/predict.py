@@ -30,7 +30,7 @@ from weft.optim.kfac_layers import find_layers
 from weft.optim.kfac_placement import kfac_state_bytes, kfac_traffic
 from weft.optim.sign_compression import compressed_traffic
 from weft.parallel.apply import cost, local_cost, localise, refuse
-from weft.parallel.branch.axis import work_share
+from weft.parallel.branch.axis import describe_deal, work_share
 from weft.pipeline.build import Staging, stage
 from weft.pipeline.cost import edge_bytes
 from weft.plan import Branch, Plan
@@ -81,6 +81,7 @@ class Prediction:
     activations: float = 0.0
     weights: float = 0.0
     assumptions: tuple[str, ...] = ()  # sentences, for facts that could not be determined
+    branches: str = ""  # the branches of each rank, and their imbalance
 
     def to_json(self) -> dict[str, Any]:
         """Returns the prediction as plain values, for JSON."""
@@ -105,6 +106,8 @@ class Prediction:
                 "step": self.step_seconds,
             },
         }
+        if self.branches:
+            found["branches"] = self.branches
         if self.assumptions:
             found["assumptions"] = list(self.assumptions)
         if self.timeline is not None:
@@ -175,6 +178,7 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
         plan.memory.activations,
         plan.memory.weights,
         assumptions(whole),
+        describe_deal(whole, plan) if plan.branch.degree > 1 else "",
     )
 
 

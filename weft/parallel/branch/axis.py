@@ -26,8 +26,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -44,9 +46,9 @@ from weft.parallel.cut_parameters import cut_parameters
 from weft.pipeline.stand_in import skeleton
 from weft.pipeline.trace import FOR_BRANCHES, Trace
 from weft.pipeline.tracer import Tracer
-from weft.plan import BatchSplit, Plan
+from weft.plan import BatchSplit, Branch, Plan
 from weft.profiling import Block, Profile
-from weft.strategy import Cost, Strategy, Values, refuse_batch_mixers, tally
+from weft.strategy import Cost, SearchSpace, Strategy, Values, divisors, refuse_batch_mixers, tally
 
 logger = logging.getLogger("weft")
 _REASONS = {  # why an axis does not run beside `branch`
@@ -58,6 +60,7 @@ _REASONS = {  # why an axis does not run beside `branch`
     "x": "matmuls communicate inside of layers, also where a rank of branch skips them",
     "y": "matmuls communicate inside of layers, also where a rank of branch skips them",
 }
+MOST_RANKS = 8  # of the axis, that a search tries
 _DEAL = Annotation[Deal]("branches")  # on a model that is about to be split
 
 
@@ -104,6 +107,13 @@ class BranchAxis(Strategy):
         calls = find_schedule(profile, plan).calls(plan.branch.degree)
         return Cost(tally([(("branch", operation), size) for operation, size in calls] * split.accumulation))
 
+    def settings(self, space: SearchSpace) -> Iterable[Mapping[str, Any]]:
+        if space.samples != "images":
+            return ({},)
+        degrees = [degree for degree in divisors(space.num_devices)[1:] if degree <= MOST_RANKS]
+        batches: tuple[Literal["same", "split"], ...] = ("same", "split")
+        return [{}, *({"branch": Branch(degree, batch)} for degree in degrees for batch in batches)]
+
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
         found = _DEAL.pop(model)
         if found is None:
@@ -135,6 +145,38 @@ def work_share(profile: Profile, plan: Plan) -> float:
     found, total = _deal(profile, plan), total_work(_trace(profile, plan))
     alone = sum(sum(one.work.values()) for one in found.branches)
     return 1.0 - (alone - found.makespan * (found.degree if plan.branch.splits_batch else 1)) / total
+
+
+class BranchSizes(NamedTuple):
+    """What the planner needs of a model's branches under a plan, for a profile of one micro-batch.
+
+    `work_share` is as `work_share` returns it. `calls` are the collectives of one micro-batch, (operation, bytes).
+    `largest_numel` are the parameters of the rank that holds most, and `shared_numel` those of all ranks.
+    `result_share`: results that the rank with the most makes or gathers, over those of all operations, at least 1.
+    """
+
+    work_share: float
+    calls: tuple[tuple[str, int], ...]
+    largest_numel: int
+    shared_numel: int
+    result_share: float
+
+
+def branch_sizes(profile: Profile, plan: Plan) -> BranchSizes:
+    """Returns the sizes of a model's branches. The plan must not be refused."""
+    found, schedule, own = _deal(profile, plan), find_schedule(profile, plan), Counter[int | None]()
+    for block in profile.all:
+        for parameter in block.parameters:
+            own[found.owners.get(parameter.name)] += parameter.numel
+    largest = own[None] + max(own[rank] for rank in range(found.degree))
+    results = max(schedule.result_share(rank) for rank in range(found.degree))
+    calls = tuple(schedule.calls(found.degree))
+    return BranchSizes(work_share(profile, plan), calls, largest, own[None], max(1.0, results))
+
+
+def describe_deal(profile: Profile, plan: Plan) -> str:
+    """Returns the branches of each rank as text, with the imbalance."""
+    return _deal(profile, plan).describe()
 
 
 def branch_cuts(shapes: Mapping[str, tuple[int, ...]], found: Deal, index: int, splits_batch: bool) -> dict[str, Cut]:
