@@ -78,7 +78,7 @@ def parallelize(
     loss, as in `weft.profile`; its memory counts when stages are balanced by memory.
     """
     mesh = mesh or Mesh(plan)
-    is_traced = plan.pipe.degree > 1 or plan.branch > 1 or plan.is_viewed
+    is_traced = plan.pipe.degree > 1 or plan.branch.degree > 1 or plan.is_viewed
     if is_loss_in_head(plan):
         install_loss_head(model)
     whole = profile(model, example if is_traced else None, finish, COMPUTE_DTYPE[plan.precision])
