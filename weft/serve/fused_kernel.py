@@ -84,10 +84,7 @@ def _rotate_and_store(
     WIDTH: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ):
-    """A program handles HEADS heads of q, k and v of one token, in halves.
-
-    Positions are inputs of the step, so they and their angles are known before kernels before this one end.
-    """
+    """A program handles HEADS heads of q, k and v of one token, in halves. Positions are inputs of the step."""
     token, head = tl.program_id(0).to(tl.int64), (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     half: tl.constexpr = HEAD_DIM // 2
     columns = tl.arange(0, WIDTH)[None, :]  # of one half of a head

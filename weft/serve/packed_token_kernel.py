@@ -126,6 +126,24 @@ def _unit_results(
 
 
 @triton.jit
+def _store(
+    total, bias_ptr, residual_ptr, out_ptr, first,
+    NUM_OUT: tl.constexpr, RESULTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    IS_GATED: tl.constexpr,
+):  # fmt: skip
+    """What follows a product."""
+    gate = total
+    if IS_GATED:
+        gate, total = tl.split(tl.trans(tl.reshape(total, [2, RESULTS])))
+    outs = first + tl.arange(0, RESULTS)
+    is_result = outs < NUM_OUT
+    total = with_bias_and_gate(total, gate, bias_ptr, outs, is_result, NUM_OUT, HAS_BIAS, IS_GATED)
+    if HAS_RESIDUAL:
+        total += tl.load(residual_ptr + outs, mask=is_result, other=0.0).to(tl.float32)
+    tl.store(out_ptr + outs, total.to(out_ptr.dtype.element_ty), mask=is_result)
+
+
+@triton.jit
 def _product_of_token(
     row_ptr, norm_ptr, code_ptr, range_ptr, bias_ptr, residual_ptr, out_ptr, eps,
     NUM_IN: tl.constexpr, NUM_OUT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
@@ -145,8 +163,7 @@ def _product_of_token(
     codes, ranges = (), ()
     for index in tl.static_range(AHEAD):
         some_codes, some_ranges = _loaded(
-            code_ptr, range_ptr, first, index, word, block, exists,
-            NUM_OUT, results, row_words, row_blocks, GROUPS,
+            code_ptr, range_ptr, first, index, word, block, exists, NUM_OUT, results, row_words, row_blocks, GROUPS
         )  # fmt: skip
         codes += (some_codes,)  # type: ignore[assignment]
         ranges += (some_ranges,)  # type: ignore[assignment]
@@ -161,15 +178,13 @@ def _product_of_token(
     high_inputs = inputs
     if BITS == 4:
         high_inputs = tl.load(row_ptr + width + place, mask=exists, other=0)
-    is_float: tl.constexpr = GROUPS == 0
-    low, low_scale, low_sums, squares = _inputs(inputs, norm, dtype, HAS_NORM, is_float, units, UNIT, BY_PTX)
+    low, low_scale, low_sums, squares = _inputs(inputs, norm, dtype, HAS_NORM, GROUPS == 0, units, UNIT, BY_PTX)
     high, high_scale, high_sums = low, low_scale, low_sums
     if BITS == 4:  # codes in the high halves of bytes are 16 times as large
         high, high_scale, high_sums, more_squares = _inputs(
-            high_inputs, high_norm, dtype, HAS_NORM, is_float, units, UNIT, BY_PTX
+            high_inputs, high_norm, dtype, HAS_NORM, GROUPS == 0, units, UNIT, BY_PTX
         )
         high_scale, squares = high_scale / 16, squares + more_squares
-
     column = tl.arange(0, OUTPUTS)[None, :]
     total = tl.zeros([units, OUTPUTS], tl.float32)
     for index in tl.static_range(OUTPUTS):
@@ -188,15 +203,7 @@ def _product_of_token(
     total = tl.sum(total, 0)
     if HAS_NORM:
         total *= tl.rsqrt(squares / NUM_IN + eps)  # the same for all inputs
-    gate = total
-    if IS_GATED:
-        gate, total = tl.split(tl.trans(tl.reshape(total, [2, results])))
-    outs = first + tl.arange(0, results)
-    is_result = outs < NUM_OUT
-    total = with_bias_and_gate(total, gate, bias_ptr, outs, is_result, NUM_OUT, HAS_BIAS, IS_GATED)
-    if HAS_RESIDUAL:
-        total += tl.load(residual_ptr + outs, mask=is_result, other=0.0).to(tl.float32)
-    tl.store(out_ptr + outs, total.to(dtype), mask=is_result)
+    _store(total, bias_ptr, residual_ptr, out_ptr, first, NUM_OUT, results, HAS_BIAS, HAS_RESIDUAL, IS_GATED)
 
 
 def product_of_token_by_kernel(
