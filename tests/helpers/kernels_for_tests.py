@@ -60,7 +60,7 @@ from weft.serve.loki_cache import (
 from weft.serve.loki_kernel import chosen_slots_by_kernel
 from weft.serve.packed_product_kernel import packed_product_by_kernel
 from weft.serve.packed_row_kernel import product_of_rows_by_kernel
-from weft.serve.packed_token_kernel import Launch, product_of_token_by_kernel
+from weft.serve.packed_token_kernel import TokenLaunch, product_of_token_by_kernel
 from weft.serve.paged_attention import (
     PagedBatch,
     attend,
@@ -457,7 +457,7 @@ def products_of(hidden: Tensor) -> list[Callable[..., Tensor]]:
 def product_of_token(*given: Any) -> Tensor:
     """By programs that load the codes of some outputs while they compute others."""
     norm = given[5] if len(given) > 5 else None
-    return product_of_token_by_kernel(*given[:5], norm, Launch(4, 2, 1))
+    return product_of_token_by_kernel(*given[:5], norm, TokenLaunch(4, 2, 1))
 
 
 def given_to_kernel(form: WeightFormat, hidden: Tensor, parts: tuple[Tensor, ...], after: AfterProduct) -> Any:

@@ -31,7 +31,7 @@ from weft.serve.weight_formats import AfterProduct
 _UNIT = 4  # words that a thread loads at once, all of one group
 
 
-class Launch(NamedTuple):
+class TokenLaunch(NamedTuple):
     """How many outputs a program computes (if they are gated, two for a result), how many it loads ahead, and by how
     many warps.
     """
@@ -213,7 +213,7 @@ def product_of_token_by_kernel(
     sizes: tuple[int, int, int],
     after: AfterProduct = AfterProduct(),  # noqa: B008
     norm: RMSNorm | None = None,
-    launch: Launch | None = None,
+    launch: TokenLaunch | None = None,
 ) -> Tensor:
     """norm(hidden) [1, in] @ weight.T, and what follows.
 
@@ -255,7 +255,7 @@ def product_of_token_by_kernel(
     return out
 
 
-def _launch(num_out: int, num_words: int) -> Launch:
+def _launch(num_out: int, num_words: int) -> TokenLaunch:
     """The fastest of some on an H200, for the matmuls of a model of 8B."""
     outputs = 16 if num_out > 4096 and num_words <= 512 else 8
-    return Launch(outputs, outputs, max(1, min(4, triton.next_power_of_2(num_words) // 128)))
+    return TokenLaunch(outputs, outputs, max(1, min(4, triton.next_power_of_2(num_words) // 128)))
