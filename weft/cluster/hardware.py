@@ -103,9 +103,12 @@ class Node:
 
 @dataclass(frozen=True)
 class MeasuredCollective:
-    """Measured seconds of one collective over all ranks of several nodes, by size (see `collective_choice.py`)."""
+    """Measured seconds of one collective over all ranks of one or several nodes, by size (`collective_choice.py`).
 
-    operation: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+    A "send" is one message between two of these ranks.
+    """
+
+    operation: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
     algorithm: Literal["flat", "library", "ring", "doubling"]
     num_nodes: int
     num_local: int
@@ -143,6 +146,17 @@ class Cluster:
     @property
     def num_devices(self) -> int:
         return self.num_nodes * self.node.num_devices
+
+    def measured(self, operation: str, inner: int, degree: int) -> MeasuredCollective | None:
+        """What was measured of the library's call over `degree` ranks that are `inner` apart, on one node; None if
+        nothing was. Collectives are measured over all ranks of a node, so they count for axes of that degree only.
+        """
+        for one in self.collectives:
+            if (one.operation, one.algorithm, one.num_nodes) != (operation, "flat", 1) or self.num_nodes > 1:
+                continue
+            if operation == "send" or (inner == 1 and one.num_local == degree):
+                return one
+        return None
 
     def axis_link(self, inner: int, degree: int, is_send: bool = False) -> AxisLink:
         """The link of an axis of `degree` ranks, which are `inner` apart.
