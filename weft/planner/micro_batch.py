@@ -25,6 +25,7 @@ from weft.parallel.fp8_products import MULTIPLE
 from weft.parallel.tensor.closed_form import gathers_again, gathers_fp8
 from weft.plan import Plan
 from weft.planner.kernels import ALIGNED_ELEMENTS, BACKWARD_PASSES, CAST_BYTES, FP8_PRODUCT, Kernels
+from weft.planner.overlap import beside
 from weft.planner.question import inner_settings
 from weft.profiling.software import BlockPass, Software
 from weft.profiling.workload import Beside, BlockWork, Call, Product, Workload
@@ -35,9 +36,6 @@ BESIDE = get_args(Beside)
 # The share of a link's printed bandwidth that collectives reach: about 235 of 300 GB/s inside a DGX A100, 360 of 450
 # inside a DGX H100, and 85 to 95 % of the NICs between nodes, as nccl-tests are commonly reported (not re-checked).
 LINK_SHARE = {"intra": 0.78, "inter": 0.85}
-# The share of speed that matmuls lose to a collective that runs at the same time, because it takes processors and
-# memory bandwidth. Chosen, not measured: Galvatron (arXiv 2211.13878, not re-checked) takes 0.3.
-OVERLAP_LOSS = 0.2
 # The speed of grouped matmuls of experts relative to the best matmul. On an H200, torch._grouped_mm alone reached 737,
 # 684 and 675 TFLOP/s in forward, and 756, 719 and 651 for gradients of weights, with 8, 64 and 128 experts; the best
 # matmul reaches 790.
@@ -323,10 +321,8 @@ class MicroBatchModel:
         return own.plus(Seconds(communication[0], communication[1] + again))
 
     def beside(self, compute: float, communication: float, floor: float = 0.0) -> float:
-        """Seconds of compute with a collective that runs at the same time, or after it if the software never overlaps
-        them; at least `floor` seconds of the collective are exposed.
-        """
-        return beside(compute, communication, floor) if self.software.overlaps else compute + communication
+        """Seconds of compute with a collective that runs at the same time, if the software overlaps them."""
+        return beside(compute, communication, floor, self.software.overlaps)
 
     def _beside_attention(self, attention: Seconds, communication: list[float], degree: int) -> Seconds:
         """Seconds that collectives add which run during all of the `degree` blocks of attention but the last."""
@@ -440,13 +436,6 @@ def place(plan: Plan, axis: str, pipe_outside: bool = False) -> tuple[int, int]:
         inner, pipe = plan.place("pipe")
         return (inner, plan.data) if axis == "data" else (inner * plan.data, pipe)
     return plan.place(axis)
-
-
-def beside(compute: float, communication: float, floor: float = 0.0) -> float:
-    """Seconds of compute with a collective that runs at the same time; at least `floor` seconds of the collective are
-    exposed.
-    """
-    return compute + OVERLAP_LOSS * min(compute, communication) + max(floor, communication - compute)
 
 
 def _longer(one: Seconds, other: Seconds) -> Seconds:
