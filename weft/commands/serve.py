@@ -54,7 +54,8 @@ SwapOption = Annotated[
 SpeculateOption = Annotated[
     str | None,
     typer.Option(
-        help="draft tokens: ngram (by lookup in the request), or the FOLDER of a smaller model; answers stay the same",
+        help="draft tokens: ngram (by lookup in the request), layers=K (by the model's first K layers), or the FOLDER "
+        "of a smaller model; answers stay the same",
         show_default=False,
     ),
 ]
@@ -68,7 +69,13 @@ KeysValuesOption = Annotated[
     str | None,
     typer.Option(help="read fewer bytes of keys and values: int4, or loki=FILE; changes answers", show_default=False),
 ]
-
+HeadOption = Annotated[
+    str | None,
+    typer.Option(
+        help="on a CPU, find the likeliest tokens by the graph=FILE of weft index; may change answers",
+        show_default=False,
+    ),
+]
 StreamOption = Annotated[
     int,
     typer.Option(help="keep weights in host memory, and copy those of so many blocks ahead; 0: on the device", min=0),
@@ -97,6 +104,7 @@ def serve_command(
     speculate: SpeculateOption = None,
     weights: WeightsOption = None,
     cache: KeysValuesOption = None,
+    head: HeadOption = None,
     stream_weights: StreamOption = 0,
     calibration: Annotated[Path | None, typer.Option(help="a text by which int4 and int8 are rounded better")] = None,
     body_bytes: Annotated[int, typer.Option(help="of a request; beyond, clients get 413", min=1)] = 4 << 20,
@@ -110,6 +118,7 @@ def serve_command(
     with _needs_extra():
         from weft.serve.http_guard import ServerLimits
         from weft.serve.run_server import ServeOptions
+    fewer_bytes = {"speculate": speculate, "weights": weights, "cache": cache, "head": head}
     options = ServeOptions(
         host=host,
         port=port,
@@ -125,9 +134,7 @@ def serve_command(
         token_budget=token_budget or (2048 if kind == "cuda" else 512),
         num_blocks=cache_blocks,
         swap_blocks=swap_blocks,
-        speculate=speculate,
-        weights=weights,
-        cache=cache,
+        **fewer_bytes,
         stream_weights=stream_weights,
         calibration=None if calibration is None else str(calibration),
         adapters=named_adapters(adapter or []),

@@ -60,6 +60,13 @@ FOR_BRANCHES = TracePurpose(True, "the model cannot be split into branches", "",
 
 
 @dataclass(frozen=True)
+class RecordedTensor:
+    """Stands for a tensor among the recorded arguments of an operation."""
+
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class TraceEvent:
     """A call of a unit, or an operation between units. Tensors are numbered; `parameters` are those outside of units.
 
@@ -73,6 +80,7 @@ class TraceEvent:
     parameters: frozenset[str] = frozenset()
     changed: tuple[int, ...] = ()  # tensors made earlier and changed in place here
     result: Any = field(default=None, compare=False, repr=False)  # as fake tensors
+    arguments: Any = field(default=None, compare=False, repr=False)  # (args, kwargs) of an operation in a branch
 
 
 @dataclass(frozen=True)
@@ -122,6 +130,7 @@ class _TraceRecorder(OperationWatch):
         self.given: list[Tensor] = []  # the model's inputs as fake tensors, if operations on them are recorded
         self.inputs: list[int] = []  # their numbers
         self._names: dict[int, str] = {}  # number -> name of a parameter
+        self._arguments: Any = None  # of the operation that is recorded
         self._functions: dict[int, Any] = {}  # number -> what autograd calls for a tensor, when it was numbered
 
     def find(self, value: Any) -> list[int]:
@@ -190,6 +199,8 @@ class _TraceRecorder(OperationWatch):
         self._refuse_functions(tensors_in((args, kwargs)))
         name, inputs = operation_name(func), [self.numbers[tensor] for tensor in numbered]
         versions = [(tensor, tensor._version) for tensor in (*self.numbers, *tensors_in((args, kwargs)))]
+        if self.purpose.inside:
+            self._arguments = map_tensors(lambda tensor: RecordedTensor(tuple(tensor.shape)), (args, kwargs))
         self.ledger.event = len(self.events)
         result = outcome(name, args, func(*args, **kwargs))
         self.ledger.event = None
@@ -231,6 +242,7 @@ class _TraceRecorder(OperationWatch):
                 parameters,
                 tuple(dict.fromkeys(changed)),
                 copy_structure(result),
+                self._arguments,
             )
         )
         self.ledger.events_before = len(self.events)

@@ -39,7 +39,10 @@ class Software:
     `keeps_fp8_weights`: weights are cast in a step's first micro-batch and used by all. `splits_messages`: each rank of
     x sends its part of a message between stages. `grows_buckets`: gradients are reduced in buckets that grow with the
     ranks of data, not block by block. `imbalance`: the tokens that arrive at the busiest rank of `expert`, divided by
-    the mean; it depends on the routing, which no plan knows.
+    the mean; it depends on the routing, which no plan knows. `row_copies`: kernels beside experts' matmuls that take as
+    long as so many copies of the rows, (forward, backward), beyond one kernel that sorts rows and one that adds up
+    results. `sort_copies`: the same for sorting the rows that arrive by expert, and back, if a rank has several.
+    `adds_expert_gradients`: the matmuls of experts' gradients add them up in fp32.
     """
 
     attention: str = "flash2"
@@ -61,7 +64,11 @@ class Software:
     splits_messages: bool = False
     grows_buckets: bool = False
     imbalance: float = 1.0
-    shards_optimizer: bool = False  # over data and context; ranks of data are then inside pipe
+    row_copies: tuple[float, float] = (0.0, 0.0)
+    sort_copies: float = 0.0
+    adds_expert_gradients: bool = False
+    splits_experts: bool = False  # x splits each expert as it splits an MLP (Megatron's expert tensor parallelism)
+    shards_optimizer: bool = False  # over data, expert and context; ranks of data are then inside pipe
     fuses_ring: bool = False  # one kernel adds up the partial results of ring attention
     repeats_keys: bool = False  # keys and values are copied for every query head before attention
     equal_stages: bool = False  # pipeline stages have equal numbers of blocks; weft balances them
