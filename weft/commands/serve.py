@@ -123,6 +123,7 @@ def serve_command(
         from weft.serve.http_guard import ServerLimits
         from weft.serve.run_server import ServeOptions
     ways: dict[str, Any] = {"speculate": speculate, "weights": weights, "cache": cache, "head": head, "sums": sums}
+    blocks: dict[str, Any] = {"num_blocks": cache_blocks, "swap_blocks": swap_blocks, "stream_weights": stream_weights}
     options = ServeOptions(
         host=host,
         port=port,
@@ -136,10 +137,8 @@ def serve_command(
         max_running=max_running or (256 if kind == "cuda" else 64),
         max_waiting=max_waiting,
         token_budget=token_budget or (2048 if kind == "cuda" else 512),
-        num_blocks=cache_blocks,
-        swap_blocks=swap_blocks,
+        **blocks,
         **ways,
-        stream_weights=stream_weights,
         calibration=None if calibration is None else str(calibration),
         adapters=named_adapters(adapter or []),
         merged_adapter=None if merge_adapter is None else str(merge_adapter),
