@@ -186,7 +186,7 @@ def test_a_changed_plan_is_a_replaced_one_and_is_checked() -> None:
     assert (plan.data, plan.num_ranks, changed.num_ranks) == (2, 8, 32)
     with pytest.raises(PlanError, match=r"plan\.data = 0; a degree is at least 1"):
         plan.changed(data=0)
-    with pytest.raises(PlanError, match="accumulate = 'slice' needs shard.stage 2 or 3"):
+    with pytest.raises(PlanError, match=r"accumulate = 'slice' needs shard\.stage 2 or 3"):
         plan.changed(memory=Memory(accumulate="slice"))
 
 
