@@ -31,7 +31,7 @@ from weft.serve.rank_part import RankPlace, block_bytes, part_bytes, refuse_plan
 from weft.serve.request import Request
 from weft.serve.scheduler import ActiveRequest, ScheduledChunk, Scheduler
 from weft.serve.traffic import ServedSizes, step_calls
-from weft.serve.weight_formats import MAX_KERNEL_ROWS, Grouped, RowFp8, weight_bytes, weight_format
+from weft.serve.weight_formats import MAX_KERNEL_ROWS, MAX_TOKEN_INPUTS, Grouped, RowFp8, weight_bytes, weight_format
 
 BLOCK_SIZE = 16
 TOKEN_BUDGET, MAX_RUNNING = 2048, 256  # what `weft serve` uses on a GPU
@@ -42,7 +42,9 @@ SMALL_KERNELS, SMALL_KERNELS_FOR_ONE = 4, 2
 OPERATIONS_PER_LAYER, HOST_SECONDS = 14, 10e-6
 SAMPLING_PASSES = 4  # over the logits, in float32
 # By bits, the share of the memory rate of other kernels at which those for codes in groups read (measured on an H200).
-GROUPED_RATE = {4: 0.88, 8: 0.74}
+# Those for one token multiply bytes as fast as memory gives them, and start while the kernel before them ends.
+GROUPED_RATE, TOKEN_RATE = {4: 0.88, 8: 0.74}, {4: 0.88, 8: 1.0}
+TOKEN_LAUNCH_SECONDS = 2.2e-6
 # Bytes that plain functions move for each weight that is decoded, and for each input that is rounded to float8.
 DECODING_BYTES, ROUNDING_BYTES = 14, 16
 ALONE_OUTPUT = 32  # tokens for which one request alone is predicted
@@ -269,10 +271,13 @@ class ServingModel:
             return seconds - LAUNCH_SECONDS * starts_early, stored
         stored = weight_bytes(self._format, columns, inner)
         if rows <= MAX_KERNEL_ROWS:
-            share = GROUPED_RATE[self._format.bits] if isinstance(self._format, Grouped) else 1.0
+            is_token = rows == 1 and inner <= MAX_TOKEN_INPUTS
+            rates = TOKEN_RATE if is_token else GROUPED_RATE
+            share = rates[self._format.bits] if isinstance(self._format, Grouped) else 1.0
             rate = kernels.bytes_per_second * share
             num_bytes = stored + kernels.item_bytes * rows * (inner + columns)
-            return max(2 * rows * inner * columns / kernels.peak, num_bytes / rate) + LAUNCH_SECONDS, stored
+            launch = TOKEN_LAUNCH_SECONDS if is_token else LAUNCH_SECONDS
+            return max(2 * rows * inner * columns / kernels.peak, num_bytes / rate) + launch, stored
         if isinstance(self._format, RowFp8):  # the product of float8 has twice the rate; inputs are rounded for it
             rounding = ROUNDING_BYTES * rows * inner / kernels.bytes_per_second
             return kernels.product(rows, inner, columns) / 2 + rounding, stored
