@@ -26,6 +26,8 @@ for _name in ("llama", "mistral", "qwen2", "qwen3", "gpt2"):  # as many layers a
         assert isinstance(_config, GPT2Config)
         MODELS[f"{_name}-deep"] = replace(_config, n_layer=4)
 
+SCORED = Request("scored", (3, 1, 4, 1, 5), 1)  # how likely its tokens are is asked for
+
 
 def whole_model(name: str) -> nn.Module:
     return tiny_model(name).double()
@@ -72,10 +74,12 @@ def tokens_on_ranks(
     engine.idle()
     state = engine.state()
     embedding = engine.embed((5, 6, 7), "mean").tolist()
+    scores = [one.token for one in engine.score(SCORED)]
     engine.close()
     return {
         "tokens": found,
         "embedding": embedding,
+        "scores": scores,
         "preempted": state.num_preempted,
         "prefix": state.num_prefix_tokens,
         "is_free": state.num_free_blocks == state.num_blocks,

@@ -111,7 +111,7 @@ def test_requests_with_cancels_and_stops_leak_no_block() -> None:
             assert (tokens[-1].finish == "stop") == stops[-1]
 
 
-NUM_SYMBOLS, NUM_REQUESTS, PROMPT = 6, 1000, (3, 1, 4)
+NUM_SYMBOLS, NUM_REQUESTS, PROMPT = 6, 400, (3, 1, 4)
 LIMIT = 82.0  # of chi-square with 35 degrees of freedom: exceeded with a probability of 1e-5
 
 

@@ -9,6 +9,7 @@ device's: a step returns the tokens of the one before it. Steps are replayed as 
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import time
@@ -265,6 +266,24 @@ class Engine:
         hidden = self._part.hidden_states(inputs)
         assert hidden is not None
         return (hidden.float().mean(0) if pool == "mean" else hidden[-1].float()).cpu()
+
+    @torch.inference_mode()
+    def score(self, request: Request) -> list[TokenLogprobs]:
+        """The log-probabilities of each token of a request's prompt but the first, with as many of the likeliest ones
+        as the request asks for. Nothing is generated.
+        """
+        self.check(replace(request, max_tokens=1))
+        self._drain()
+        tokens = request.tokens
+        self._part.adapters.choose([(request.adapter, len(tokens))], self._part.device)
+        inputs = text_inputs(tokens, self._options.block_size)
+        if self._ranks is not None:
+            self._ranks.tell(RankMessage("score", inputs))
+        number = min(request.sampling.num_logprobs or 0, self.vocab_size)
+        found = self._part.text_logprobs(inputs, self.vocab_size, number)
+        if any(math.isnan(one.token) for one in found):
+            raise NumbersError("the model gives NaN for a prompt: its weights are damaged; use an older checkpoint")
+        return found
 
     @torch.inference_mode()
     def _drain(self) -> None:

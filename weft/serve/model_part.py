@@ -23,6 +23,7 @@ from weft.serve.paged_attention import PagedBatch
 from weft.serve.paged_model import PagedModel, layers_of
 from weft.serve.ranks import ServingRanks
 from weft.serve.recurrent import RecurrentRows
+from weft.serve.request import TokenLogprobs
 from weft.serve.speculation import EarlyLayers
 from weft.serve.split_layers import ModelAxes
 from weft.serve.step_inputs import PageLayout, StepInputs
@@ -30,6 +31,7 @@ from weft.serve.streamed_weights import StreamedWeights, move_all_but
 
 GPU_SHARE = 0.92  # of a GPU's free memory, for the cache
 CPU_SHARE = 0.25
+_SCORED_ROWS = 256  # of a text whose logits are computed at a time
 
 
 @dataclass(frozen=True)
@@ -141,10 +143,32 @@ class ModelPart:
     @torch.inference_mode()
     def hidden_states(self, inputs: StepInputs) -> Tensor | None:
         """The hidden states [tokens, hidden] of a text, by an empty cache. On the last stage; None on others."""
+        residual = self._residual_of_text(inputs)
+        return None if residual is None else self.paged.hidden_states(residual)
+
+    @torch.inference_mode()
+    def text_logprobs(self, inputs: StepInputs, vocab_size: int, num_likeliest: int) -> list[TokenLogprobs]:
+        """The log-probabilities of each token of a text but the first, among the first `vocab_size` tokens. On the last
+        stage; none on others.
+        """
+        residual = self._residual_of_text(inputs)
+        if residual is None:
+            return []
+        tokens, found = inputs.flat[0].long().to(self.device), list[TokenLogprobs]()
+        for start in range(0, len(tokens) - 1, _SCORED_ROWS):
+            targets = tokens[start + 1 : start + 1 + _SCORED_ROWS]
+            logits = self.paged.logits(residual[start : start + len(targets)])[:, :vocab_size]
+            logprobs = logits.float().log_softmax(-1)
+            own = logprobs.gather(1, targets[:, None])[:, 0].tolist()
+            best = logprobs.topk(num_likeliest)
+            pairs = zip(own, best.indices.tolist(), best.values.tolist(), strict=True)
+            found += [TokenLogprobs(one, tuple(zip(*likeliest, strict=True))) for one, *likeliest in pairs]
+        return found
+
+    def _residual_of_text(self, inputs: StepInputs) -> Tensor | None:
         size = self.layout.block_size
         cache = self.paged.new_cache(-(-inputs.num_tokens // size) + 1, size, 1)
-        residual = self._through(inputs.batch(self.layout), cache)
-        return None if residual is None else self.paged.hidden_states(residual)
+        return self._through(inputs.batch(self.layout), cache)
 
     def _through(self, batch: PagedBatch, cache: Sequence[LayerCache]) -> Tensor | None:
         """The residual stream after the last block, on the last stage. Other stages send it on."""

@@ -23,8 +23,8 @@ from weft.serve.rank_part import RankPlace, stage_of
 from weft.serve.split_layers import ModelAxes
 from weft.serve.step_inputs import StepInputs
 
-Kind = Literal["step", "text", "order", "idle", "stop"]
-_KINDS: tuple[Kind, ...] = ("step", "text", "order", "idle", "stop")
+Kind = Literal["step", "text", "score", "order", "idle", "stop"]
+_KINDS: tuple[Kind, ...] = ("step", "text", "score", "order", "idle", "stop")
 _HEADER_SIZE = 7
 AXES = ("x", "y", "expert")  # over which partial results are added up
 Sums = Strategy | Literal["measured"]
@@ -32,7 +32,7 @@ Sums = Strategy | Literal["measured"]
 
 @dataclass(frozen=True)
 class RankMessage:
-    """What a rank is told: compute a step, compute a text, an order (JSON), nothing, or to end."""
+    """What a rank is told: compute a step, compute a text or how likely it is, an order (JSON), nothing, or to end."""
 
     kind: Kind
     inputs: StepInputs | None = None
@@ -171,7 +171,7 @@ def _packed(message: RankMessage) -> tuple[Tensor, Tensor]:
 def _unpacked(header: Tensor, payload: Tensor) -> RankMessage:
     number, _, num_tokens, num_requests, width, num_decodes, num_sampled = header.tolist()
     kind = _KINDS[number]
-    if kind in ("step", "text"):
+    if kind in ("step", "text", "score"):
         flat, tables, queries, sampled = payload.split(
             [4 * num_tokens, num_requests * width, num_requests, num_sampled]
         )
