@@ -25,6 +25,7 @@ from published_memory import predict_memory_bytes
 from published_models import Model
 from published_tables import Case, read
 
+from weft.architectures.experts import Capacity
 from weft.cluster.hardware import load
 from weft.errors import WeftError
 from weft.models import DecoderConfig, GPT2Config, build, token_loss
@@ -58,7 +59,20 @@ def profile_of(model: Model) -> Profile:
     """The profile of one sequence through the model with two blocks."""
     config: GPT2Config | DecoderConfig
     if model.inner:
+        experts = (
+            {}
+            if not model.experts
+            else {
+                "architecture": "qwen2_moe" if model.shared else "mixtral",
+                "num_experts": model.experts,
+                "num_experts_per_tok": model.chosen,
+                "shared_expert_intermediate_size": model.shared,
+                "moe_intermediate_size": model.inner,
+                "capacity": Capacity(1.0),
+            }
+        )
         config = DecoderConfig(
+            **experts,
             vocab_size=model.vocabulary,
             hidden_size=model.hidden,
             num_hidden_layers=2,
@@ -106,9 +120,18 @@ def predict(case: Case) -> Result:
     if case.node_bytes_per_second is not None:
         inter = replace(cluster.node.inter, bandwidth_bytes_per_second=case.node_bytes_per_second)
         cluster = replace(cluster, node=replace(cluster.node, inter=inter))
+    if case.calibration is not None:
+        device = replace(cluster.node.device, calibration=case.calibration)
+        cluster = replace(cluster, node=replace(cluster.node, device=device))
     for plan, count in case.plans:
         is_tied = not case.model.inner and plan.pipe.degree == 1  # one table serves both ends
-        model = StepModel(work, cluster, case.software, (first, block, 0 if is_tied else last))
+        model = StepModel(
+            work,
+            cluster,
+            case.software,
+            (first, block, 0 if is_tied else last),
+            expert_numel=work.blocks[0].expert_numel,
+        )
         found.append(Result(case, plan, model.step(plan, count).seconds))
     return min(found, key=lambda result: result.seconds)
 

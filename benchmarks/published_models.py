@@ -14,7 +14,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Model:
     """A decoder's shape; `inner` is set for Llama (gated, without biases), 0 for GPT-2. Not `gated`: of Llama's kind,
-    but with one projection into the MLP (Nemotron, whose activation is the square of a relu).
+    but with one projection into the MLP (Nemotron, whose activation is the square of a relu). With `experts`, `inner`
+    is that of an expert, a token goes to `chosen` of them, and to an MLP of `shared` beside them if it is not 0.
     """
 
     hidden: int
@@ -26,6 +27,9 @@ class Model:
     inner: int = 0
     dropout: bool = False
     gated: bool = True
+    experts: int = 0
+    chosen: int = 0
+    shared: int = 0
 
     @property
     def numel(self) -> float:
@@ -53,6 +57,16 @@ NAMED = {
     "nemotron-340b": (18432, 96, 96, 8, 73728, 256000),
 }
 
+# (hidden, heads, layers, key and value heads, inner, vocabulary, experts, chosen, shared). Mixtral and Qwen2 are those
+# of their config.json. G8T8 has eight experts of an eighth for each of Mixtral's (arXiv 2410.07524), and Llama3-8x70B
+# eight copies of the MLP of Llama 3 70B, of which a token takes two (arXiv 2412.09952: E8T2, assumed).
+WITH_EXPERTS = {
+    "mixtral-8x22b": (6144, 48, 56, 8, 16384, 32000, 8, 2, 0),
+    "mixtral-8x22b-g8t8": (6144, 48, 56, 8, 2048, 32000, 64, 8, 0),
+    "qwen2-57b-a14b": (3584, 28, 28, 4, 2560, 151936, 64, 8, 20480),
+    "llama3-8x70b": (8192, 64, 80, 8, 28672, 128256, 8, 2, 0),
+}
+
 
 def named(name: str, sequence: int, layers: int = 0) -> Model:
     """A model by the name a table has for it (LLAMA3.1-8B is llama3-8b), with other `layers` if given."""
@@ -63,3 +77,11 @@ def named(name: str, sequence: int, layers: int = 0) -> Model:
     is_gated = not key.startswith("nemotron")
     dropout = not inner  # 0.1 in NeMo's configurations of GPT-3
     return Model(hidden, heads, layers or its_layers, sequence, vocabulary, key_value_heads, inner, dropout, is_gated)
+
+
+def named_with_experts(name: str, sequence: int) -> Model:
+    """A model with experts by the name a table has for it."""
+    if name.lower() not in WITH_EXPERTS:
+        raise ValueError(f"model '{name}' is none of {', '.join(WITH_EXPERTS)}")
+    hidden, heads, layers, keys, inner, vocabulary, *experts = WITH_EXPERTS[name.lower()]
+    return Model(hidden, heads, layers, sequence, vocabulary, keys, inner, False, True, *experts)

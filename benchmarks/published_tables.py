@@ -11,39 +11,19 @@ import csv
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+from published_case import Case, Row, ints, make_pipe, nodes, parts, rate
+from published_experts import folding
 from published_models import Model, named
 
 from weft.cluster.hardware import load
 from weft.errors import WeftError
 from weft.plan import Context, Memory, Pipe, Plan, Recompute, Shard, Tensor
 from weft.planner.frameworks import AXONN, CORE, FOUNDRY, MEGATRON, TITAN
-from weft.profiling.software import COMPILED_LOSS_BYTES, EAGER_LOSS_BYTES, Software
-
-Row = Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One measured step. `group`: cases that differ only in the plan; `memory_gib`: what a rank was seen to hold;
-    `compiled_loss`: whether the loss was compiled too; `node_bytes_per_second`: what its nodes' NICs move where the
-    cluster's move more.
-    """
-
-    table: str
-    label: str
-    model: Model
-    cluster: str
-    software: Software
-    plans: tuple[tuple[Plan, int], ...]  # with their micro-batches
-    seconds: float
-    group: tuple[object, ...] = ()
-    memory_gib: float | None = None
-    compiled_loss: bool = False
-    node_bytes_per_second: float | None = None
+from weft.profiling.software import COMPILED_LOSS_BYTES, EAGER_LOSS_BYTES
 
 
 def read(path: Path) -> list[Case]:
@@ -84,60 +64,23 @@ def _checked(case: Case) -> Case:
     return case
 
 
-def _ints(row: Row, *names: str) -> list[int]:
-    """Counts, which may be written with commas; "vp" and "cp" of none are 1."""
-    found = []
-    for name in names:
-        text = row[name].replace(",", "").strip()
-        is_none = name in ("vp", "cp") and text.lower() in ("", "-", "na", "n/a")
-        found.append(1 if is_none else int(text))
-        if found[-1] < 1:
-            raise ValueError(f"{name} = {text} is less than 1")
-    return found
-
-
-def _rate(text: str) -> float:
-    """What was measured, which may be written with commas."""
-    rate = float(text.replace(",", ""))
-    if rate <= 0:
-        raise ValueError(f"a rate of {text}")
-    return rate
-
-
-def _parts(whole: int, part: int, name: str) -> int:
-    """How many parts of this size the whole has."""
-    if whole % part or whole < part:
-        raise ValueError(f"{name}: {whole} is no multiple of {part}")
-    return whole // part
-
-
-def _pipe(degree: int, chunks: int = 1) -> Pipe:
-    return Pipe(degree, "interleaved", chunks=chunks) if chunks > 1 else Pipe(degree)
-
-
-def _nodes(name: str, num_devices: int, each: str | None = None) -> str:
-    """So many devices as whole nodes, of `each` devices if given."""
-    count = math.ceil(num_devices / max(1, int(each) if each else load(name).node.num_devices))
-    return f"{name}:{count}x{each}" if each else f"{name}:{count}"
-
-
 def sc21(row: Row) -> Iterator[Case]:
-    hidden, heads, layers, tensor, pipe, micro, devices, batch = _ints(
+    hidden, heads, layers, tensor, pipe, micro, devices, batch = ints(
         row, "hidden", "heads", "layers", "tp", "pp", "micro_batch", "num_gpus", "global_batch"
     )
     model = Model(hidden, heads, layers, 2048, 51200, dropout=True)
-    data, each = _parts(devices, tensor * pipe, "num_gpus"), row["layers_per_virtual_stage"]
+    data, each = parts(devices, tensor * pipe, "num_gpus"), row["layers_per_virtual_stage"]
     plan = Plan(
         data=data,
-        pipe=_pipe(pipe, layers // pipe // int(each) if each else 1),
+        pipe=make_pipe(pipe, layers // pipe // int(each) if each else 1),
         tensor=Tensor(tensor),
         micro_batch=micro,
         memory=Memory("full"),
         precision="bf16",
     )
-    seconds = hardware_flops(model, batch) / devices / (_rate(row["tflops_per_gpu"]) * 1e12)
+    seconds = hardware_flops(model, batch) / devices / (rate(row["tflops_per_gpu"]) * 1e12)
     plans = ((plan, batch // (data * micro)),)
-    yield Case("Megatron SC'21", row["model"], model, _nodes("a100-80", devices), MEGATRON, plans, seconds)
+    yield Case("Megatron SC'21", row["model"], model, nodes("a100-80", devices), MEGATRON, plans, seconds)
 
 
 def hardware_flops(model: Model, batch: int) -> float:
@@ -148,14 +91,14 @@ def hardware_flops(model: Model, batch: int) -> float:
 
 
 def core(row: Row) -> Iterator[Case]:
-    hidden, heads, layers, tensor, pipe, data, devices, batch = _ints(
+    hidden, heads, layers, tensor, pipe, data, devices, batch = ints(
         row, "hidden", "heads", "layers", "tp", "pp", "dp", "num_gpus", "global_batch"
     )
     model = Model(hidden, heads, layers, 4096, 131072)
     flops = batch * 4096 * (72 * layers * hidden**2 * (1 + 4096 / (6 * hidden)) + 6 * model.vocabulary * hidden)
-    seconds = flops / devices / (_rate(row["tflops_per_gpu"]) * 1e12)
+    seconds = flops / devices / (rate(row["tflops_per_gpu"]) * 1e12)
     plans = tuple(_core_plans(model, tensor, pipe, data, batch))
-    yield Case("Megatron-Core H100", row["model"], model, _nodes("h100", devices), CORE, plans, seconds)
+    yield Case("Megatron-Core H100", row["model"], model, nodes("h100", devices), CORE, plans, seconds)
 
 
 def _core_plans(model: Model, tensor: int, pipe: int, data: int, batch: int) -> Iterator[tuple[Plan, int]]:
@@ -167,26 +110,26 @@ def _core_plans(model: Model, tensor: int, pipe: int, data: int, batch: int) -> 
         for each in chunks if saved < 60e9 else ():
             if each == 1 or count % pipe == 0:
                 tensors = Tensor(tensor, sequence=tensor > 1)
-                plan = Plan(data=data, pipe=_pipe(pipe, each), tensor=tensors, micro_batch=micro, precision="bf16")
+                plan = Plan(data=data, pipe=make_pipe(pipe, each), tensor=tensors, micro_batch=micro, precision="bf16")
                 yield plan, count
 
 
 def tensor_scaling(row: Row) -> Iterator[Case]:
-    hidden, heads, layers, tensor, devices, batch = _ints(row, "hidden", "heads", "layers", "tp", "num_gpus", "batch")
-    name, data = "a100-80" if "A100" in row["gpu"] else "v100-32", _parts(devices, tensor, "num_gpus")
+    hidden, heads, layers, tensor, devices, batch = ints(row, "hidden", "heads", "layers", "tp", "num_gpus", "batch")
+    name, data = "a100-80" if "A100" in row["gpu"] else "v100-32", parts(devices, tensor, "num_gpus")
     plan = Plan(data=data, tensor=Tensor(tensor), micro_batch=batch // data, precision="bf16", memory=Memory("full"))
     model = Model(hidden, heads, layers, 1024, 51200, dropout=True)
     label, table = f"{row['case']} on {devices}", f"Megatron 2020 {name[:4].upper()}"
     # Its README then (not re-checked): torch's DDP, which overlaps, serves the larger models best, its own the small.
     software, seconds = replace(MEGATRON, hides_gradients=tensor >= 4), float(row["iter_ms"]) / 1e3
-    yield Case(table, label, model, _nodes(name, devices), software, ((plan, 1),), seconds)
+    yield Case(table, label, model, nodes(name, devices), software, ((plan, 1),), seconds)
 
 
 _ACTIVATIONS = ("act_gib_no_recompute_tp", "act_gib_seqpar_selective")
 
 
 def korthikanti(row: Row) -> Iterator[Case]:
-    hidden, heads, layers, tensor, pipe, micro, batch, chunks = _ints(
+    hidden, heads, layers, tensor, pipe, micro, batch, chunks = ints(
         row, "hidden", "heads", "layers", "tp", "pp", "micro_batch", "global_batch", "interleave"
     )
     model = Model(hidden, heads, layers, 2048, 51200, dropout=True)
@@ -195,13 +138,13 @@ def korthikanti(row: Row) -> Iterator[Case]:
     held = {"full": state + none * float(row["act_pct_full"]) / 100, "selective": state + both}
     for column, recompute in (("iter_s_full_recompute", "full"), ("iter_s_seqpar_selective", "selective")):
         plan = Plan(
-            pipe=_pipe(pipe, chunks),
+            pipe=make_pipe(pipe, chunks),
             tensor=Tensor(tensor, sequence=recompute == "selective"),
             micro_batch=micro,
             precision="bf16",
             memory=Memory("full" if recompute == "full" else "selective"),
         )
-        where, label = _nodes("a100-80", int(row["gpus"])), f"{row['model']} {recompute}"
+        where, label = nodes("a100-80", int(row["gpus"])), f"{row['model']} {recompute}"
         plans, group = ((plan, batch // micro),), (row["model"],)
         seconds = float(row[column])
         yield Case("Korthikanti", label, model, where, MEGATRON, plans, seconds, group, held[recompute])
@@ -224,7 +167,7 @@ FOUNDRY_NODES = {"a100_40gb": "a100-40", "a100_80gb": "a100-80", "h100_80gb": "h
 def foundry(row: Row) -> Iterator[Case]:
     if row["activation_cpuoffload"] == "True":
         return
-    sequence, devices, micro, count, batch = _ints(
+    sequence, devices, micro, count, batch = ints(
         row, "seqlen_t", "gpus", "microbatchsize", "gradaccum", "globalbatchsize"
     )
     is_fp8, name = "fp8" in row["precision"], FOUNDRY_NODES[row["gpu"]]
@@ -243,9 +186,9 @@ def foundry(row: Row) -> Iterator[Case]:
     )
     label = f"{row['model']} {sequence} on {devices}, {micro} × {count}, {plan.memory.recompute}"
     table, model = f"Mosaic {name}{' fp8' if is_fp8 else ''}", Model(*SHAPES[row["model"]], sequence, 50368)
-    seconds = batch * sequence / _rate(row["throughput_t_s"])
+    seconds = batch * sequence / rate(row["throughput_t_s"])
     group = (row["model"], sequence, devices, batch)
-    yield Case(table, label, model, _nodes(name, devices), software, ((plan, count),), seconds, group)
+    yield Case(table, label, model, nodes(name, devices), software, ((plan, count),), seconds, group)
 
 
 # By how a GPU's name begins in a table of torchtitan's format.
@@ -263,7 +206,7 @@ def titan(row: Row) -> Iterator[Case]:
         if word.startswith(name) and word[len(name) :].isdigit():
             degrees[name] = int(word[len(name) :])
     shard, tensor, pipe, context, data = degrees.values()
-    sequence, local = _ints(row, "seq_len", "local_batch")
+    sequence, local = ints(row, "seq_len", "local_batch")
     is_compiled, is_async = "compile" in row["techniques"], "asyncTP" in words
     precision = " ".join(row["techniques"].replace("compile", "").replace("eager", "").split())
     software = replace(
@@ -280,19 +223,19 @@ def titan(row: Row) -> Iterator[Case]:
     plan = Plan(
         data=data,
         shard=Shard(shard, 3 if pipe == 1 else 2),  # with a pipeline, parameters stay gathered
-        pipe=_pipe(pipe, 2 if is_interleaved else 1),
+        pipe=make_pipe(pipe, 2 if is_interleaved else 1),
         tensor=Tensor(tensor, sequence=tensor > 1),
         context=Context(context),
         micro_batch=max(1, local // count),
         precision="bf16",
         memory=Memory(_titan_recompute(row["activation_ckpt"])),
     )
-    devices, each = _ints(row, "num_gpus")[0], row.get("gpus_per_node")
-    seconds = local * sequence * shard * data / devices / _rate(row["tokens_per_s_per_gpu"])
+    devices, each = ints(row, "num_gpus")[0], row.get("gpus_per_node")
+    seconds = local * sequence * shard * data / devices / rate(row["tokens_per_s_per_gpu"])
     label = f"{row['model']} {row['parallelism']} {sequence} {row['techniques']}"
     memory = float(row["memory_gib"]) if row["memory_gib"] else None
     model, plans = named(row["model"], sequence), ((plan, count),)
-    table, where = f"{row.get('source') or 'torchtitan'} {precision}", _nodes(_titan_node(row["gpu"]), devices, each)
+    table, where = f"{row.get('source') or 'torchtitan'} {precision}", nodes(_titan_node(row["gpu"]), devices, each)
     group = (row["model"], devices, sequence, local * shard * data, row["techniques"], row["source_file"])
     compiled_loss = is_compiled and "202412" not in row["source_file"]  # then a TODO in its source
     wire = float(row["node_gbit_per_s"]) * 1e9 / 8 if row.get("node_gbit_per_s") else None
@@ -315,14 +258,14 @@ def llama_fp8(row: Row) -> Iterator[Case]:
     """Also other tables of Megatron-Core and NeMo on H100. Columns that this one does not have: `precision` (fp8 where
     none is given), `layers` where they are not the model's, `source`.
     """
-    devices, batch, micro, sequence, tensor, pipe, context, chunks = _ints(
+    devices, batch, micro, sequence, tensor, pipe, context, chunks = ints(
         row, "num_gpus", "gbs", "mbs", "seq_len", "tp", "pp", "cp", "vp"
     )
-    data = _parts(devices, tensor * pipe * context, "num_gpus")
+    data = parts(devices, tensor * pipe * context, "num_gpus")
     tensors = Tensor(tensor, sequence=tensor > 1)
     plan = Plan(
         data=data,
-        pipe=_pipe(pipe, chunks),
+        pipe=make_pipe(pipe, chunks),
         tensor=tensors,
         context=Context(context),
         micro_batch=micro,
@@ -331,14 +274,14 @@ def llama_fp8(row: Row) -> Iterator[Case]:
     precision = row.get("precision") or "fp8"
     software = replace(CORE, fp8="tensor" if precision == "fp8" else "", attention="flash3", many_tiles=True)
     model = named(row["model"], sequence, int(row.get("layers") or 0))
-    seconds = batch * sequence / devices / _rate(row["tokens_per_s_per_gpu"])
-    plans, table = ((plan, _parts(batch, data * micro, "gbs")),), f"{row.get('source') or 'Megatron Llama'} {precision}"
+    seconds = batch * sequence / devices / rate(row["tokens_per_s_per_gpu"])
+    plans, table = ((plan, parts(batch, data * micro, "gbs")),), f"{row.get('source') or 'Megatron Llama'} {precision}"
     label = f"{row['model']} on {devices}" if row.get("source") else row["model"]
-    yield Case(table, label, model, _nodes("h100", devices), software, plans, seconds)
+    yield Case(table, label, model, nodes("h100", devices), software, plans, seconds)
 
 
 def vtrain(row: Row) -> Iterator[Case]:
-    devices, batch, micro, hidden, heads, layers, sequence, tensor, data, pipe = _ints(
+    devices, batch, micro, hidden, heads, layers, sequence, tensor, data, pipe = ints(
         row,
         *("# GPUs", "global batch", "micro batch", "hidden size", "attention heads", "# layers", "sequence length"),
         *("tensor parallelism", "data parallelism", "pipeline parallelism"),
@@ -353,10 +296,12 @@ def vtrain(row: Row) -> Iterator[Case]:
     plans = ((plan, batch // (data * micro)),)
     # Its gradients are 16 bits: rows that differ in data only differ by what vTrain's table of all-reduces has for 2
     # bytes a parameter, to the nanosecond (its src/predictor.py). Four NICs of 200 Gb/s a node: its own configuration.
-    where, wire = _nodes("a100-80", devices), 100e9
+    where, wire = nodes("a100-80", devices), 100e9
     yield Case("vTrain A100", label, model, where, MEGATRON, plans, seconds, group, node_bytes_per_second=wire)
 
 
+# AxoNN tries the transpositions of each product: 125 of a GCD's 191.5 TFLOP/s (arXiv 2502.08145, not re-checked).
+AXONN_CALIBRATION = {"frontier": 0.65}
 AXONN_RUNS = {  # (machine, layers, hidden, heads), by devices
     4096: ("perlmutter", 38, 9216, 72),
     32768: ("frontier", 96, 16384, 128),
@@ -369,9 +314,10 @@ def axonn(row: Row) -> Iterator[Case]:
     devices = int(row["gpus"])
     machine, layers, hidden, heads = AXONN_RUNS[devices]
     model, batch = Model(hidden, heads, layers, 2048, 51200), 8192  # 16.8 M tokens
-    seconds = hardware_flops(model, batch) / (_rate(row["aggregate"].split()[0]) * 1e15)
+    seconds = hardware_flops(model, batch) / (rate(row["aggregate"].split()[0]) * 1e15)
     plans = tuple(_grids(model, devices, batch, load(machine).node.device.memory_bytes))
-    yield Case("AxoNN", f"{machine} {devices}", model, _nodes(machine, devices), AXONN, plans, seconds)
+    where, reached = nodes(machine, devices), AXONN_CALIBRATION.get(machine)
+    yield Case("AxoNN", f"{machine} {devices}", model, where, AXONN, plans, seconds, calibration=reached)
 
 
 def _grids(model: Model, devices: int, batch: int, memory_bytes: int) -> Iterator[tuple[Plan, int]]:
@@ -402,6 +348,7 @@ def _grids(model: Model, devices: int, batch: int, memory_bytes: int) -> Iterato
 READERS: dict[str, Callable[[Row], Iterator[Case]]] = {
     "layers_per_virtual_stage": sc21,
     "mfu_pct": core,
+    "etp": folding,
     "case": tensor_scaling,
     "iter_s_full_recompute": korthikanti,
     "sharding_strategy": foundry,

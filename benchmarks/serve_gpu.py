@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from weft.models import Decoder, DecoderConfig, build
 from weft.serve.engine import Engine, EngineOptions
@@ -148,6 +147,30 @@ def measure_batch_1(
     }
 
 
+def measure_transformers(config: DecoderConfig, device: torch.device, num_in: int, num_out: int) -> dict[str, float]:
+    """transformers' `generate` on the same shape: a static cache, whose steps it compiles, one request."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    more = ("num_key_value_heads", "max_position_embeddings")
+    with torch.device(device):
+        peer = LlamaForCausalLM(LlamaConfig(**{name: getattr(config, name) for name in names + more}))
+    peer = peer.to(torch.bfloat16 if device.type == "cuda" else torch.float32).eval()
+    prompt = torch.arange(num_in, device=device)[None]
+
+    def seconds(number: int) -> float:
+        synchronize(device)
+        begin = time.perf_counter()
+        exact = {"min_new_tokens": number, "max_new_tokens": number, "do_sample": False, "pad_token_id": 0}
+        peer.generate(prompt, attention_mask=torch.ones_like(prompt), cache_implementation="static", **exact)
+        synchronize(device)
+        return time.perf_counter() - begin
+
+    for _ in range(2):
+        seconds(num_out)  # compiles, then records graphs
+    return {"tokens_per_second": num_out / min(seconds(num_out) for _ in range(3))}
+
+
 def measure_prefill(model: Decoder, options: dict[str, Any], is_tiny: bool) -> dict[str, float]:
     config, length = model.config, 256 if is_tiny else 8192
     engine = Engine(model, EngineOptions(**{**options, "max_running": 4, "token_budget": length, "num_blocks": 2048}))
@@ -205,17 +228,20 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--token-budget", type=int, default=2048)
     parser.add_argument("--max-running", type=int, default=256)
-    parser.add_argument("--only", nargs="+", choices=("batch_1", "prefill", "many", "large", "throughput"))
+    choices = ("batch_1", "transformers", "prefill", "many", "large", "throughput")
+    parser.add_argument("--only", nargs="+", choices=choices)
     parser.add_argument("--out", type=Path, default=RESULT)
     given = parser.parse_args()
     device = torch.device(given.device)
-    model: nn.Module = random_model(TINY if given.tiny else LLAMA_8B, device)
+    model = random_model(TINY if given.tiny else LLAMA_8B, device)
     options = {"token_budget": given.token_budget, "max_running": given.max_running, "prefix_cache": False}
     rate = copy_rate(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     results: dict[str, Any] = {"device": name, "torch": torch.__version__, "copy_bytes_per_second": rate, **options}
+    lengths = (16, 32) if given.tiny else (128, 512)
     measures: dict[str, Callable[[], Any]] = {
-        "batch_1": lambda: measure_batch_1(model, options, rate, *((16, 32) if given.tiny else (128, 512))),
+        "batch_1": lambda: measure_batch_1(model, options, rate, *lengths),
+        "transformers": lambda: measure_transformers(model.config, device, *lengths),
         "prefill": lambda: measure_prefill(model, options, given.tiny),
         "many": lambda: measure_many(model, options, given.tiny),
         "throughput": lambda: measure_throughput(model, options, given.tiny),

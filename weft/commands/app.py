@@ -19,7 +19,7 @@ except ImportError:
     sys.exit("weft: the command line needs typer and rich; pip install 'weft[cli]'")
 
 
-from weft.commands import calibrate
+from weft.commands import calibrate, index
 from weft.commands.bench import bench_app
 from weft.commands.bench_serve import EXAMPLE as BENCH_SERVE_EXAMPLE
 from weft.commands.bench_serve import bench_serve_command
@@ -230,6 +230,7 @@ def profile_command(
 app.command("generate", epilog=GENERATE_EXAMPLE)(generate_command)
 app.command("serve", epilog=SERVE_EXAMPLE)(serve_command)
 app.command("calibrate", epilog=calibrate.EXAMPLE)(calibrate.calibrate_command)
+app.command("index", epilog=index.EXAMPLE)(index.index_command)
 bench_app.command("serve", epilog=BENCH_SERVE_EXAMPLE)(bench_serve_command)
 
 

@@ -149,6 +149,11 @@ def cost(
     return own(here(localise_tile(model_profile, plan, at), plan), split, plan)
 
 
+def assumptions(model_profile: Profile, plan: Plan) -> tuple[str, ...]:
+    """Returns, as sentences, what the strategies' costs assume because it could not be measured."""
+    return tuple(text for strategy in STRATEGIES for text in strategy.assumptions(model_profile, plan))
+
+
 def localise(profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Profile:
     """Returns the part of a profile that the rank at `coordinates` computes and holds. `pipe` and tiles come before.
 

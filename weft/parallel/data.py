@@ -3,9 +3,10 @@
 After its reduction over `shard`, each rank's slice of every block's gradient is all-reduced over `data`. This happens
 once a step, and overlaps with the backward of earlier blocks. With `shard` > 1 that is hybrid sharding (HSDP). A
 trained flat buffer of N elements in slices of N/shard needs one all-reduce of N/shard · m bytes, where m is the bytes
-of an element of master state. Software that shards the optimizer state over the replicas, the ranks of `data` and
-`context`, reduce-scatters gradients and all-gathers parameters over them instead. Gradients that are rounded for the
-link (`plan.communication.reduce`) go by an all-to-all and an all-gather (`comm/rounded.py`).
+of an element of master state. Software that shards the optimizer state over the replicas, the ranks of `data`, `expert`
+and `context` (for experts those of them that hold the same), reduce-scatters gradients and all-gathers parameters over
+them instead. Gradients that are rounded for the link (`plan.communication.reduce`) go by an all-to-all and an
+all-gather (`comm/rounded.py`).
 """
 
 from __future__ import annotations
@@ -40,9 +41,11 @@ class DataAxis(Strategy):
     def buffer_calls(self, buffer: Buffer, plan: Plan, software: Software) -> Iterable[Call]:
         own = buffer.numel / plan.shard.degree
         if software.shards_optimizer:
-            if plan.data * plan.context.degree > 1:
-                yield Call("replicas", "reduce_scatter", own * buffer.gradient_bytes, "reduce")
-                yield Call("replicas", "all_gather", own * buffer.compute_bytes, "reduce")
+            experts = buffer.expert_numel / plan.shard.degree
+            for axis, numel in (("replicas", own - experts), ("expert replicas", experts)):
+                if numel:  # where there is one replica, these take no time
+                    yield Call(axis, "reduce_scatter", numel * buffer.gradient_bytes, "reduce")
+                    yield Call(axis, "all_gather", numel * buffer.compute_bytes, "reduce")
         elif plan.data > 1 and plan.communication.reduce != "exact":
             num_bytes = plan.data * message_bytes(math.ceil(own / plan.data), plan.communication.reduce)
             yield Call("data", "all_to_all", num_bytes, "reduce")

@@ -108,9 +108,9 @@ class Plan:
     statistics: Literal["rank", "batch"] = "rank"
 
     def __post_init__(self) -> None:
-        for axis, degree in self.degrees.items():
-            if degree < 1:
-                raise PlanError(f"plan.{axis} = {degree}; a degree is at least 1")
+        if min(self._all_degrees) < 1:  # the search makes thousands of plans, so this names the axis only then
+            axis, degree = next((axis, degree) for axis, degree in self.degrees.items() if degree < 1)
+            raise PlanError(f"plan.{axis} = {degree}; a degree is at least 1")
         if self.num_ranks > MAX_RANKS:
             raise PlanError(f"the plan asks for {self.num_ranks} ranks ({self.describe_axes()}); at most {MAX_RANKS}")
         if self.micro_batch is not None and self.micro_batch < 1:
@@ -129,6 +129,14 @@ class Plan:
             raise PlanError(f"plan.tile.fused = {self.tile.fused}; an exchange serves at least 1 layer")
         check_plan(self)
         self.communication.refuse(self.hierarchical, self.exact)
+
+    def changed(self, **fields: Any) -> Plan:
+        """The plan with other values of these fields, checked: `dataclasses.replace`, but fast enough for searches."""
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__, **fields)
+        made.__dict__.pop("_all_degrees", None)  # cached
+        made.__post_init__()
+        return made
 
     def of_stage(self, stage: int) -> Plan:
         """The plan that one stage of the pipeline follows, with its own `memory.recompute`.

@@ -50,6 +50,13 @@ CORE = replace(
     grows_buckets=True,
     keeps_fp8_weights=True,
 )
+# Megatron-Core with experts before Transformer Engine 2.1 (March 2025), which has fused kernels for their rows: torch's
+# own index_select, product with the weights and scatter_add, and in backward gather, two products, a sum and index_add
+# (megatron/core/transformer/moe/moe_utils.py, `permute` and `unpermute` if not fused). On an H200 these take as long as
+# 0.75, 2.4, 3.9 and 0.75, 2.4, 1.65, 8.0 copies of the rows (`benchmarks/expert_kernels.py`). The planner counts 1.5
+# copies in forward for kernels that do it in one pass, and twice that in backward; the rest is here. Rows that arrive
+# are sorted by `split` and `cat`, 1.45 copies. Gradients of experts are added up in fp32.
+CORE_EXPERTS = replace(CORE, row_copies=(5.5, 9.8), sort_copies=1.45, adds_expert_gradients=True)
 # llm-foundry: eager, attn_impl = triton, fused_crossentropy, FSDP that reduces every micro-batch; mixed_precision PURE
 # reduces in bf16 and DEFAULT in fp32 (the kernel: its scripts/train/benchmarking; the rest not re-checked). It
 # recomputes without reentrance (submit_benchmarks.py). PURE is the older sweep, of torch 1.13.1; DEFAULT that of its
@@ -80,10 +87,13 @@ AXONN = Software(
 # bytes, and that MT-NLG ran with it, are not re-checked). With fp16, autograd adds gradients in 16 bits (6 bytes).
 DEEPSPEED_BF16 = replace(MEGATRON, gradient_bytes=4, sum_bytes=18)
 DEEPSPEED_FP16 = replace(MEGATRON, sum_bytes=6)
+# With --use-flash-attn, and without --use-flash-attn-v2 (the scripts of Frontier).
+DEEPSPEED_FP16_FLASH = replace(DEEPSPEED_FP16, attention="flash1")
 # The frameworks of famous runs, by the names in `famous_runs.csv`.
 FRAMEWORKS = {
     "megatron": MEGATRON,
     "megatron-core": CORE,
     "megatron-deepspeed-bf16": DEEPSPEED_BF16,
     "megatron-deepspeed-fp16": DEEPSPEED_FP16,
+    "megatron-deepspeed-fp16-flash": DEEPSPEED_FP16_FLASH,
 }

@@ -14,17 +14,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, get_args
 
-from weft.cluster.collective_choice import Levels, calls_of
+from weft.cluster.collective_choice import Levels, between_sizes, calls_of
 from weft.cluster.hardware import DTYPES, Cluster, ring_seconds
 from weft.inspection.memory_traffic import MemoryTraffic
 from weft.mesh import level_degrees
 from weft.parallel.apply import STRATEGIES
 from weft.parallel.context.closed_form import attends_again, key_numel
-from weft.parallel.expert.layers import row_parts
 from weft.parallel.fp8_products import MULTIPLE
 from weft.parallel.tensor.closed_form import gathers_again, gathers_fp8
 from weft.plan import Plan
-from weft.planner.kernels import ALIGNED_ELEMENTS, BACKWARD_PASSES, CAST_BYTES, FP8_PRODUCT, Kernels
+from weft.planner.expert_time import expert_seconds
+from weft.planner.kernels import ALIGNED_ELEMENTS, BACKWARD_PASSES, Kernels
+from weft.planner.overlap import beside
 from weft.planner.question import inner_settings
 from weft.profiling.software import BlockPass, Software
 from weft.profiling.workload import Beside, BlockWork, Call, Product, Workload
@@ -35,16 +36,6 @@ BESIDE = get_args(Beside)
 # The share of a link's printed bandwidth that collectives reach: about 235 of 300 GB/s inside a DGX A100, 360 of 450
 # inside a DGX H100, and 85 to 95 % of the NICs between nodes, as nccl-tests are commonly reported (not re-checked).
 LINK_SHARE = {"intra": 0.78, "inter": 0.85}
-# The share of speed that matmuls lose to a collective that runs at the same time, because it takes processors and
-# memory bandwidth. Chosen, not measured: Galvatron (arXiv 2211.13878, not re-checked) takes 0.3.
-OVERLAP_LOSS = 0.2
-# The speed of grouped matmuls of experts relative to the best matmul. On an H200, torch._grouped_mm alone reached 737,
-# 684 and 675 TFLOP/s in forward, and 756, 719 and 651 for gradients of weights, with 8, 64 and 128 experts; the best
-# matmul reaches 790.
-GROUPED_PRODUCTS = 0.89
-# Bytes for each weight of experts in fp8, (forward, backward): read for the largest, read again and written; read and
-# written in the other orientation.
-EXPERT_CAST_BYTES = (5, 3)
 OTHER_PRODUCTS = 0.6  # speed of other products and of convolutions in language models, relative to the best matmul
 # The host's time for backward divided by that for forward: backward has twice the kernels, but autograd issues them
 # without Python.
@@ -179,20 +170,7 @@ class MicroBatchModel:
         return _KernelSeconds(Seconds(forward, backward), attention, products, last, moved, again)
 
     def _experts(self, part: BlockWork, plan: Plan, scale: float, kernels: Kernels) -> Seconds:
-        """Seconds of the grouped matmuls of experts."""
-        x, device = plan.tensor.x, self.cluster.node.device
-        uneven = plan.num_expert_parts > 1 and not part.is_routed_evenly
-        share = scale * (self.software.imbalance if uneven else 1)
-        share /= math.prod(row_parts(plan)) * (x if plan.tensor.sequence else 1)
-        once = part.expert_flops * share / GROUPED_PRODUCTS / kernels.flops_per_second
-        if plan.matmul != "fp8" or "fp8" not in device.peak_flops:
-            return Seconds(once, 2 * once)
-        # The forward and the gradient of rows are in fp8, the gradient of weights is not.
-        product = part.expert_flops * share / (device.peak_flops["fp8"] * device.calibration * FP8_PRODUCT["row"])
-        rows = CAST_BYTES[self.software.fused] * part.expert_operands / 2 * share / kernels.bytes_per_second
-        weights = part.expert_numel / plan.num_expert_parts / kernels.bytes_per_second
-        forward, backward = EXPERT_CAST_BYTES
-        return Seconds(product + rows + forward * weights, product + once + rows + backward * weights)
+        return Seconds(*expert_seconds(part, plan, scale, kernels))
 
     def _moved(self, part: BlockWork, places: Sequence[MemoryTraffic], kernels: Kernels) -> tuple[float, float, float]:
         """Seconds of operations that only move bytes: (forward, backward, repeated by selective recompute).
@@ -309,18 +287,29 @@ class MicroBatchModel:
             if call.beside == "attention":
                 ring = max(ring, plan.degree(call.axis))
         own = own.plus(Seconds(copied, copied)).plus(Seconds(*piles["nothing"]))
-        own = own.plus(_beside_attention(attention, piles["attention"], ring))
+        own = own.plus(self._beside_attention(attention, piles["attention"], ring))
         communication, again = piles["matmuls"], piles["input gradients"][True]
         if self.software.hides_tensor:
             first = 1 / plan.tensor.x  # share of the first piece, which nothing hides
             return Seconds(
-                *(beside(mine, other, first * other) for mine, other in zip(own, communication, strict=True))
+                *(self.beside(mine, other, first * other) for mine, other in zip(own, communication, strict=True))
             )
         if self.software.hides_input:
             # dW is half of backward and hides the sums of dI. dI hides the repeated gathers for dW.
-            hidden_backward = beside(own.backward / 2, communication[1]) + beside(own.backward / 2, again)
-            return Seconds(own.forward + communication[0], hidden_backward)
+            halves = (self.beside(own.backward / 2, mine) for mine in (communication[1], again))
+            return Seconds(own.forward + communication[0], sum(halves))
         return own.plus(Seconds(communication[0], communication[1] + again))
+
+    def beside(self, compute: float, communication: float, floor: float = 0.0) -> float:
+        """Seconds of compute with a collective that runs at the same time, if the software overlaps them."""
+        return beside(compute, communication, floor, self.software.overlaps)
+
+    def _beside_attention(self, attention: Seconds, communication: list[float], degree: int) -> Seconds:
+        """Seconds that collectives add which run during all of the `degree` blocks of attention but the last."""
+        if not any(communication):
+            return Seconds()
+        shares = [seconds * (1 - 1 / degree) for seconds in attention]
+        return Seconds(*(self.beside(share, mine) - share for share, mine in zip(shares, communication, strict=True)))
 
     def seconds(self, axis: str, operation: str, num_bytes: float, plan: Plan) -> float:
         """Seconds of one collective over an axis of the plan."""
@@ -349,7 +338,10 @@ class MicroBatchModel:
         return self._levels[key]
 
     def _call_seconds(self, operation: str, num_bytes: float, inner: int, degree: int) -> float:
-        """Seconds of one call of the library over `degree` ranks that are `inner` apart."""
+        """Seconds of one call of the library over `degree` ranks that are `inner` apart: as measured, if it was."""
+        measured = self.cluster.measured(operation, inner, degree)
+        if measured is not None:
+            return between_sizes(measured, num_bytes)
         kind = operation if operation in ("send", "all_to_all") else "ring"
         link = self._links.get((inner, degree, kind))
         if link is None:
@@ -411,34 +403,27 @@ class MicroBatchModel:
 def place(plan: Plan, axis: str, pipe_outside: bool = False) -> tuple[int, int]:
     """Returns (the distance in ranks between neighbours on an axis, the axis' degree).
 
-    "tile" and "replicas" are joint axes. Replicas are the ranks over which software may shard the optimizer state: data
-    directly outside context.
+    "tile", "replicas" and "expert replicas" are joint axes. Replicas are the ranks over which software may shard the
+    optimizer state: data and expert directly outside context, and for experts those ranks that hold the same.
     """
     if axis == "tile":
         return plan.inner("columns"), plan.tile.degree
     if axis == "experts":  # as if its axes were neighbours
         return plan.inner(plan.expert_axes[-1]), plan.num_expert_parts
     if axis == "replicas":
-        return plan.inner("context"), plan.data * plan.context.degree
+        return plan.inner("context"), plan.data * plan.expert * plan.context.degree
+    if axis == "expert replicas":  # as if context were outside of expert
+        replicas = expert_replicas(plan)
+        return plan.inner("pipe") * plan.data // replicas, replicas
     if pipe_outside and axis in ("data", "pipe"):
         inner, pipe = plan.place("pipe")
         return (inner, plan.data) if axis == "data" else (inner * plan.data, pipe)
     return plan.place(axis)
 
 
-def beside(compute: float, communication: float, floor: float = 0.0) -> float:
-    """Seconds of compute with a collective that runs at the same time; at least `floor` seconds of the collective are
-    exposed.
-    """
-    return compute + OVERLAP_LOSS * min(compute, communication) + max(floor, communication - compute)
-
-
-def _beside_attention(attention: Seconds, communication: list[float], degree: int) -> Seconds:
-    """Seconds that collectives add which run during all of the `degree` blocks of attention but the last."""
-    if not any(communication):
-        return Seconds()
-    shares = [seconds * (1 - 1 / degree) for seconds in attention]
-    return Seconds(*(beside(share, mine) - share for share, mine in zip(shares, communication, strict=True)))
+def expert_replicas(plan: Plan) -> int:
+    """The number of ranks of data and context that hold the same experts."""
+    return plan.data * (1 if "context" in plan.expert_over else plan.context.degree)
 
 
 def _longer(one: Seconds, other: Seconds) -> Seconds:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from weft.cluster.collective_choice import between_sizes
 from weft.cluster.cpu_rates import cpu_flops_per_second, is_cpu
 from weft.cluster.hardware import AxisLink, Cluster, load, local_cluster, recognise, ring_seconds
 from weft.comm import Traffics, add_traffic, expand
@@ -29,6 +30,7 @@ from weft.models import LanguageConfig
 from weft.optim.kfac_layers import find_layers
 from weft.optim.kfac_placement import kfac_state_bytes, kfac_traffic
 from weft.optim.sign_compression import compressed_traffic
+from weft.parallel.apply import assumptions as cost_assumptions
 from weft.parallel.apply import cost, local_cost, localise, refuse
 from weft.parallel.branch.axis import describe_deal, work_share
 from weft.pipeline.build import Staging, stage
@@ -177,7 +179,7 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
         plan.memory.offload,
         plan.memory.activations,
         plan.memory.weights,
-        assumptions(whole),
+        (*assumptions(whole), *cost_assumptions(whole, plan)),
         describe_deal(whole, plan) if plan.branch.degree > 1 else "",
     )
 
@@ -341,17 +343,16 @@ def run_cluster(run: Run, num_hosts: int = 1) -> Cluster:
 
 
 def _communication_seconds(traffic: Traffics, plan: Plan, cluster: Cluster) -> dict[str, float]:
-    """Seconds of communication by axis, by the ring formulas."""
+    """Seconds of communication by axis: as measured, where the cluster has it, or by the ring formulas."""
     seconds: dict[str, float] = {}
     for (axis, operation), value in traffic.items():
-        link = link_of(axis, plan, cluster, operation == "send")
-        one = ring_seconds(
-            operation,
-            value.num_bytes / max(1, value.calls),
-            2 if axis in PAIRS_ALONG else _span(axis, plan, cluster.node.num_devices)[1],
-            link.bandwidth_bytes_per_second,
-            link.latency_seconds,
-        )
+        inner, degree = (1, 2) if axis in PAIRS_ALONG else _span(axis, plan, cluster.node.num_devices)
+        num_bytes, measured = value.num_bytes / max(1, value.calls), cluster.measured(operation, inner, degree)
+        if measured is not None:
+            one = between_sizes(measured, num_bytes)
+        else:
+            link = link_of(axis, plan, cluster, operation == "send")
+            one = ring_seconds(operation, num_bytes, degree, link.bandwidth_bytes_per_second, link.latency_seconds)
         seconds[axis] = seconds.get(axis, 0.0) + one * value.calls
     return seconds
 

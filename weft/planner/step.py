@@ -20,7 +20,7 @@ from weft.cluster.hardware import ring_seconds
 from weft.parallel.apply import STRATEGIES
 from weft.plan import Pipe, Plan
 from weft.planner.closed_form_memory import spared_bytes, updated_bytes
-from weft.planner.micro_batch import MicroBatchModel, Seconds, beside, place
+from weft.planner.micro_batch import MicroBatchModel, Seconds, expert_replicas, place
 from weft.planner.schedule_time import ScheduleTime, run
 from weft.planner.stage_units import ModelUnits, StageUnits, UnitSeconds, equal_stages
 from weft.profiling.workload import BlockWork, Call
@@ -176,20 +176,25 @@ class StepModel(MicroBatchModel):
         return busiest, total, units
 
     def _numel(self, units: StageUnits, plan: Plan) -> float:
-        """The number of parameters of a stage or rank, before `shard` splits them. x and y leave experts whole."""
+        """The number of parameters of a stage or rank, before `shard` splits them. x and y leave experts whole, unless
+        the software splits them."""
         experts = units.num_blocks * self.expert_numel
         numel = units.num_blocks * self.numel[1] + units.has_first * self.numel[0] + units.has_last * self.numel[2]
         numel -= self.tied_numel if units.has_first and units.has_last else 0
-        return (numel - experts) / (plan.tensor.x * plan.tensor.y) + experts / plan.num_expert_parts
+        return (numel - experts) / (plan.tensor.x * plan.tensor.y) + experts / self._expert_parts(plan)
+
+    def _expert_parts(self, plan: Plan) -> int:
+        """The number of ranks that the experts of a block are split over."""
+        return plan.num_expert_parts * (plan.tensor.x if self.software.splits_experts else 1)
 
     def _expert_share(self, plan: Plan) -> float:
         """The share of experts in the parameters that a rank holds of a block, before `shard` splits them."""
-        own = self.expert_numel / plan.num_expert_parts
+        own = self.expert_numel / self._expert_parts(plan)
         return own and own / (own + (self.numel[1] - self.expert_numel) / (plan.tensor.x * plan.tensor.y))
 
     def _optimizer_seconds(self, numel: float, plan: Plan, num_micro_batches: int) -> float:
         """Seconds of the update, and of adding up gradients of micro-batches."""
-        own = numel / plan.shard.degree / (plan.data * plan.context.degree if self.software.shards_optimizer else 1)
+        own = self._updated_numel(numel, plan)
         is_alone = plan.num_ranks == num_micro_batches == 1
         num_bytes = own * (self.software.optimizer_bytes - spared_bytes(plan) - is_alone * self.software.alone_bytes)
         num_bytes += (num_micro_batches - 1) * numel * self.software.sum_bytes
@@ -200,6 +205,14 @@ class StepModel(MicroBatchModel):
         # Copies in both directions run at once, during the update of the state on the device.
         streamed = len(evenly_spaced(len(self.workload.blocks), plan.memory.weights)) * self.numel[1]
         return max(updated, updated_bytes(plan, numel, streamed) / (link * HOST_LINK_SHARE))
+
+    def _updated_numel(self, numel: float, plan: Plan) -> float:
+        """The number of parameters that a rank updates, of those that it holds before `shard` splits them."""
+        if not self.software.shards_optimizer:
+            return numel / plan.shard.degree
+        experts = numel * self._expert_share(plan)
+        others = (numel - experts) / (plan.data * plan.expert * plan.context.degree)
+        return (others + experts / expert_replicas(plan)) / plan.shard.degree
 
     def _message_bytes(self, plan: Plan) -> float:
         """Bytes of one micro-batch's message between two stages."""
@@ -312,7 +325,9 @@ class StepModel(MicroBatchModel):
                 behind += seconds
         if not by_axis:
             return stage
-        both = Seconds(beside(stage.forward, ahead, ahead / count), beside(stage.backward, behind, behind / count))
+        both = Seconds(
+            self.beside(stage.forward, ahead, ahead / count), self.beside(stage.backward, behind, behind / count)
+        )
         for axis, seconds in _divide(both.forward + both.backward - sum(stage), by_axis).items():
             exposed[axis] = exposed.get(axis, 0.0) + seconds
         return both
@@ -342,7 +357,7 @@ class StepModel(MicroBatchModel):
         `count` the number of buckets.
         """
         if self.software.grows_buckets:
-            bucket = max(BUCKET_NUMEL, BUCKET_NUMEL_OF_RANK * plan.data * plan.context.degree)
+            bucket = max(BUCKET_NUMEL, BUCKET_NUMEL_OF_RANK * plan.data * plan.expert * plan.context.degree)
             count = min(count, math.ceil(largest / bucket))
         reduce_seconds = before = 0.0
         for call in self._buffer_calls(largest / count, plan):
@@ -358,8 +373,9 @@ class StepModel(MicroBatchModel):
         if self.software.hides_gradients:
             # The first stage finishes last. Parameters gathered for backward use the same link.
             longest = max(stage.backward for stage in stages)
-            without = beside(longest, before, before / count)
-            reduce_seconds = beside(longest, before + reduce_seconds, (before + reduce_seconds) / count) - without
+            without = self.beside(longest, before, before / count)
+            together = before + reduce_seconds
+            reduce_seconds = self.beside(longest, together, together / count) - without
         exposed["data"] = exposed.get("data", 0.0) + reduce_seconds
         return reduce_seconds
 

@@ -39,7 +39,10 @@ class Software:
     `keeps_fp8_weights`: weights are cast in a step's first micro-batch and used by all. `splits_messages`: each rank of
     x sends its part of a message between stages. `grows_buckets`: gradients are reduced in buckets that grow with the
     ranks of data, not block by block. `imbalance`: the tokens that arrive at the busiest rank of `expert`, divided by
-    the mean; it depends on the routing, which no plan knows.
+    the mean; it depends on the routing, which no plan knows. `row_copies`: kernels beside experts' matmuls that take as
+    long as so many copies of the rows, (forward, backward), beyond one kernel that sorts rows and one that adds up
+    results. `sort_copies`: the same for sorting the rows that arrive by expert, and back, if a rank has several.
+    `adds_expert_gradients`: the matmuls of experts' gradients add them up in fp32.
     """
 
     attention: str = "flash2"
@@ -56,11 +59,16 @@ class Software:
     hides_gradients: bool = True
     hides_input: bool = True
     hides_tensor: bool = False
+    overlaps: bool = True  # collectives run while a device computes; on a CPU the same cores do both
     copies_sequence: bool = False
     splits_messages: bool = False
     grows_buckets: bool = False
     imbalance: float = 1.0
-    shards_optimizer: bool = False  # over data and context; ranks of data are then inside pipe
+    row_copies: tuple[float, float] = (0.0, 0.0)
+    sort_copies: float = 0.0
+    adds_expert_gradients: bool = False
+    splits_experts: bool = False  # x splits each expert as it splits an MLP (Megatron's expert tensor parallelism)
+    shards_optimizer: bool = False  # over data, expert and context; ranks of data are then inside pipe
     fuses_ring: bool = False  # one kernel adds up the partial results of ring attention
     repeats_keys: bool = False  # keys and values are copied for every query head before attention
     equal_stages: bool = False  # pipeline stages have equal numbers of blocks; weft balances them
@@ -93,7 +101,7 @@ def software_for_text(cluster: Cluster, compiles: bool | None = None) -> Softwar
     if "bf16" not in cluster.node.device.peak_flops and cluster.node.device.peak_flops:
         attention = "plain"  # FlashAttention-2 needs an A100 or newer
     if not (not is_cpu(cluster) if compiles is None else compiles):
-        return Software(attention, pads_head=not is_cpu(cluster), many_tiles=True)
+        return Software(attention, pads_head=not is_cpu(cluster), many_tiles=True, overlaps=not is_cpu(cluster))
     loss_bytes = COMPILED_LOSS_BYTES if is_cpu(cluster) else FUSED_LOSS_BYTES
     return Software(
         attention,
@@ -101,6 +109,7 @@ def software_for_text(cluster: Cluster, compiles: bool | None = None) -> Softwar
         compiled=True,
         loss_bytes=loss_bytes,
         pads_head=not is_cpu(cluster),
+        overlaps=not is_cpu(cluster),
         many_tiles=True,
         alone_bytes=ALONE_BYTES,
         sum_bytes=SUM_BYTES,

@@ -116,10 +116,15 @@ class BlockWork:
     num_experts: int = 0  # of all its layers of experts
     expert_flops: int = 0  # the part of `other_flops` that experts compute
     expert_numel: int = 0  # parameters of experts
-    expert_operands: int = 0  # elements of the rows that experts multiply, and of their results
+    expert_products: tuple[Product, ...] = ()  # their matmuls, each with the rows of all experts
     is_routed_evenly: bool = False  # whether experts have a capacity: all compute as many rows, whatever the routing
     filters: tuple[Filter, ...] = ()
     tile_calls: tuple[Call, ...] = ()
+
+    @property
+    def expert_operands(self) -> int:
+        """Elements of the rows that experts multiply, and of their results."""
+        return sum(one.rows * (one.inputs + one.outputs) for one in self.expert_products)
 
     @property
     def query_numel(self) -> float:
@@ -189,7 +194,11 @@ def _part(profile: Profile, block: Block, splits: Mapping[str, Split]) -> BlockW
         num_experts=sum(one.num_experts for one in block.experts),
         expert_flops=sum(2 * one.batch * one.rows * one.inner * one.columns * count for one, count in of_experts),
         expert_numel=sum(one.numel * one.num_experts for one in block.experts),
-        expert_operands=sum(one.batch * one.rows * (one.inner + one.columns) * count for one, count in of_experts),
+        expert_products=tuple(
+            Product(one.batch * one.rows, one.inner, one.columns, "column" if one.inner == hidden else "row")
+            for one, count in of_experts
+            for _ in range(count)
+        ),
         is_routed_evenly=bool(with_capacity),
     )
 

@@ -128,7 +128,9 @@ class ExpertAxis(Strategy):
         return [{}, *({"expert": degree} for degree in degrees[1:])]
 
     def block_calls(self, block: BlockPass, plan: Plan) -> Iterable[Call]:
-        if (plan.num_expert_parts == 1 and plan.tensor.y == 1) or not block.work.routed_numel:
+        splits_experts = block.software.splits_experts and plan.tensor.x > 1
+        is_local = plan.num_expert_parts == 1 and plan.tensor.y == 1 and not splits_experts
+        if is_local or not block.work.routed_numel:
             return
         scale = block.micro_batch / plan.num_parts("tokens")
         rows_bytes = block.work.routed_numel * scale * COMPUTE_DTYPE[plan.precision].itemsize
@@ -143,6 +145,9 @@ class ExpertAxis(Strategy):
             forward = [rows, rows._replace(num_bytes=rows_bytes * block.software.imbalance), counts]
         forward = forward * (plan.num_expert_parts > 1)
         gathers = [gather] * (over_x > 1) + [rows._replace(axis="y")] * (2 * (over_y > 1))
+        if splits_experts:  # rows of all ranks of x, and the sums of their results
+            whole = gather._replace(num_bytes=rows_bytes * plan.tensor.x)
+            gathers += [whole, whole._replace(operation="reduce_scatter")]
         yield from (*forward, *gathers)
         yield from (call._replace(phase="backward") for call in (*forward[:2], *gathers))
         if plan.memory.repeats_collectives:
@@ -150,9 +155,10 @@ class ExpertAxis(Strategy):
 
     def buffer_calls(self, buffer: Buffer, plan: Plan, software: Software) -> Iterable[Call]:
         experts, others = buffer.expert_numel / plan.shard.degree, buffer.numel - buffer.expert_numel
-        if plan.expert > 1:
+        if plan.expert > 1 and not software.shards_optimizer:  # else `DataAxis` reduces over all replicas
             yield Call("expert", "all_reduce", others / plan.shard.degree * buffer.gradient_bytes, "reduce")
-        if experts and (plan.tensor.drop_duplicates or (plan.tensor.sequence and "x" not in plan.expert_over)):
+        is_whole = not software.splits_experts and "x" not in plan.expert_over
+        if experts and (plan.tensor.drop_duplicates or (plan.tensor.sequence and is_whole)):
             yield Call("x", "all_reduce", experts * buffer.gradient_bytes, "reduce")
         if experts and plan.tensor.y > 1 and "y" not in plan.expert_over:
             yield Call("y", "all_reduce", experts * buffer.gradient_bytes, "reduce")
