@@ -256,3 +256,32 @@ def test_a_validator_that_does_not_answer_is_lost() -> None:
     assert sender.results(0.2) == []
     sender.close(TIMEOUT)
     is_over.set()
+
+
+def test_a_snapshot_does_not_wait_for_the_one_that_a_killed_validator_did_not_take() -> None:
+    """The first validator connects, and takes nothing: its message stays on its way after the second has come."""
+    store, ledger = HashStore(), Ledger()
+    link = RoleLink(store, "validator", 0, 0, ledger, TIMEOUT)
+
+    def first() -> None:
+        held.append(meet_trainers(store, "validator", 0, 1, OWN, Ledger(), TIMEOUT))
+
+    def second() -> None:
+        channels = meet_trainers(store, "validator", 0, 1, OWN, Ledger(), TIMEOUT)
+        serve_snapshots(channels, store, lambda step, tensors: [float(step)])
+
+    held: list[Any] = []
+    threading.Thread(target=first, daemon=True).start()
+    link.connect(OWN)
+    sender = SnapshotSender([link], OWN, lambda: pieces_of(1.0), 1, Axis("world", 1, 0, None, ledger), store)
+    assert sender.offer(4)
+    assert [one.measures for one in sender.results(0.2)] == [None]
+    threading.Thread(target=second, daemon=True).start()
+    while link.newer_start() is None:
+        pass
+    offered = threading.Thread(target=sender.offer, args=(8,), daemon=True)
+    offered.start()
+    offered.join(60)
+    assert not offered.is_alive()
+    assert [(one.step, one.measures) for one in sender.results(60)] == [(8, [8.0])]
+    sender.close(timedelta(seconds=1))
