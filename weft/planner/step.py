@@ -372,7 +372,11 @@ class StepModel(MicroBatchModel):
             # The first stage finishes last. Parameters gathered for backward use the same link.
             longest = max(stage.backward for stage in stages)
             without = beside(longest, before, before / count)
-            reduce_seconds = beside(longest, before + reduce_seconds, (before + reduce_seconds) / count) - without
+            chunks = plan.pipe.num_stages // plan.pipe.degree if self.software.reduces_by_stage else 1
+            others = (chunks - 1) * plan.pipe.degree * longest  # backward of a rank's other stages, after the first
+            ahead = reduce_seconds * (chunks - 1) / chunks
+            last = before + reduce_seconds - ahead
+            reduce_seconds = beside(longest, last, last / count) - without + beside(others, ahead) - others
         exposed["data"] = exposed.get("data", 0.0) + reduce_seconds
         return reduce_seconds
 
