@@ -120,6 +120,9 @@ def predict(case: Case) -> Result:
     if case.node_bytes_per_second is not None:
         inter = replace(cluster.node.inter, bandwidth_bytes_per_second=case.node_bytes_per_second)
         cluster = replace(cluster, node=replace(cluster.node, inter=inter))
+    if case.calibration is not None:
+        device = replace(cluster.node.device, calibration=case.calibration)
+        cluster = replace(cluster, node=replace(cluster.node, device=device))
     for plan, count in case.plans:
         is_tied = not case.model.inner and plan.pipe.degree == 1  # one table serves both ends
         model = StepModel(

@@ -19,7 +19,7 @@ Row = Mapping[str, str]
 class Case:
     """One measured step. `group`: cases that differ only in the plan; `memory_gib`: what a rank was seen to hold;
     `compiled_loss`: whether the loss was compiled too; `node_bytes_per_second`: what its nodes' NICs move where the
-    cluster's move more.
+    cluster's move more; `calibration`: what its matmuls reach of the peak where that is not the device's.
     """
 
     table: str
@@ -33,6 +33,7 @@ class Case:
     memory_gib: float | None = None
     compiled_loss: bool = False
     node_bytes_per_second: float | None = None
+    calibration: float | None = None
 
 
 def ints(row: Row, *names: str) -> list[int]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from weft.parallel.model_state import sync_gradients
     from weft.parallel.tensor.vocabulary import cross_entropy, vocabulary_of
     from weft.parallel.tile import tile
-    from weft.plan import Context, Memory, Pipe, Plan, Shard, Tensor, Tile, load_plan
+    from weft.plan import Branch, Context, Memory, Pipe, Plan, Shard, Tensor, Tile, load_plan
     from weft.profiling import profile
     from weft.proof.prove import verify
     from weft.step.model_loss import model_loss
@@ -36,6 +36,7 @@ __version__ = VERSION
 __all__ = [
     "CROSS_ENTROPY",
     "AdamW",
+    "Branch",
     "Context",
     "Memory",
     "Mesh",
@@ -71,7 +72,7 @@ _MODULES = {
     "weft.parallel.model_state": ("sync_gradients",),
     "weft.parallel.tensor.vocabulary": ("cross_entropy", "vocabulary_of"),
     "weft.parallel.tile": ("tile",),
-    "weft.plan": ("Context", "Memory", "Pipe", "Plan", "Shard", "Tensor", "Tile", "load_plan"),
+    "weft.plan": ("Branch", "Context", "Memory", "Pipe", "Plan", "Shard", "Tensor", "Tile", "load_plan"),
     "weft.profiling": ("profile",),
     "weft.proof.prove": ("verify",),
     "weft.step.model_loss": ("model_loss",),

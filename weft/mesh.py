@@ -41,22 +41,24 @@ from weft.plan import AXES, Plan, axes_that_split
 
 logger = logging.getLogger("weft")
 
-JOINT_AXES = {
-    "batch": axes_that_split("samples"),
-    "tile": axes_that_split("pixels"),
-    "samples": axes_that_split("samples", "pixels"),
-    "tokens": axes_that_split("samples", "pixels", "tokens"),
-    "losses": axes_that_split("samples", "pixels", "tokens", "stages"),
-    "state": axes_that_split("stages", "weights"),
-    "world": tuple(AXES),
+_JOINT = {  # what the ranks of each joint axis hold different parts of
+    "batch": ("samples",),
+    "tile": ("pixels",),
+    "samples": ("samples", "pixels"),
+    "tokens": ("samples", "pixels", "tokens"),
+    "losses": ("samples", "pixels", "tokens", "stages"),
+    "state": ("stages", "weights"),
 }
+JOINT_AXES = {**{name: axes_that_split(*what) for name, what in _JOINT.items()}, "world": tuple(AXES)}
 
 
 def joint_axes(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """Returns the axes that each joint axis of a plan combines. With `expert_over`, experts are state of these axes."""
-    if plan.expert_axis == "expert":
+    """Returns the axes that each joint axis of a plan combines."""
+    if plan.expert_axis == "expert" and not plan.branch.splits_batch:
         return JOINT_AXES
-    return {**JOINT_AXES, "state": plan.axes_that_split("stages", "weights"), "experts": plan.expert_axes}
+    own = {name: plan.axes_that_split(*what) for name, what in _JOINT.items()}
+    experts = {} if plan.expert_axis == "expert" else {"experts": plan.expert_axes}
+    return {**JOINT_AXES, **own, **experts}
 
 
 class Mesh:

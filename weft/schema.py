@@ -14,6 +14,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -65,7 +66,7 @@ def build_dataclass(cls: type[T], table: Mapping[str, Any], path: str = "") -> T
     A class may define `from_shorthand(value, path)` to accept a value that is not a table (`shard = 4`).
     """
     assert dataclasses.is_dataclass(cls)
-    hints = typing.get_type_hints(cls)
+    hints = _type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     for key in table:
         if key not in fields:
@@ -74,9 +75,15 @@ def build_dataclass(cls: type[T], table: Mapping[str, Any], path: str = "") -> T
     return cls(**{name: convert(table[name], hints[name], _join(path, name)) for name in fields if name in table})
 
 
+@lru_cache(maxsize=256)
+def _type_hints(cls: type[Any]) -> Mapping[str, Any]:
+    """Returns the types of a class' fields. They are annotated as text, and to evaluate it takes long."""
+    return types.MappingProxyType(typing.get_type_hints(cls))
+
+
 def missing_keys(cls: type[Any], table: Mapping[str, Any], path: str = "") -> list[str]:
     """Returns the keys without a default that a table of the dataclass `cls` lacks, each with what it expects."""
-    hints = typing.get_type_hints(cls)
+    hints = _type_hints(cls)  # type: ignore[arg-type]  # mypy takes no type[Any] for hashable
     needed = (
         field.name
         for field in dataclasses.fields(cls)

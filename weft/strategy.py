@@ -133,6 +133,10 @@ class Strategy:
         """What the rank at `coordinates` of the mesh pays for a step. The profile is its part, of one micro-batch."""
         return Cost()
 
+    def assumptions(self, profile: Profile, plan: Plan) -> tuple[str, ...]:
+        """What `localise` and `cost` assume about the whole model because it could not be measured, as sentences."""
+        return ()
+
     def settings(self, space: SearchSpace) -> Iterable[Mapping[str, Any]]:
         """The fields of a plan that a search tries for this axis; nothing but {} leaves the axis out."""
         return ({},)

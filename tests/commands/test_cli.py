@@ -35,7 +35,7 @@ pytestmark = pytest.mark.processes
 
 COMMANDS = [
     "init", "train", "plan", "verify", "chaos", "evaluate", "export", "generate", "profile", "serve", "calibrate",
-    "doctor",
+    "index", "doctor",
 ]  # fmt: skip
 
 

@@ -53,11 +53,16 @@ SMALL, LARGE = Size(256, 32, 64), Size(8192, 512, 1024)  # for a CPU and for a G
 
 
 class Block(nn.Module):
-    """Operations save the results of both tanh, not the block's input and not its result."""
+    """Operations save the results of both tanh, not the block's input and not its result.
+
+    Linears have no bias: on a GPU, torch sums the gradient of a bias with a buffer of up to 64 MiB, in no relation to
+    the pipeline's memory.
+    """
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.enter, self.leave = nn.Linear(size.width, size.inner), nn.Linear(size.inner, size.width)
+        self.enter = nn.Linear(size.width, size.inner, bias=False)
+        self.leave = nn.Linear(size.inner, size.width, bias=False)
 
     def forward(self, value: Tensor) -> Tensor:
         result: Tensor = self.leave(self.enter(torch.tanh(value)).tanh_())

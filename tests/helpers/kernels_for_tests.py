@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -59,6 +60,7 @@ from weft.serve.loki_cache import (
 from weft.serve.loki_kernel import chosen_slots_by_kernel
 from weft.serve.packed_product_kernel import packed_product_by_kernel
 from weft.serve.packed_row_kernel import product_of_rows_by_kernel
+from weft.serve.packed_token_kernel import Launch, product_of_token_by_kernel
 from weft.serve.paged_attention import (
     PagedBatch,
     attend,
@@ -412,44 +414,57 @@ def packed() -> dict[str, dict[str, float]]:
         (torch.float32, "int8", 256, 2),
         (torch.float32, "fp8", 96, 3),
         (torch.float16, "int4", 640, 1),
+        (torch.float16, "int4-128", 384, 1),
+        (torch.float16, "int8", 96, 1),
+        (torch.float16, "fp8", 160, 1),
         (torch.float16, "fp8", 640, 2),
     ):
-        hidden, form, num_out = torch.randn(num_rows, num_in).to(dtype), weight_format(kind), 42
+        hidden, form = torch.randn(num_rows, num_in).to(dtype), weight_format(kind)
+        num_out = 42 if num_rows > 1 or dtype == torch.float32 else 10  # one token's is slow
         bias, residual = torch.randn(num_out).to(dtype), torch.randn(num_rows, num_out).to(dtype)
         parts = form.encode(torch.randn(num_out, num_in) + 0.3)
         plain = hidden.double() @ form.decode(parts, torch.float64).T
         norm = RMSNorm(num_in, 1e-6).to(dtype)
         norm.weight.data.normal_()
         of_norm = norm(hidden).double() @ form.decode(parts, torch.float64).T
-        for few in (False, True)[: 1 + (num_rows <= FEW_ROWS)]:
-            own = found.setdefault(f"{dtype} {kind} {num_in} {num_rows} {few}", {})
+        for multiply in products_of(hidden):
+            own = found.setdefault(f"{dtype} {kind} {num_in} {num_rows} {multiply.__name__}", {})
             for name, after in {
                 "out": AfterProduct(),
                 "gated": AfterProduct(bias, None, True),
                 "added": AfterProduct(None, residual),
             }.items():
-                own[name] = difference(by_kernel(form, hidden, parts, after, few), after.of(plain))
-            if few:
+                own[name] = difference(multiply(*given_to_kernel(form, hidden, parts, after)), after.of(plain))
+            if multiply is not packed_product_by_kernel:
                 after = AfterProduct(bias, None, True)
-                own["norm"] = difference(by_kernel(form, hidden, parts, after, few, norm), after.of(of_norm))
-            other = (parts[0], parts[1].roll(1, 0))
-            own["scales of other outputs"] = difference(by_kernel(form, hidden, other, AfterProduct(), few), plain)
+                given = given_to_kernel(form, hidden, parts, after)
+                own["norm"] = difference(multiply(*given, norm), after.of(of_norm))
+            other = given_to_kernel(form, hidden, (parts[0], parts[1].roll(1, 0)), AfterProduct())
+            own["scales of other outputs"] = difference(multiply(*other), plain)
     return found
 
 
-def by_kernel(
-    form: WeightFormat,
-    hidden: Tensor,
-    parts: tuple[Tensor, ...],
-    after: AfterProduct,
-    few: bool,
-    norm: RMSNorm | None = None,
-) -> Tensor:
+def products_of(hidden: Tensor) -> list[Callable[..., Tensor]]:
+    """The kernels that can multiply these rows."""
+    few, one = len(hidden) <= FEW_ROWS, len(hidden) == 1 and hidden.dtype == torch.float16
+    return [
+        packed_product_by_kernel,
+        *([product_of_rows_by_kernel] if few else []),
+        *([product_of_token] if one else []),
+    ]
+
+
+def product_of_token(*given: Any) -> Tensor:
+    """By programs that load the codes of some outputs while they compute others."""
+    norm = given[5] if len(given) > 5 else None
+    return product_of_token_by_kernel(*given[:5], norm, Launch(4, 2, 1))
+
+
+def given_to_kernel(form: WeightFormat, hidden: Tensor, parts: tuple[Tensor, ...], after: AfterProduct) -> Any:
     assert isinstance(form, Grouped | RowFp8)
     codes, ranges = parts
     ranges = ranges if isinstance(form, Grouped) else ranges.view(torch.float32)[:, 0]
-    given = (hidden, codes, ranges, form.block(hidden.shape[1]), after)
-    return product_of_rows_by_kernel(*given, norm) if few else packed_product_by_kernel(*given)
+    return hidden, codes, ranges, form.block(hidden.shape[1]), after
 
 
 def serving() -> dict[str, dict[str, float]]:

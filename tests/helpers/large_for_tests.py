@@ -23,6 +23,7 @@ from weft.serve.fused_kernel import gated_by_kernel, norm_by_kernel, rotate_and_
 from weft.serve.group_codes import joined_ranges
 from weft.serve.packed_product_kernel import packed_product_by_kernel
 from weft.serve.packed_row_kernel import product_of_rows_by_kernel
+from weft.serve.packed_token_kernel import product_of_token_by_kernel
 from weft.serve.paged_attention import decode_attention, prompt_attention_by_tiles, tiles_of
 from weft.serve.prompt_attention_kernel import prompt_attention_by_kernel
 from weft.serve.sampling_kernel import draw_by_kernel
@@ -107,7 +108,9 @@ def packed() -> Found:
     ranges = joined_ranges(scale, least)
     expected = hidden.double() @ form.decode((codes[-64:], ranges[-64:]), torch.float64).T
     given = (hidden, codes, ranges, form.block(num_in))
+    of_token = product_of_token_by_kernel(hidden[:1], *given[1:])
     return {
+        "one token": difference(of_token[:, -64:], expected[:1]),
         "some rows": difference(packed_product_by_kernel(*given)[:, -64:], expected),
         "few rows": difference(product_of_rows_by_kernel(*given)[:, -64:], expected),
     }

@@ -26,6 +26,8 @@ for _name in ("llama", "mistral", "qwen2", "qwen3", "gpt2"):  # as many layers a
         assert isinstance(_config, GPT2Config)
         MODELS[f"{_name}-deep"] = replace(_config, n_layer=4)
 
+SCORED = Request("scored", (3, 1, 4, 1, 5), 1)  # how likely its tokens are is asked for
+
 
 def whole_model(name: str) -> nn.Module:
     return tiny_model(name).double()
@@ -41,12 +43,17 @@ def part_of(name: str, place: RankPlace) -> nn.Module:
 
 
 def tokens_on_ranks(
-    name: str, mesh: Mesh, requests: list[Request], options: EngineOptions, place: RankPlace | None = None
+    name: str,
+    mesh: Mesh,
+    requests: list[Request],
+    options: EngineOptions,
+    place: RankPlace | None = None,
+    ranks: ServingRanks | None = None,
 ) -> dict[str, Any] | None:
     """On each rank of a mesh: serve requests. Returns what rank 0 found; None on others. With a `place`, this rank
     holds the part of another.
     """
-    ranks = ServingRanks(mesh)
+    ranks = ranks or ServingRanks(mesh)
     axis = mesh.with_own_group("data", "requests") if mesh.plan.data > 1 else mesh["data"]
     model = part_of(name, place or ranks.place)
     mesh.ledger.clear()
@@ -67,10 +74,12 @@ def tokens_on_ranks(
     engine.idle()
     state = engine.state()
     embedding = engine.embed((5, 6, 7), "mean").tolist()
+    scores = [one.token for one in engine.score(SCORED)]
     engine.close()
     return {
         "tokens": found,
         "embedding": embedding,
+        "scores": scores,
         "preempted": state.num_preempted,
         "prefix": state.num_prefix_tokens,
         "is_free": state.num_free_blocks == state.num_blocks,

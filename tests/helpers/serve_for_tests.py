@@ -78,13 +78,17 @@ class RepeatingEngine:
             self.held[request.name][1] += 1
         else:
             del self.held[request.name]
-        count = request.sampling.num_logprobs
-        logprobs = (
-            None
-            if count is None
-            else TokenLogprobs(self.logprob, tuple((token + i, self.logprob - i) for i in range(count)))
-        )
+        logprobs = None if request.sampling.num_logprobs is None else self._logprobs(request, token)
         return GeneratedToken(request.name, token, logprobs, finish)  # type: ignore[arg-type]
+
+    def _logprobs(self, request: Request, token: int) -> TokenLogprobs:
+        count = request.sampling.num_logprobs or 0
+        return TokenLogprobs(self.logprob, tuple((token + i, self.logprob - i) for i in range(count)))
+
+    def score(self, request: Request) -> list[TokenLogprobs]:
+        if len(request.tokens) > self.context_length:
+            raise RequestError("too_long", f"a prompt of {len(request.tokens)} tokens is longer than 64")
+        return [self._logprobs(request, token) for token in request.tokens[1:]]
 
     def state(self) -> EngineState:
         return EngineState(len(self.held), 0, 8, max(0, 8 - len(self.held)), 16, 0, 0, self.num_generated)

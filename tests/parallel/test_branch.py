@@ -25,8 +25,8 @@ from weft.optim.saved_state import load_state, pieces_to_save
 from weft.parallel.apply import cost, parallelize, refuse
 from weft.parallel.branch import exchange, runner
 from weft.parallel.branch.axis import find_schedule
-from weft.parallel.branch.owners import Branch, deal, find_branches, makespan
-from weft.plan import Context, Memory, Pipe, Plan, Shard, Tile, split_batch
+from weft.parallel.branch.owners import ModelBranch, deal, find_branches, makespan
+from weft.plan import Branch, Context, Memory, Pipe, Plan, Shard, Tile, split_batch
 from weft.plan import Tensor as TensorAxes
 from weft.profiling import Profile, profile
 from weft.proof.prove import verify
@@ -58,7 +58,7 @@ def counted(name: str) -> Profile:
 
 
 def names_of(name: str) -> list[str]:
-    found = find_schedule(counted(name), Plan(branch=2)).trace
+    found = find_schedule(counted(name), Plan(branch=Branch(2))).trace
     return sorted(branch.name for branch in find_branches(found))
 
 
@@ -70,18 +70,18 @@ def test_arms_towers_and_heads_are_found() -> None:
 
 
 def test_arms_are_exchanged_once_a_cell() -> None:
-    found = find_schedule(counted("inception"), Plan(branch=4))
+    found = find_schedule(counted("inception"), Plan(branch=Branch(4)))
     assert len(found.exchanges) == 2
     assert [len(one) for one in found.forks.values()] == [1, 1]
     pools = [rank for event, rank in zip(found.trace.events, found.ranks, strict=True) if event.name == "max_pool2d"]
     assert None not in pools  # the rank of the arm behind it runs a pool
 
 
-def one_wave(*work: float) -> list[Branch]:
-    return [Branch(frozenset([str(index)]), {0: one}) for index, one in enumerate(work)]
+def one_wave(*work: float) -> list[ModelBranch]:
+    return [ModelBranch(frozenset([str(index)]), {0: one}) for index, one in enumerate(work)]
 
 
-def best(branches: list[Branch], degree: int) -> float:
+def best(branches: list[ModelBranch], degree: int) -> float:
     return min(makespan(branches, ranks) for ranks in itertools.product(range(degree), repeat=len(branches)))
 
 
@@ -96,10 +96,31 @@ def test_the_deal_takes_at_most_four_thirds_of_the_best(degree: int) -> None:
 
 
 def test_each_wave_is_dealt_out() -> None:
-    branches = [Branch(frozenset([f"{wave}{i}"]), {wave: 1.0}) for wave in range(3) for i in range(2)]
+    branches = [ModelBranch(frozenset([f"{wave}{i}"]), {wave: 1.0}) for wave in range(3) for i in range(2)]
     found = deal(branches, 2)
     assert makespan(branches, found.ranks) == 3.0
     assert found.imbalance == 1.0
+
+
+def test_named_modules_are_the_branches() -> None:
+    found = find_schedule(counted("inception"), Plan(branch=Branch(2, modules=("cells.0.one", "cells.0.five")))).trace
+    named = find_branches(found, ("cells.0.one", "cells.0.five"))
+    assert [branch.name for branch in named] == ["cells.0.one", "cells.0.five"]
+    pair = find_branches(found, ("cells.1.three", "cells.1.pooled"))
+    assert deal(pair, 2).ranks in ((0, 1), (1, 0))
+
+
+@pytest.mark.parametrize(
+    ("name", "modules", "words"),
+    [
+        ("sum", ("heads.0.0", "heads.0.2", "heads.1"), "one of 'heads.0.0' and 'heads.0.2' needs the other's result"),
+        ("inception", ("cells.0", "cells.1"), "no other branch runs at the same time as 'cells.0'"),
+        ("inception", ("cells.0.one", "cells.0.nine"), "no other branch runs at the same time as 'cells.0.one'"),
+    ],
+)
+def test_modules_that_are_not_branches_are_refused_in_words(name: str, modules: tuple[str, ...], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        refuse(counted(name), Plan(branch=Branch(2, modules=modules)))
 
 
 # --- what is refused
@@ -145,14 +166,14 @@ class ReplacesBuffer(Heads):
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (Plan(branch=5), "branches for 4 ranks only"),
-        (Plan(branch=2, pipe=Pipe(2)), "pipe"),
-        (Plan(branch=2, tensor=TensorAxes(2)), "x = 2"),
-        (Plan(branch=2, context=Context(2)), "context = 2"),
-        (Plan(branch=2, expert=2), "expert"),
-        (Plan(branch=2, tile=Tile(2)), "rows = 2"),
-        (Plan(branch=2, memory=Memory("full")), "memory.recompute = 'full'"),
-        (Plan(branch=2, memory=Memory(activations=0.5)), "memory.activations = 0.5"),
+        (Plan(branch=Branch(5)), "branches for 4 ranks only"),
+        (Plan(branch=Branch(2), pipe=Pipe(2)), "pipe"),
+        (Plan(branch=Branch(2), tensor=TensorAxes(2)), "x = 2"),
+        (Plan(branch=Branch(2), context=Context(2)), "context = 2"),
+        (Plan(branch=Branch(2), expert=2), "expert"),
+        (Plan(branch=Branch(2), tile=Tile(2)), "rows = 2"),
+        (Plan(branch=Branch(2), memory=Memory("full")), "memory.recompute = 'full'"),
+        (Plan(branch=Branch(2), memory=Memory(activations=0.5)), "memory.activations = 0.5"),
     ],
     ids=lambda value: value.describe_axes() + value.memory.words if isinstance(value, Plan) else "",
 )
@@ -172,30 +193,30 @@ def test_plans_that_do_not_fit_are_refused_in_words(plan: Plan, words: str) -> N
 )
 def test_models_without_branches_are_refused_in_words(make: Any, words: str) -> None:
     with pytest.raises(PlanError, match=words):
-        refuse(profile(make(), lambda: (rows(0)[0],)), Plan(branch=2))
+        refuse(profile(make(), lambda: (rows(0)[0],)), Plan(branch=Branch(2)))
 
 
 @pytest.mark.processes
 def test_a_buffer_that_is_replaced_is_refused() -> None:
     with pytest.raises(PlanError, match="replaces its buffer 'mean'"):
-        verify(ReplacesBuffer, rows, Plan(branch=2), steps=1)
+        verify(ReplacesBuffer, rows, Plan(branch=Branch(2)), steps=1)
 
 
 def test_a_degree_below_one_is_refused() -> None:
     with pytest.raises(PlanError, match="branch = 0"):
-        Plan(branch=0)
+        Plan(branch=Branch(0))
 
 
 def test_an_example_is_needed() -> None:
     with pytest.raises(PlanError, match="needs an example"):
-        refuse(profile(Heads()), Plan(branch=2))
+        refuse(profile(Heads()), Plan(branch=Branch(2)))
 
 
 # --- what ranks hold and send
 
 
 def test_a_branch_is_held_by_one_rank() -> None:
-    found, plan = counted("towers"), Plan(branch=2, precision="fp64")
+    found, plan = counted("towers"), Plan(branch=Branch(2), precision="fp64")
     split = split_batch(plan, 4, 1)
     both = [cost(found, plan, split, {**dict.fromkeys(plan.degrees, 0), "branch": index}) for index in range(2)]
     held = [one.state_bytes["parameters"] for one in both]
@@ -216,7 +237,7 @@ def test_a_branch_is_held_by_one_rank() -> None:
 def test_branches_are_proved(name: str, degree: int) -> None:
     if name == "towers" and degree > 2:
         degree = 2
-    report = verify(*MODELS[name], Plan(branch=degree), steps=2)
+    report = verify(*MODELS[name], Plan(branch=Branch(degree)), steps=2)
     report.require()
     assert any(check.what == "traffic: branch all_gather" for check in report.checks)
 
@@ -227,10 +248,10 @@ def test_branches_are_proved(name: str, degree: int) -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan(branch=2, data=2),
-        Plan(branch=2, shard=Shard(2, 3), micro_batch=1),
-        Plan(branch=2, shard=Shard(2, 2)),
-        Plan(branch=2, micro_batch=2),
+        Plan(branch=Branch(2), data=2),
+        Plan(branch=Branch(2), shard=Shard(2, 3), micro_batch=1),
+        Plan(branch=Branch(2), shard=Shard(2, 2)),
+        Plan(branch=Branch(2), micro_batch=2),
     ],
     ids=lambda plan: plan.describe_axes(),
 )
@@ -241,18 +262,24 @@ def test_branches_are_proved_beside_other_axes(plan: Plan, name: str) -> None:
     verify(make, batch, plan, steps=2).require()
 
 
+@pytest.mark.processes
+def test_named_branches_are_proved() -> None:
+    """The two other heads run on both ranks."""
+    verify(*MODELS["any"], Plan(branch=Branch(2, modules=("heads.1", "heads.3"))), steps=1).require()
+
+
 @pytest.mark.soak
 @pytest.mark.processes
 @pytest.mark.parametrize("degree", [2, 3])
 def test_amoebanet_is_proved(degree: int) -> None:
-    verify(amoebanet, large_images, Plan(branch=degree), steps=2).require()
+    verify(amoebanet, large_images, Plan(branch=Branch(degree)), steps=2).require()
 
 
 # --- wrong runs fail
 
 
 def failed(make: Any, batch: Any) -> set[str]:
-    return {check.what for check in verify(make, batch, Plan(branch=2), steps=1).checks if not check.passed}
+    return {check.what for check in verify(make, batch, Plan(branch=Branch(2)), steps=1).checks if not check.passed}
 
 
 @pytest.mark.processes
@@ -294,7 +321,7 @@ def trained(plan: Plan, steps: range, folder: Path, loads: int | None) -> dict[s
 @pytest.mark.soak
 @pytest.mark.processes
 def test_a_checkpoint_of_any_plan_goes_on_under_any_other(tmp_path: Path) -> None:
-    plans = [Plan(branch=2, precision="fp64"), Plan(branch=3, precision="fp64"), Plan(precision="fp64")]
+    plans = [Plan(branch=Branch(2), precision="fp64"), Plan(branch=Branch(3), precision="fp64"), Plan(precision="fp64")]
     losses = []
     for index, plan in enumerate(plans):
         loads = index or None

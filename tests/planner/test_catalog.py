@@ -16,6 +16,7 @@ from weft.models.catalog import CATALOG, load_model, names
         ("gpt-1.7b", 1.65),
         ("gpt-175b", 174.6),
         ("gpt-1t", 1008),
+        ("frontier-1t", 1008),
         ("llama3-8b", 8.03),
         ("llama3-405b", 405.9),
         ("mpt-125m", 0.125),
@@ -35,7 +36,7 @@ def test_a_model_has_the_parameters_of_its_name(name: str, billions: float) -> N
 
 
 def test_every_file_loads_and_names_its_source() -> None:
-    assert len(names()) == 58
+    assert len(names()) == 59
     for name in names():
         assert load_model(name).num_layers > 0
         assert (CATALOG / f"{name}.toml").read_text().splitlines()[0].startswith("# ")

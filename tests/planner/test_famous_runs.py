@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,14 @@ from weft.errors import ConfigError
 from weft.models import GPT2Config
 from weft.models.catalog import load_model
 from weft.plan import Memory, Plan, Shard
-from weft.planner.famous_runs import compare, famous_run, famous_runs, published_seconds
+from weft.planner.famous_runs import (
+    compare,
+    famous_run,
+    famous_runs,
+    framework_seconds,
+    predicted,
+    published_seconds,
+)
 from weft.planner.frameworks import FRAMEWORKS
 
 
@@ -37,7 +45,14 @@ def test_an_unknown_run_is_refused_with_the_nearest_and_all_names() -> None:
 def test_a_run_is_compared_with_wefts_best_by_the_same_model() -> None:
     plan = Plan(shard=Shard(2, 3), micro_batch=1, memory=Memory("full"), precision="bf16")
     run = replace(
-        famous_run("bloom-176b"), model="llama-1.2b", cluster="h100:1x2", sequences=4, sequence=4096, plan=plan
+        famous_run("bloom-176b"),
+        model="llama-1.2b",
+        cluster="h100:1x2",
+        sequences=4,
+        sequence=4096,
+        plan=plan,
+        seconds=None,
+        missing="telepathy",
     )
     found = compare(run)
     assert found.fits
@@ -45,6 +60,7 @@ def test_a_run_is_compared_with_wefts_best_by_the_same_model() -> None:
     assert best.seconds <= found.theirs.seconds  # the search has their plan among its own
     assert f"{1 - best.seconds / found.theirs.seconds:.1%} faster than their plan" in words["best"]
     assert f"predicted for weft {found.theirs.seconds:.2f} s" in words["time"]
+    assert words["memory"].endswith("; their software has what weft lacks: telepathy")
     assert found.framework_seconds is not None
     assert f"predicted for megatron-deepspeed-bf16 {found.framework_seconds:.2f} s" in words["time"]
     assert found.framework_seconds > found.theirs.seconds  # eager, with scores of attention in memory
@@ -57,7 +73,8 @@ def test_a_run_is_compared_with_wefts_best_by_the_same_model() -> None:
 
 
 def test_published_seconds_follow_from_the_formula_of_those_who_published_them() -> None:
-    run = famous_run("bloom-176b")
+    printed = famous_run("bloom-176b")
+    run = replace(printed, seconds=None)
     config = load_model(run.model)
     assert isinstance(config, GPT2Config)
     hidden, layers, vocabulary = config.n_embd, config.n_layer, config.vocab_size
@@ -65,8 +82,35 @@ def test_published_seconds_follow_from_the_formula_of_those_who_published_them()
     flops = 96 * run.sequences * run.sequence * layers * hidden**2 * ratios  # arXiv 2104.04473, equation 3
     seconds = flops / (run.tflops * 1e12 * load(run.cluster).num_devices)
     assert published_seconds(run) == pytest.approx(seconds, rel=0.01)
+    assert published_seconds(printed) == pytest.approx(seconds, rel=0.01)  # both were published
     half = flops * (1 - run.sequence / (12 * hidden) / ratios) / (run.tflops * 1e12 * load(run.cluster).num_devices)
     assert published_seconds(run) != pytest.approx(half, rel=0.01)
+
+
+def test_a_model_has_the_dropout_of_its_run() -> None:
+    bloom, glm = famous_run("bloom-176b").config, famous_run("glm-130b").config
+    assert isinstance(bloom, GPT2Config)
+    assert bloom.resid_pdrop == 0.1
+    assert not isinstance(glm, GPT2Config)
+    assert replace(bloom, resid_pdrop=0.0) == load_model("bloom-176b")
+
+
+@pytest.mark.soak
+def test_famous_runs_are_predicted_within_a_tenth_in_the_mean_and_a_fifth_at_worst() -> None:
+    errors = {}
+    for name, run in famous_runs().items():
+        seconds = framework_seconds(run)
+        errors[name] = (predicted(run).seconds if seconds is None else seconds) / published_seconds(run) - 1
+    assert statistics.mean(map(abs, errors.values())) < 0.10, errors
+    assert max(map(abs, errors.values())) < 0.20, errors
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", famous_runs())
+def test_every_famous_plan_fits_or_needs_what_weft_lacks(name: str) -> None:
+    run = famous_run(name)
+    fits = predicted(run).memory.total_bytes <= load(run.cluster).node.device.memory_bytes
+    assert fits != bool(run.missing)
 
 
 @pytest.mark.soak

@@ -20,7 +20,7 @@ from weft.errors import ConfigError, PlanError
 from weft.models.catalog import load_model
 from weft.models.vision import AmoebaNetDConfig, ResNetConfig, UNetConfig
 from weft.parallel.apply import cost
-from weft.plan import Memory, Pipe, Plan, Tile, split_batch
+from weft.plan import Branch, Memory, Pipe, Plan, Tile, split_batch
 from weft.planner.image_chain import chain
 from weft.planner.image_model import ImageModel, planned_images
 from weft.planner.image_step import balanced
@@ -240,6 +240,45 @@ def test_data_is_allowed_with_other_norms_or_if_asked() -> None:
     assert not search(small(), question).best
     assert search(small(), replace(question, exact=False)).best[0].plan.exact is False
     assert search(small(norm="group"), question).best[0].plan.data == 8
+
+
+def test_branches_are_searched() -> None:
+    """The shortcuts of a ResNet are branches beside its longest convolutions: ranks cannot share them evenly."""
+    shape = ImageShape(SIZE, SIZE, 3)
+    found = search(small(norm="group"), Question(8, 1, "fp32", parse_constraints(["branch=2", "no tile"]), shape)).best
+    assert {one.plan.branch for one in found} == {Branch(2), Branch(2, "split")}
+    assert all(one.plan.pipe.degree == 1 and one.plan.memory.recompute == "none" for one in found)
+    for one in found:
+        assert one.step is not None
+        assert sum(one.step.where.values()) == pytest.approx(one.seconds)
+        assert one.step.where["branch"] > 0
+    split = next(one for one in found if one.plan.branch.splits_batch)
+    alone = small(norm="group").steps.step(replace(split.plan, branch=Branch()), split.num_micro_batches)
+    assert alone.where["compute"] < split.step.where["compute"] < 2 * alone.where["compute"]  # type: ignore[union-attr]
+    refused = search(small(norm="group"), Question(8, 1, "fp32", parse_constraints(["branch=8", "no tile"]), shape))
+    assert any("branches for 2 ranks only" in reason for _, reason in refused.refused)
+
+
+def test_the_state_of_branches_is_near_what_the_strategies_state() -> None:
+    model = small(norm="group")
+    for batch in ("same", "split"):
+        plan = Plan(branch=Branch(2, batch), micro_batch=1)  # type: ignore[arg-type]
+        places = [{**dict.fromkeys(plan.degrees, 0), "branch": index} for index in range(2)]
+        samples = split_batch(plan, plan.num_batch_ranks, 1, "images")
+        stated = max(sum(cost(model.profile, plan, samples, at).state_bytes.values()) for at in places)
+        assert model.held(plan, 1).state_bytes == pytest.approx(stated, rel=0.02)
+
+
+@pytest.mark.soak
+def test_branches_beat_data_parallelism_where_images_are_few() -> None:
+    """Few small images: a device takes nearly as long for one as for two, so that splitting them gains nothing."""
+    shape, config = ImageShape(64, 64, 3), AmoebaNetDConfig(layers=3, filters=64)
+    model = planned_images(config, shape, "bf16", load("h100:1x2"))
+    question = Question(8, 1, constraints=parse_constraints(["no tile", "no pipe"]), shape=shape, exact=False)
+    best = search(model, question).best
+    others = [one.seconds for one in best if one.plan.branch.degree == 1]
+    assert best[0].plan.branch == Branch(2)
+    assert best[0].seconds < 0.9 * min(others)
 
 
 def test_constraints_on_tiles() -> None:

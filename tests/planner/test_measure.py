@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import weft.cluster.cpu_rates
 import weft.planner.predict
 from weft.cluster.cpu_rates import LONG_SECONDS, SIDE, SMALL_SIDE, cpu_flops_per_second
-from weft.cluster.hardware import local_cluster
+from weft.cluster.hardware import Cluster, MeasuredCollective, local_cluster
 from weft.planner.predict import predict
 from weft.run_file import load_run
 
@@ -56,3 +57,29 @@ def test_a_run_is_predicted_by_the_rate_of_its_precision(monkeypatch: pytest.Mon
     fast, slow = (predict(run, local_cluster(1, on_cpu=True)).step_seconds for run in runs)
     assert fast is not None
     assert slow == pytest.approx(4 * fast, rel=0.01)
+
+
+def measured_cluster(seconds: float) -> Cluster:
+    """Two processes whose sums and gathers take so long, whatever their size."""
+    found = local_cluster(2, on_cpu=True)
+    device = replace(found.node.device, peak_flops={"fp32": 1e10}, memory_bandwidth_bytes_per_second=1e9)
+    operations = ("all_reduce", "all_gather", "reduce_scatter", "send")
+    times = (MeasuredCollective(name, "flat", 1, 2, (1, 1 << 40), (seconds, seconds)) for name in operations)  # type: ignore[arg-type]
+    return replace(found, node=replace(found.node, device=device), collectives=tuple(times))
+
+
+@pytest.mark.parametrize("plan", ["plan.data=2", "plan.shard=2", "plan.tensor.x=2"])
+def test_measured_collectives_are_added_to_the_compute_of_a_cpu(plan: str) -> None:
+    """Whole: the cores that compute also communicate. The control is a degree that was not measured."""
+    run = load_run(QUICKSTART, ["plan.data=1", "plan.shard=1", plan])
+    few, more, most = (predict(run, measured_cluster(seconds)) for seconds in (1e-4, 2e-4, 4e-4))
+    steps = [one.step_seconds or 0.0 for one in (few, more, most)]
+    calls = (steps[1] - steps[0]) / 1e-4
+    assert (steps[2] - steps[1]) / 2e-4 == pytest.approx(calls)
+    assert calls == pytest.approx(round(calls), abs=1e-6)
+    assert round(calls) >= 3  # one for each block of the quickstart
+    axis = plan.split("=")[0].rpartition(".")[2]
+    counted = sum(value.calls for key, value in few.traffic.items() if key[0] == axis)
+    assert few.communication_seconds[axis] == pytest.approx(1e-4 * counted)
+    other = replace(measured_cluster(1.0), collectives=(MeasuredCollective("all_reduce", "flat", 1, 4, (1,), (1.0,)),))
+    assert predict(run, other).communication_seconds[axis] < 1.0

@@ -20,7 +20,7 @@ import published_models
 from planner_accuracy import PUBLISHED, Result, chain, predict, regrets, summary
 from published_tables import Case, read
 
-from weft.cluster.hardware import AxisLink, Cluster, ring_seconds
+from weft.cluster.hardware import AxisLink, Cluster, load, ring_seconds
 from weft.parallel.context.axis import ContextAxis
 from weft.plan import Memory, Plan, Shard, Tensor
 from weft.planner import frameworks, micro_batch
@@ -270,6 +270,14 @@ def test_nics_that_nobody_shares_are_seen(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(Cluster, "axis_link", alone)
     assert mean_error(sample) > before + CONTROL
+
+
+def test_axonns_matmuls_on_frontier_are_those_that_it_chose() -> None:
+    frontier = next(case for case in cases("axonn_headlines") if case.label.startswith("frontier"))
+    fixed = Plan(data=64, shard=Shard(16), tensor=Tensor(16, 2), micro_batch=8, precision="bf16", memory=Memory("full"))
+    chosen = replace(frontier, plans=((fixed, 1),))
+    assert chosen.calibration == 0.65 > load("frontier").node.device.calibration
+    assert predict(replace(chosen, calibration=None)).seconds > 1.05 * predict(chosen).seconds
 
 
 def test_a_host_that_takes_no_time_is_seen() -> None:

@@ -20,7 +20,7 @@ from weft.pipeline.build import stage as staged
 from weft.plan import Memory as MemoryPolicy
 from weft.plan import Pipe, Plan, Shard, Tensor, split_batch
 from weft.planner.candidate import Candidate
-from weft.planner.closed_form_memory import memory, sizes, working
+from weft.planner.closed_form_memory import Sizes, memory, sizes, working
 from weft.planner.in_flight import alive_at_once
 from weft.planner.model import planned_model
 from weft.planner.other_forms import longer_plans
@@ -44,6 +44,7 @@ def everything(model: Model, batch: int, num_devices: int) -> list[tuple[float, 
     """Every plan of a small world that fits, by the model's own closed form, found without any bound."""
     found = []
     limit = model.steps.cluster.node.device.memory_bytes
+    sizes_of: dict[tuple[Tensor, MemoryPolicy], Sizes] = {}  # all else that shapes a rank's part of a block is the same
     degrees = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
     for data, pipe, shard, x, y in product(degrees, repeat=5):
         if data * pipe * shard * x * y != num_devices or batch % (data * shard):
@@ -63,7 +64,9 @@ def everything(model: Model, batch: int, num_devices: int) -> list[tuple[float, 
                     tensor = Tensor(x, y, sequence)
                     plan = Plan(data=data, pipe=own, shard=shards, tensor=tensor, micro_batch=micro_batch, **others)
                     count = per_rank // micro_batch
-                    own_sizes = sizes(model.profile, plan)
+                    if (tensor, plan.memory) not in sizes_of:
+                        sizes_of[tensor, plan.memory] = sizes(model.profile, plan)
+                    own_sizes = sizes_of[tensor, plan.memory]
                     held = memory(
                         working(own_sizes, plan, model.steps.stage_units(plan), count), own_sizes, plan, count
                     )

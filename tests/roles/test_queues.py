@@ -14,8 +14,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # as docu
 from weft.checkpoint import Piece, Region
 from weft.comm import Axis, Ledger, Traffic
 from weft.errors import LaunchError, LostRankError
-from weft.roles.batch_queue import BatchLayout, BatchQueue, serve_batches
-from weft.roles.links import RoleLink, digest, meet_trainers
+from weft.roles.batch_queue import BatchLayout, BatchQueue, serve_batches, serve_trainers
+from weft.roles.links import RoleLink, announce, digest, meet_trainers
 from weft.roles.snapshots import SnapshotSender, describe, in_order, serve_snapshots, whole_tensors
 
 TIMEOUT = timedelta(seconds=60)
@@ -89,6 +89,30 @@ def test_batches_come_in_order_and_their_bytes_are_counted(count: int, depth: in
     assert ledger.entries()["loader", "send"] == Traffic(9 + count, 8 * (9 + count))  # requests, and the ends
     assert sorted(number for loader in loaders for number in loader.began) == list(range(9))
     assert max(len(loader.began) for loader in loaders) - min(len(loader.began) for loader in loaders) <= 1
+
+
+def test_a_training_rank_is_served_before_others_come() -> None:
+    """After a loader's return a rank may come late: it is in a collective that waits for one that the loader serves."""
+    store, began, said = HashStore(), list[int](), list[str]()
+
+    def noted(number: int) -> list[Any]:
+        began.append(number)
+        return make(number)
+
+    def load() -> None:
+        serve_trainers(announce(store, "loader", 0, OWN, Ledger(), TIMEOUT), [noted, noted])
+
+    loader = threading.Thread(target=load, daemon=True)
+    loader.start()
+    layout, soon = BatchLayout.of(make(0)), timedelta(seconds=15)
+    for trainer in (1, 0):
+        link = RoleLink(store, "loader", 0, trainer, Ledger(), TIMEOUT)
+        link.connect(OWN)
+        queue = BatchQueue([link], OWN, (trainer, 2), 1, make, layout, soon, said.append)
+        assert_batches([queue.take([0])], [0])
+        queue.close()
+    loader.join(60)
+    assert (began, said, loader.is_alive()) == ([0, 0], [], False)
 
 
 @pytest.mark.parametrize("depth", [1, 3])

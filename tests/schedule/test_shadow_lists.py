@@ -77,15 +77,25 @@ def assert_finished(schedule: Schedule, lost: int, order: list[tuple[int, Action
     return rest
 
 
-@pytest.mark.parametrize(("name", "ranks", "batches"), SIZES)
-def test_any_loss_at_any_moment_is_finished(name: str, ranks: int, batches: int) -> None:
-    schedule = shadowed(name, ranks, batches)
+def check_losses(schedule: Schedule, stride: int) -> None:
+    """Lose each rank at every `stride`-th moment of two orders, at other moments for each rank and order."""
     orders = [list(run_order(schedule)), random_order(schedule, 1)]
-    for lost in range(1, ranks):
-        for order in orders:
-            for moment in range(0, len(order) + 1, 1 if ranks * batches <= 10 else 19):
+    for lost in range(1, schedule.num_ranks):
+        for number, order in enumerate(orders):
+            for moment in range((11 * lost + 17 * number) % stride, len(order) + 1, stride):
                 assert_finished(schedule, lost, order[:moment], has_gradients=False)
         assert_finished(schedule, lost, orders[0], has_gradients=True)
+
+
+@pytest.mark.parametrize(("name", "ranks", "batches"), SIZES)
+def test_any_loss_at_any_moment_is_finished(name: str, ranks: int, batches: int) -> None:
+    check_losses(shadowed(name, ranks, batches), stride=1 if ranks * batches <= 8 else 47)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "ranks", "batches"), SIZES)
+def test_all_losses_at_all_moments_are_finished(name: str, ranks: int, batches: int) -> None:
+    check_losses(shadowed(name, ranks, batches), stride=1)
 
 
 def test_what_is_left_of_a_small_step() -> None:

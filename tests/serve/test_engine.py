@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from weft.errors import ConfigError, NumbersError
 from weft.models import save_folder
+from weft.serve import model_part
 from weft.serve.decode_graph import DecodeGraphs, Replay, graph_sizes
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.host_pages import HostPages
@@ -263,6 +264,26 @@ def test_log_probabilities_are_the_models_own() -> None:
         assert one.logprobs.token == pytest.approx(float(expected[7]), abs=1e-5)
         assert [token for token, _ in one.logprobs.likeliest] == tokens.tolist()
         assert [value for _, value in one.logprobs.likeliest] == pytest.approx(values.tolist(), abs=1e-5)
+
+
+def test_a_prompt_is_scored_as_by_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_part, "_SCORED_ROWS", 4)  # logits are computed in three parts
+    model, prompt = tiny_model("llama"), (5, 6, 7, 8, 9, 10, 11, 12, 13, 14)
+    engine = make_engine(model, vocab_size=50)
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt]))[0, :, :50].log_softmax(-1)
+    found = engine.score(Request("x", prompt, 0, Sampling(num_logprobs=2)))
+    assert [one.token for one in found] == pytest.approx(
+        [float(expected[place, token]) for place, token in enumerate(prompt[1:])], abs=1e-5
+    )
+    values, tokens = expected[:-1].topk(2)
+    assert [[token for token, _ in one.likeliest] for one in found] == tokens.tolist()
+    assert [value for one in found for _, value in one.likeliest] == pytest.approx(values.flatten().tolist(), abs=1e-5)
+    assert engine.score(Request("one", (5,), 1)) == []
+    with torch.no_grad():
+        model.lm_head.weight.fill_(math.nan)  # type: ignore[union-attr, operator]
+    with pytest.raises(NumbersError, match="NaN"):
+        engine.score(Request("x", prompt, 1))
 
 
 def test_embeddings_are_pooled_hidden_states() -> None:

@@ -89,7 +89,6 @@ BAD_BODIES = [
     ({"prompt": "x", "max_tokens": 0}, "'max_tokens' = 0 generates nothing"),
     ({"prompt": "x", "max_tokens": "many"}, "'max_tokens' = 'many' (a string) but it expects an integer"),
     ({"prompt": "x", "logprobs": 21}, "'logprobs' = 21"),
-    ({"prompt": "x", "echo": True, "logprobs": 1}, "'echo' with 'logprobs'"),
     ({"prompt": "x", "stop": [""]}, "'stop' must have"),
     ({"prompt": "x", "stop": ["a"] * 17}, "'stop' must have"),
     ({"prompt": "x", "logit_bias": {"a": 1}}, "'logit_bias' must be"),

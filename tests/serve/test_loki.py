@@ -189,6 +189,12 @@ def test_commands_use_all_ways_and_refuse_in_one_line(
     plain = weft(*generate)
     assert weft(*generate, "--speculate", "ngram").out == plain.out
     assert weft(*generate, "--speculate", tmp_path / "model").out == plain.out
+    assert weft(*generate, "--speculate", "layers=1").out == plain.out
+    graph = tmp_path / "graph"
+    indexed = weft("index", *folder[:3], "--data", tmp_path / "text", "--out", graph, "--json")
+    assert indexed.status == 0, indexed.err
+    assert indexed.json["agreement"] >= 0.999
+    assert weft(*generate, "--head", f"graph={graph}").out == plain.out
     for options in (("--weights", "int4", "--cache", "int4"), ("--weights", "fp8", "--cache", f"loki={axes}")):
         found = weft(*generate, *options)
         assert found.status == 0, found.err
@@ -196,6 +202,9 @@ def test_commands_use_all_ways_and_refuse_in_one_line(
         "--weights int3 is unknown": ("--weights", "int3"),
         "--cache int3 is unknown": ("--cache", "int3"),
         "is no folder; give ngram": ("--speculate", "nowhere"),
+        "layers=2 of a model with 2 layers": ("--speculate", "layers=2"),
+        "graph=nowhere cannot be read": ("--head", "graph=nowhere"),
+        "give temperature 0 or a top_k from 1 to 64": ("--head", f"graph={graph}", "--temperature", 1, "--top-k", 99),
         "leave out --speculate or --cache": ("--speculate", "ngram", "--cache", f"loki={axes}"),
     }
     for message, options in mistakes.items():

@@ -91,6 +91,24 @@ def test_logprobs_of_a_completion(client: openai.OpenAI) -> None:
     )
 
 
+def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI) -> None:
+    asked = {"model": "tiny", "prompt": ["abc", "abc", "x"], "echo": True, "logprobs": 1}
+    found = client.completions.create(**asked, max_tokens=2).choices  # type: ignore[call-overload]
+    for choice, text in zip(found, ["abcab", "abcab", "xxx"], strict=True):
+        assert (choice.text, choice.logprobs.tokens) == (text, list(text))
+        assert choice.logprobs.token_logprobs == [None, *[-0.5] * (len(text) - 1)]  # nothing is before the first
+        assert choice.logprobs.top_logprobs == [None, *({letter: -0.5} for letter in text[1:])]
+        assert choice.logprobs.text_offset == list(range(len(text)))
+    (whole,) = client.completions.create(**{**asked, "prompt": "abc"}, max_tokens=0).choices  # type: ignore[call-overload]
+    assert (whole.text, whole.logprobs.tokens, whole.finish_reason) == ("abc", ["a", "b", "c"], "length")
+    stream = client.completions.create(**{**asked, "prompt": "abc"}, max_tokens=2, stream=True)  # type: ignore[call-overload]
+    parts = [chunk.choices[0].logprobs for chunk in stream]
+    assert [token for part in parts for token in part.tokens] == list("abcab")
+    assert [offset for part in parts for offset in part.text_offset] == list(range(5))
+    with pytest.raises(openai.BadRequestError, match="longer than 64"):
+        client.completions.create(**{**asked, "prompt": "a" * 65}, max_tokens=0)  # type: ignore[call-overload]
+
+
 def test_a_token_that_cannot_come_has_a_logprob_that_json_can_write(
     client: openai.OpenAI, engine: RepeatingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_serving_for_tests import part_of, tokens_on_ranks, whole_model
+from parallel_serving_for_tests import SCORED, part_of, tokens_on_ranks, whole_model
 from serving_for_tests import GREEDY, MODELS, serve_all, tokens_of
 
 from weft.errors import PlanError
@@ -47,9 +47,10 @@ def requests() -> list[Request]:
     return [*found, Request("drawn", (7, 8), 12, Sampling(temperature=1.0, seed=3, repetition_penalty=1.2))]
 
 
-def on_one_rank(name: str) -> tuple[dict[str, list[int]], list[float]]:
+def on_one_rank(name: str) -> tuple[dict[str, list[int]], list[float], list[float]]:
     engine = Engine(whole_model(name), EngineOptions(block_size=4, num_blocks=60))
-    return tokens_of(serve_all(engine, requests())), engine.embed((5, 6, 7), "mean").tolist()
+    scores = [one.token for one in engine.score(SCORED)]
+    return tokens_of(serve_all(engine, requests())), engine.embed((5, 6, 7), "mean").tolist(), scores
 
 
 def check(cases: list[tuple[str, Plan]], num_ranks: int) -> None:
@@ -63,9 +64,10 @@ def check(cases: list[tuple[str, Plan]], num_ranks: int) -> None:
         return [tokens_on_ranks(name, Mesh(plan), requests(), SCARCE) for name, plan in cases]
 
     for (name, plan), found in zip(cases, run_local(rank, num_ranks, LIMIT_SECONDS)[0], strict=True):
-        tokens, embedding = expected[name]
+        tokens, embedding, scores = expected[name]
         assert found["tokens"] == tokens, (name, plan.describe_axes())
         assert found["embedding"] == pytest.approx(embedding, abs=1e-6)
+        assert found["scores"] == pytest.approx(scores, abs=1e-5)
         assert found["is_free"]
         assert found["preempted"] > 0
         if plan.data == 1:
@@ -92,7 +94,7 @@ def test_every_model_on_two_and_four_ranks(name: str) -> None:
 def test_a_wrong_part_is_noticed_and_traffic_is_as_stated() -> None:
     """Negative control: rank 1 holds the part of rank 0. And the calls of a text equal those of `step_calls`."""
     plan = Plan(tensor=Tensor(2))
-    expected, _ = on_one_rank("llama")
+    expected, *_ = on_one_rank("llama")
     given = requests()[:3]
     cases = [
         ("llama", plan),

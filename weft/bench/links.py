@@ -120,13 +120,14 @@ def bench_rank(
 
 
 def measured_collectives(rows: Sequence[LinkRow], num_nodes: int) -> tuple[MeasuredCollective, ...]:
-    """The times by which the fastest algorithm is chosen on so many nodes; empty if only flat ones were measured."""
+    """The times by which the planner prices messages and collectives over all ranks, and by which the fastest algorithm
+    is chosen on so many nodes.
+    """
     found: dict[tuple[str, Algorithm], list[LinkRow]] = {}
     for row in sorted(rows, key=lambda row: row.num_bytes):
-        if row.operation in LEVEL_OPERATIONS:
-            found.setdefault((row.operation, row.algorithm), []).append(row)
-    if all(row.algorithm == "flat" for row in rows):
-        return ()
+        operation = OPERATIONS[row.operation].formula
+        if operation in (*LEVEL_OPERATIONS, "send") and row.axis == WORLD:
+            found.setdefault((operation, row.algorithm), []).append(row)
     return tuple(
         MeasuredCollective(
             operation,  # type: ignore[arg-type]

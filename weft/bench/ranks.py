@@ -45,7 +45,9 @@ def bench_links(
     if rank_info is None and device == "cpu" and wants_mpi(environ):
         raise LaunchError(f"over MPI, mpirun starts the ranks: mpirun -n {num_ranks} weft bench links --backend mpi")
     if rank_info is None:
-        found = run_local(lambda rank: measure(_device(device, rank)), num_ranks, _TIMEOUT_SECONDS, device)
+        # Pinned memory needs CUDA, which processes of "cpu" do not see; those of "cuda" have Gloo for CPU tensors too.
+        runs_on: DeviceType = "cuda" if options.pinned else device
+        found = run_local(lambda rank: measure(_device(device, rank)), num_ranks, _TIMEOUT_SECONDS, runs_on)
         where = RankInfo(0, num_ranks, 0, num_ranks)
         return [row_from_json(row) for row in found[0]], where, describe_backend(device, num_ranks)
     own = init_process_group(rank_info, device, timedelta(seconds=_TIMEOUT_SECONDS))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 import torch
 
 from weft.bench.cluster_file import MeasuredMachine
@@ -15,7 +17,10 @@ from weft.cluster.topology import host_memory_bytes, num_cpu_cores
 from weft.comm.backends import DeviceType
 from weft.errors import ConfigError
 from weft.launch.environment import RankInfo
+from weft.launch.local_ranks import run_local
 
+TIMEOUT_SECONDS = 600.0
+PEAKS = ("fp32", "bf16")
 # What a step of training sends: from small sums to the buffers of a block.
 SIZES = tuple(4**power for power in range(3, 12))
 
@@ -36,27 +41,47 @@ def measure_machine(
         raise ConfigError("a machine with one GPU has no links between GPUs; give --ranks 2 to let ranks share it")
     ranks = num_ranks or (len(gpus()) if device == "cuda" else max(2, num_cpu_cores()))
     names = tuple(name for name, one in OPERATIONS.items() if one.formula is not None)
-    num_nodes, axes = nodes or (1, None)
+    given_nodes, axes = nodes or (None, None)
     options = LinkOptions(names, SIZES, limit_seconds)
     rows, where, backend = bench_links(options, ranks, device, level_axes=axes)
     link = link_of_rows(rows)
     on = torch.device(device)
     local = where.num_local_ranks
-    sharing = 1 if device == "cuda" else local  # processes on a CPU share its cores and its memory
     memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else host_memory_bytes() // local
-    peaks = {dtype: max(matmul_flops(on, dtype, limit_seconds).values()) / sharing for dtype in ("fp32", "bf16")}
+    # Ranks of a launcher measure their rates at the same time anyway, because all of them call this.
+    is_alone = where.launcher == "none" and device == "cpu"
+    rates = _rates_of_ranks(local, limit_seconds) if is_alone else _rates(on, limit_seconds)
     found = MeasuredMachine(
         where.num_hosts,
         local,
         memory,
         host_memory_bytes(),
-        peaks,
-        memory_bytes_per_second(on, limit_seconds) / sharing,
+        {dtype: rates[dtype] for dtype in PEAKS},
+        rates["memory"],
         host_link_bytes_per_second(on, limit_seconds),
         link,
         backend,
         date,
         link if where.num_hosts > 1 else None,
-        measured_collectives(rows, num_nodes),
+        measured_collectives(rows, given_nodes or where.num_hosts),
     )
     return found, where
+
+
+def _rates(device: torch.device, limit_seconds: float) -> dict[str, float]:
+    """FLOP/s of the best matmul by dtype, and bytes per second of its memory, of this process."""
+    found = {dtype: max(matmul_flops(device, dtype, limit_seconds).values()) for dtype in PEAKS}
+    return {**found, "memory": memory_bytes_per_second(device, limit_seconds)}
+
+
+def _rates_of_ranks(num_ranks: int, limit_seconds: float) -> dict[str, float]:
+    """The rates of one of `num_ranks` processes on a CPU, while all compute at once on their share of its cores, as in
+    training. They compete for memory, caches and shared cores, so this is less than a part of what one process reaches.
+    """
+
+    def rank(_: int) -> dict[str, float]:
+        torch.set_num_threads(max(1, num_cpu_cores() // num_ranks))
+        return _rates(torch.device("cpu"), limit_seconds)
+
+    ranks = run_local(rank, num_ranks, TIMEOUT_SECONDS)
+    return {kind: statistics.fmean(one[kind] for one in ranks) for kind in ranks[0]}

@@ -68,7 +68,7 @@ class Levels:
     def seconds(self, algorithm: Algorithm, operation: str, num_bytes: float) -> float:
         """The time of one operation by an algorithm: measured, or by the links of the levels."""
         if (found := self._measured(operation)) is not None:
-            return _between_sizes(found[algorithm], num_bytes)
+            return between_sizes(found[algorithm], num_bytes)
         assert self.links is not None
         degrees = {"": self.num_nodes * self.num_local, "node": self.num_nodes, "local": self.num_local}
         calls = calls_of(algorithm, operation, int(num_bytes), self.num_nodes, self.num_local)
@@ -127,7 +127,7 @@ def padded_bytes(num_bytes: int, num_nodes: int, num_local: int) -> int:
     return -(-num_bytes // unit) * unit
 
 
-def _between_sizes(measured: MeasuredCollective, num_bytes: float) -> float:
+def between_sizes(measured: MeasuredCollective, num_bytes: float) -> float:
     """The measured time at a size: linear between the nearest two sizes, in proportion beyond the largest."""
     sizes, seconds = measured.sizes, measured.seconds
     place = bisect.bisect_left(sizes, num_bytes)

@@ -20,6 +20,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -102,9 +103,12 @@ class Node:
 
 @dataclass(frozen=True)
 class MeasuredCollective:
-    """Measured seconds of one collective over all ranks of several nodes, by size (see `collective_choice.py`)."""
+    """Measured seconds of one collective over all ranks of one or several nodes, by size (`collective_choice.py`).
 
-    operation: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+    A "send" is one message between two of these ranks.
+    """
+
+    operation: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
     algorithm: Literal["flat", "library", "ring", "doubling"]
     num_nodes: int
     num_local: int
@@ -142,6 +146,17 @@ class Cluster:
     @property
     def num_devices(self) -> int:
         return self.num_nodes * self.node.num_devices
+
+    def measured(self, operation: str, inner: int, degree: int) -> MeasuredCollective | None:
+        """What was measured of the library's call over `degree` ranks that are `inner` apart, on one node; None if
+        nothing was. Collectives are measured over all ranks of a node, so they count for axes of that degree only.
+        """
+        for one in self.collectives:
+            if (one.operation, one.algorithm, one.num_nodes) != (operation, "flat", 1) or self.num_nodes > 1:
+                continue
+            if operation == "send" or (inner == 1 and one.num_local == degree):
+                return one
+        return None
 
     def axis_link(self, inner: int, degree: int, is_send: bool = False) -> AxisLink:
         """The link of an axis of `degree` ranks, which are `inner` apart.
@@ -241,6 +256,12 @@ def read_entry(path: Path) -> CatalogEntry:
     return entry
 
 
+@lru_cache(maxsize=64)
+def _catalog_entry(path: Path) -> CatalogEntry:
+    """Read a file of weft's own catalog, once: it does not change."""
+    return read_entry(path)
+
+
 def load(spec: str) -> Cluster:
     """Load a cluster: `h100` (one node), `h100:32x8` (nodes x devices per node), `frontier:4096` (nodes), `local`,
     `local:1x4` (this machine), or a file like those of the catalog (`machine.toml`, `machine.toml:1x4`).
@@ -263,7 +284,7 @@ def load(spec: str) -> Cluster:
         if entry.topology is not None:
             refuse_other_topology(Path(name), entry.topology)
     elif name in catalog_names():
-        entry = read_entry(CATALOG / f"{name}.toml")
+        entry = _catalog_entry(CATALOG / f"{name}.toml")
     else:
         raise ConfigError(f"unknown cluster '{name}'{nearest_of_all(name, [*catalog_names(), 'local'])}")
     if entry.max_nodes is not None and num_nodes > entry.max_nodes:
@@ -379,7 +400,7 @@ def recognise(reported: str) -> Node | None:
     ("NVIDIA H200" is in the catalog, "NVIDIA H200 NVL" is not).
     """
     for name in catalog_names():
-        entry = read_entry(CATALOG / f"{name}.toml")
+        entry = _catalog_entry(CATALOG / f"{name}.toml")
         # A specific machine (max_nodes) may connect the device by other links, so only the vendor's own node counts.
         if entry.max_nodes is None and reported.endswith(entry.node.device.reported_as):
             return entry.node

@@ -19,7 +19,7 @@ except ImportError:
     sys.exit("weft: the command line needs typer and rich; pip install 'weft[cli]'")
 
 
-from weft.commands import calibrate
+from weft.commands import calibrate, index
 from weft.commands.bench import bench_app
 from weft.commands.bench_serve import EXAMPLE as BENCH_SERVE_EXAMPLE
 from weft.commands.bench_serve import bench_serve_command
@@ -161,13 +161,13 @@ def chaos_command(
     from weft.run_file import check_run_file
 
     check_run_file(run_file, overrides or [])
-    from weft.chaos.storm import KINDS, StormForkServer
+    from weft.chaos.storm import StormForkServer
     from weft.commands.chaos import ChaosOptions, run_chaos
     from weft.commands.console import make_console
     from weft.commands.jobs import command_fork_server
 
     with command_fork_server(_run_as_rank, StormForkServer) as fork_server:
-        options = ChaosOptions(mtbf, ",".join(KINDS) if kinds is None else kinds, seed, faults)
+        options = ChaosOptions(mtbf, kinds, seed, faults)
         run_chaos(fork_server, run_file, overrides or [], options, make_console(as_json), as_json)
 
 
@@ -230,6 +230,7 @@ def profile_command(
 app.command("generate", epilog=GENERATE_EXAMPLE)(generate_command)
 app.command("serve", epilog=SERVE_EXAMPLE)(serve_command)
 app.command("calibrate", epilog=calibrate.EXAMPLE)(calibrate.calibrate_command)
+app.command("index", epilog=index.EXAMPLE)(index.index_command)
 bench_app.command("serve", epilog=BENCH_SERVE_EXAMPLE)(bench_serve_command)
 
 

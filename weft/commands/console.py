@@ -73,6 +73,8 @@ def show_run(console: Console, run: Run, cluster: Cluster, profile: Profile, pre
         f"{replace(memory, recompute='none').words}"
     )
     console.print(f"[bold]batch[/]    {run.split.identity(run.plan)}", highlight=False)
+    if prediction.branches:
+        say(console, f"[bold]branches[/] {prediction.branches}")
     console.print(_memory_table(prediction))
     if prediction.traffic:
         console.print(_traffic_table(prediction))

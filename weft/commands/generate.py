@@ -12,7 +12,7 @@ import typer
 from weft.commands import PROMPT
 from weft.commands.device_option import DeviceOption, chosen_device
 from weft.commands.model_text import print_text
-from weft.commands.serve import KeysValuesOption, SpeculateOption, WeightsOption
+from weft.commands.serve import HeadOption, KeysValuesOption, SpeculateOption, WeightsOption
 
 EXAMPLE = 'Example: weft generate runs/quickstart --prompt "def main():" --tokens 100'
 
@@ -29,6 +29,7 @@ def generate_command(
     speculate: SpeculateOption = None,
     weights: WeightsOption = None,
     cache: KeysValuesOption = None,
+    head: HeadOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
 ) -> None:
     """Continue a prompt with a trained model, on one process."""
@@ -37,6 +38,7 @@ def generate_command(
 
     from weft.serve.cache_formats import cache_format
     from weft.serve.generate import generate, load_for_generation
+    from weft.serve.graph_head import graph_head
     from weft.serve.loading import load_draft
     from weft.serve.weight_formats import weight_format
 
@@ -54,6 +56,7 @@ def generate_command(
             context=context,
             speculate=load_draft(speculate, tokenizer, tokens_of, kind),
             cache=cache_format(cache),
+            head=graph_head(head),
         )
     if as_json:
         print(json.dumps({"prompt": prompt, "text": text}))

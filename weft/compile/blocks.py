@@ -42,14 +42,14 @@ def wants_compile(run: Run, device: torch.device) -> bool:
             f"train.compile = true, but with tile = {run.plan.tile.degree} each function of torch becomes one of "
             f"a tile, which torch.compile does not follow; use false"
         )
-    if wanted and run.plan.branch > 1:
+    if wanted and run.plan.branch.degree > 1:
         raise ConfigError(
-            f"train.compile = true, but with branch = {run.plan.branch} each operation is run or skipped by itself, "
-            f"which torch.compile does not follow; use false"
+            f"train.compile = true, but with branch = {run.plan.branch.degree} each operation is run or skipped by "
+            f"itself, which torch.compile does not follow; use false"
         )
     if wanted is not None:
         return wanted
-    is_whole = run.plan.tile.degree == 1 and run.plan.branch == 1
+    is_whole = run.plan.tile.degree == 1 and run.plan.branch.degree == 1
     return device.type == "cuda" and is_whole and run.train.kfac is None
 
 

@@ -73,7 +73,7 @@ def is_loss_in_head(plan: Plan) -> bool:
     """Whether the head computes the loss under a plan. If x or y splits the logits, they have a loss of their own
     (`parallel/tensor/vocabulary.py`). Branches follow a trace of the model's own forward.
     """
-    return plan.tensor.x * plan.tensor.y * plan.branch == 1
+    return plan.tensor.x * plan.tensor.y * plan.branch.degree == 1
 
 
 def install_loss_head(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ keeps its state as the plan says. Neighbouring parts of a buffer with equal opti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -291,10 +291,9 @@ class AdamW(Optimizer):
             found["pending_step"] = held.store.steps[index] + 1
         return found
 
-    @property
-    def own_suffix(self) -> str:
-        """The end of the kinds of `read_own_state`; "" if there are none."""
-        return ""
+    def worker_kinds(self, kinds: Collection[str]) -> set[str]:
+        """The names of workers' states in a checkpoint (`worker_state.py`) that this rank needs: none here."""
+        return set()
 
     def read_own_state(self, piece: nn.Parameter) -> dict[str, Tensor]:
         """State of a piece that other ranks of `data` do not have; there is none here."""

@@ -2,8 +2,8 @@
 
 1-bit and 0/1 Adam stop renewing the second moment, because that needs gradients in full precision. Gradients become
 smaller while a model learns, so updates would become too small with them. What changes is mostly the size of gradients
-and less their proportions within a block. So ranks exchange the mean square of each block of their own gradients, four
-bytes for 64 elements. A running mean of it, with the same decay as the second moment's, is the block's size. After the
+and less their proportions within a block. So ranks exchange the mean square of each block of their own gradients, one
+number for 64 elements. A running mean of it, with the same decay as the second moment's, is the block's size. After the
 freeze, the second moment is multiplied by the change of that size.
 """
 
@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 64
-SQUARE_BYTES = 4
 _SMALLEST = 1e-30  # a size of 0 would end the updates of a block for ever
 
 
@@ -24,9 +23,10 @@ def num_blocks(numel: int) -> int:
 
 
 def block_squares(gradient: Tensor) -> Tensor:
-    """The mean square of each block of a gradient [numel]: [blocks] float32."""
+    """The mean square of each block of a gradient [numel]: [blocks], in float32 or wider."""
     numel = gradient.numel()
-    padded = F.pad(gradient.float().square(), (0, -numel % BLOCK))
+    wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    padded = F.pad(wide.square(), (0, -numel % BLOCK))
     sums = padded.view(-1, BLOCK).sum(1)
     if numel % BLOCK:
         sums[-1] *= BLOCK / (numel % BLOCK)
@@ -36,9 +36,9 @@ def block_squares(gradient: Tensor) -> Tensor:
 class GradientSize:
     """The size of one slice's gradients, by block, not corrected for its start at 0. 0: not known yet."""
 
-    def __init__(self, numel: int, device: torch.device) -> None:
+    def __init__(self, numel: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self.numel = numel
-        self.sizes = torch.zeros(num_blocks(numel), device=device)
+        self.sizes = torch.zeros(num_blocks(numel), dtype=dtype, device=device)
 
     def renew(self, squares: Tensor, decay: float, count: int, num_steps: int = 1) -> Tensor:
         """Take in the mean squares of `num_steps` steps, the last of which is number `count` of all. Returns by which
@@ -56,6 +56,13 @@ class GradientSize:
         return blocks.repeat_interleave(BLOCK)[: self.numel]
 
     def gather(self, blocks: Tensor, place: slice, values: Tensor) -> None:
-        """Set the values of blocks from values of the elements at `place`, as `spread` made them."""
+        """Set the values of blocks from values of the elements at `place`, as `spread` made them.
+
+        Under another plan blocks begin elsewhere; a block then has the mean of its elements.
+        """
         indices = torch.arange(place.start, place.stop, device=blocks.device) // BLOCK
-        blocks[indices] = values.to(blocks.device, blocks.dtype)
+        sums = torch.zeros_like(blocks, dtype=torch.float64)  # equal values have themselves as their mean, to the bit
+        counts = torch.zeros_like(sums)
+        sums.index_add_(0, indices, values.to(blocks.device, torch.float64))
+        counts.index_add_(0, indices, torch.ones_like(indices, dtype=torch.float64))
+        blocks.copy_(torch.where(counts > 0, (sums / counts.clamp(min=1)).to(blocks.dtype), blocks))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from weft.optim.adamw import AdamW
 from weft.optim.buffer_state import BufferState
 from weft.optim.gradient_size import GradientSize, block_squares
 from weft.optim.sign_compression import SignCompressor
+from weft.optim.worker_state import SERVER_ERROR, kinds_to_read, state_for_worker, worker_kind
 
 logger = logging.getLogger("weft")
 
@@ -61,8 +62,8 @@ class OneBitAdam(AdamW):
                     "use AdamW"
                 )
             flat.keep_local(data.name)
-            self.compressors[held.number] = SignCompressor(flat.layout.slice_numel, data, flat.device)
-            self.sizes[held.number] = GradientSize(flat.layout.slice_numel, flat.device)
+            self.compressors[held.number] = SignCompressor(flat.layout.slice_numel, data, flat.device, flat.slice.dtype)
+            self.sizes[held.number] = GradientSize(flat.layout.slice_numel, flat.device, flat.slice.dtype)
 
     @property
     def num_updates(self) -> int:
@@ -118,9 +119,8 @@ class OneBitAdam(AdamW):
         for held in self._ready():
             gradient = held.flat.slice_gradient
             assert gradient is not None
-            gradients[held] = (
-                gradient.float() if scale is None else gradient.float() * scale.to(gradient.device).float()
-            )
+            wide = gradient.to(held.flat.slice.dtype)
+            gradients[held] = wide if scale is None else wide * scale.to(wide.device, wide.dtype)
         if number > self.freeze_step:
             self._follow_sizes(gradients, number)
         for held, gradient in gradients.items():
@@ -159,7 +159,7 @@ class OneBitAdam(AdamW):
     def _update_compressed(self, held: BufferState, gradient: Tensor, number: int) -> None:
         first, _ = held.store.tensors
         beta1, _ = self.param_groups[0]["betas"]
-        own, below = first.float().lerp(gradient, 1 - beta1), self._below(held, number)
+        own, below = first.lerp(gradient, 1 - beta1), self._below(held, number)
         first.copy_(self.compressors[held.number].mean(own, below))
         for place, group in self._places_of(held):
             size = group["lr"] / (1 - group["betas"][0] ** number)
@@ -173,10 +173,10 @@ class OneBitAdam(AdamW):
     def _below(self, held: BufferState, number: int) -> Tensor:
         """What Adam divides the first moment by, and the weights of signs: 0 where the second moment is."""
         second = held.store.tensors[1]
-        below = torch.zeros_like(second, dtype=torch.float32)
+        below = torch.zeros_like(second)
         for place, group in self._places_of(held):
             correction = float(1 - group["betas"][1] ** self._num_variances(number))
-            root = (second[place].float() / correction).sqrt() + float(group["eps"])
+            root = (second[place] / correction).sqrt() + float(group["eps"])
             below[place] = torch.where(second[place] > 0, root, 0.0)
         return below
 
@@ -192,12 +192,12 @@ class OneBitAdam(AdamW):
         """Tensors of a slice that differ between the ranks of `data`, by kind; each has an element for each of its."""
         compressor = self.compressors[held.number]
         numel, part = compressor.numel, compressor.server_error.numel()
-        server = torch.zeros(self.data.degree * part, device=held.flat.device)
+        server = compressor.server_error.new_zeros(self.data.degree * part)
         server[self.data.index * part : (self.data.index + 1) * part] = compressor.server_error
         sizes = self.sizes[held.number]
         return {
             "worker_error": compressor.worker_error,
-            "server_error": server[:numel],
+            SERVER_ERROR: server[:numel],
             "gradient_size": sizes.spread(sizes.sizes),
         }
 
@@ -206,7 +206,7 @@ class OneBitAdam(AdamW):
         if kind == "gradient_size":
             self.sizes[held.number].gather(self.sizes[held.number].sizes, place, values)
             return
-        if kind != "server_error":
+        if kind != SERVER_ERROR:
             self.own_tensors(held)[kind][place].copy_(values)
             return
         error = self.compressors[held.number].server_error
@@ -216,33 +216,34 @@ class OneBitAdam(AdamW):
             error[low - start : high - start] = values[low - place.start : high - place.start]
 
     def read_own_state(self, piece: nn.Parameter) -> dict[str, Tensor]:
-        """A piece's state that no other rank of `data` has, by kinds that name the rank and the layout."""
+        """A piece's state that no other rank of `data` has, by names that tell the rank."""
         held, _, part = self._find(piece)
         place = slice(part.offset, part.offset + part.stop - part.start)
-        return {f"{kind}{self.own_suffix}": value[place].clone() for kind, value in self.own_tensors(held).items()}
+        index, degree = self.data.index, self.data.degree
+        return {worker_kind(kind, index, degree): own[place].clone() for kind, own in self.own_tensors(held).items()}
 
     def write_state(self, piece: nn.Parameter, state: Mapping[str, Tensor]) -> None:
-        """Set a piece's state. What is this rank's own begins anew if the checkpoint has another layout."""
+        """Set a piece's state. Workers' states may be of another plan (`worker_state.py`)."""
         super().write_state(piece, state)
         held, _, part = self._find(piece)
         place = slice(part.offset, part.offset + part.stop - part.start)
-        given = {kind: state.get(f"{kind}{self.own_suffix}") for kind in self.own_tensors(held)}
-        for kind, values in given.items():
-            self.set_own(held, kind, place, self._initial(held, kind, place) if values is None else values.view(-1))
-        if None in given.values() and int(state["step"]) > self.freeze_step:
+        given = state_for_worker(state, self.data.index, self.data.degree)
+        kinds = list(self.own_tensors(held))
+        for kind in kinds:
+            self.set_own(held, kind, place, given[kind].view(-1) if kind in given else self._initial(held, kind, place))
+        if not given.keys() >= set(kinds) and int(state["step"]) > self.freeze_step:
             logger.warning(
-                "weft: the errors of compression of '%s' and others were saved under another plan; they begin at 0",
+                "weft: the checkpoint has no errors of compression of '%s' and others; they begin at 0",
                 part.parameter.name,
             )
 
     def _initial(self, held: BufferState, kind: str, place: slice) -> Tensor:
         """The value of a part of one of `own_tensors` that a checkpoint does not have."""
-        return torch.zeros(place.stop - place.start, device=held.flat.device)
+        return torch.zeros_like(held.flat.slice[place])
 
-    @property
-    def own_suffix(self) -> str:
-        """The end of the kinds of this rank's own state, for one way to cut buffers into slices."""
-        return f"-{self.data.index}-of-{self.data.degree}-by-{self.held[0].flat.shard.degree if self.held else 1}"
+    def worker_kinds(self, kinds: Collection[str]) -> set[str]:
+        """The names of workers' states in a checkpoint that this rank needs."""
+        return kinds_to_read(kinds, self.data.index, self.data.degree)
 
 
 def divided(values: Tensor, below: Tensor) -> Tensor:

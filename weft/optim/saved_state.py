@@ -23,6 +23,7 @@ from weft.optim.delayed_update import is_pending, stale_reason
 from weft.optim.kfac import KFAC
 from weft.optim.one_bit_adam import OneBitAdam
 from weft.optim.stepper import stepper
+from weft.optim.worker_state import is_of_worker
 from weft.optim.zero_one_adam import ZeroOneAdam
 from weft.parallel.model_state import all_units, buffers_to_save, named_buffers, named_pieces, parameter_names, refresh
 from weft.plan import AXES
@@ -131,7 +132,7 @@ def load_state(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer | 
         state = {
             kind: _read_state(checkpoint, name, kind, region, piece)
             for kind in sorted(kinds[name] - {"parameter", "buffer"})
-            if "-of-" not in kind or (steps.own_suffix and kind.endswith(steps.own_suffix))  # else of another rank
+            if not is_of_worker(kind) or kind in steps.worker_kinds(kinds[name])
         }
         if is_pending(state) and (reason := stale_reason(state)) is not None:
             state = {kind: value for kind, value in state.items() if kind not in PENDING_KINDS}

@@ -1,9 +1,11 @@
 """The mean of a vector over an axis in one bit per element and direction, with error feedback.
 
 Each rank sends the signs of its vector and one scale. Elements have weights that all ranks know: a sign stands for the
-scale times the element's weight, and the scale is the root mean square of the elements over their weights. With equal
+scale times the element's weight, and the scale is the mean of the absolute elements over their weights. With equal
 weights that is 1-bit Adam's own compression; with the root of the second moment, elements with small gradients are not
-drowned by those with large ones. What signs leave out is kept as an error and added to the next vector. Rank i is the
+drowned by those with large ones. The mean leaves the smallest error that any scale can, which is always smaller than
+the vector. The root mean square, which is used elsewhere, can leave an error larger than the vector if a few elements
+are much larger than the others. What signs leave out is kept as an error and added to the next vector. Rank i is the
 server of part i: it averages what all ranks sent of that part, compresses the mean in the same way, with an error of
 its own, and sends it to all. A vector of n elements over p ranks needs an all-to-all and an all-gather of
 p · (n / 8p + 4) bytes each (Tang et al., 1-bit Adam, ICML 2021).
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis, Key, Traffic, Traffics, add_traffic, all_gather, all_to_all
-from weft.optim.gradient_size import SQUARE_BYTES, num_blocks
+from weft.optim.gradient_size import num_blocks
 
 SCALE_BYTES = 4  # a float32 behind the signs of each part
 _NORM_BYTES = 8  # the squared norm of a rank's gradients
@@ -45,7 +47,7 @@ def compressed_traffic(traffic: Traffics, degree: int, item_bytes: int) -> dict[
         found += [{("data", name): Traffic(calls, calls * each)} for name in ("all_to_all", "all_gather")]
     if sizes:
         blocks = sum(calls * num_blocks(num_bytes // item_bytes) for num_bytes, calls in sizes.items())
-        found += [{("data", "all_reduce"): Traffic(1, each)} for each in (_NORM_BYTES, SQUARE_BYTES * blocks)]
+        found += [{("data", "all_reduce"): Traffic(1, each)} for each in (_NORM_BYTES, item_bytes * blocks)]
     return add_traffic(*found)
 
 
@@ -62,12 +64,12 @@ def unpack_signs(packed: Tensor) -> Tensor:
 
 
 class SignCompressor:
-    """Averages vectors of one size over an axis. The errors are state: they belong into a checkpoint."""
+    """Averages vectors of one size and dtype over an axis. The errors are state: they belong into a checkpoint."""
 
-    def __init__(self, numel: int, axis: Axis, device: torch.device) -> None:
+    def __init__(self, numel: int, axis: Axis, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self.axis, self.numel, self._part = axis, numel, part_numel(numel, axis.degree)
-        self.worker_error = torch.zeros(numel, device=device)
-        self.server_error = torch.zeros(self._part, device=device)
+        self.worker_error = torch.zeros(numel, dtype=dtype, device=device)
+        self.server_error = torch.zeros(self._part, dtype=dtype, device=device)
 
     def clear(self) -> None:
         """Forget the errors, because another quantity is compressed from now on."""
@@ -79,10 +81,10 @@ class SignCompressor:
         weights must be, too.
         """
         degree, part = self.axis.degree, self._part
-        padded = weights.new_zeros(degree * part, dtype=torch.float32)
+        padded = self.server_error.new_zeros(degree * part)
         padded[: self.numel] = weights
         own = padded.view(degree, part)[self.axis.index]
-        given = vector.float() + self.worker_error
+        given = vector.to(padded.dtype) + self.worker_error
         scale = _scale(given, padded[: self.numel])
         given = torch.where(padded[: self.numel] > 0, given, 0.0)
         self.worker_error.copy_(given - scale * padded[: self.numel] * _signs(given))
@@ -105,10 +107,10 @@ class SignCompressor:
 
 
 def _scale(values: Tensor, weights: Tensor) -> Tensor:
-    """The root mean square of values over weights, of the elements with a weight."""
+    """The mean of absolute values over weights, of the elements with a weight."""
     has_weight = weights > 0
     relative = torch.where(has_weight, values / torch.where(has_weight, weights, 1.0), 0.0)
-    return relative.double().square().sum().div(has_weight.sum().clamp(min=1)).sqrt().float()
+    return relative.double().abs().sum().div(has_weight.sum().clamp(min=1)).float()
 
 
 def _signs(values: Tensor) -> Tensor:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 import torch
@@ -45,9 +45,8 @@ class Stepper(Protocol):
     def read_state(self, piece: nn.Parameter) -> Mapping[str, Tensor]:
         """The state of one of this rank's pieces, by kind."""
 
-    @property
-    def own_suffix(self) -> str:
-        """The end of the kinds of `read_own_state`; "" if there are none."""
+    def worker_kinds(self, kinds: Collection[str]) -> set[str]:
+        """The names of workers' states in a checkpoint (`worker_state.py`) that `write_state` needs on this rank."""
 
     def read_own_state(self, piece: nn.Parameter) -> Mapping[str, Tensor]:
         """The state of a piece that the other ranks of `data` do not have, by kind."""
@@ -86,9 +85,8 @@ class WeftStepper:
     def read_state(self, piece: nn.Parameter) -> Mapping[str, Tensor]:
         return self._optimizer.read_state(piece) if piece.requires_grad else {}
 
-    @property
-    def own_suffix(self) -> str:
-        return self._optimizer.own_suffix
+    def worker_kinds(self, kinds: Collection[str]) -> set[str]:
+        return self._optimizer.worker_kinds(kinds)
 
     def read_own_state(self, piece: nn.Parameter) -> Mapping[str, Tensor]:
         return self._optimizer.read_own_state(piece) if piece.requires_grad and piece.numel() else {}
@@ -138,7 +136,8 @@ class TorchStepper:
         state: Mapping[str, Tensor] = self._optimizer.state.get(piece, {})
         return state
 
-    own_suffix = ""
+    def worker_kinds(self, kinds: Collection[str]) -> set[str]:
+        return set()
 
     def read_own_state(self, piece: nn.Parameter) -> Mapping[str, Tensor]:
         return {}
@@ -189,7 +188,8 @@ class KfacStepper:
         state: Mapping[str, Tensor] = self._optimizer.state.get(piece, {})
         return state
 
-    own_suffix = ""
+    def worker_kinds(self, kinds: Collection[str]) -> set[str]:
+        return set()
 
     def read_own_state(self, piece: nn.Parameter) -> Mapping[str, Tensor]:
         return self._optimizer.read_layer(piece)

@@ -5,12 +5,18 @@ steps average the signs of gradients. After the freeze each rank updates by itse
 they have added up every `sync_interval` steps:
 
     m' = beta1 m + (1 - beta1) g;   u' = u + r m';   theta' = theta - r m' / (sqrt(v) + eps)
-    at a synchronisation: u = mean of signs of u;  m = u / sum of r;  theta = theta before - u / (sqrt(v) + eps);  u = 0
+    at a synchronisation, with R = the sum of r since the last one:
+    m = mean of signs of u / R;  theta = theta before - R m / (sqrt(v) + eps);  u = 0
 
 where r is the learning rate with the bias correction of the first moment. As in 1-bit Adam, signs are weighted by
 sqrt(v) + eps, and v follows the size of gradients at synchronisations. Between synchronisations ranks of `data` have
 different weights, so a checkpoint has those of every rank. The errors of the compression are forgotten at the freeze,
 because another quantity is compressed from there on.
+
+The published algorithm compresses u itself, so its errors have the learning rate of the step that made them. While
+the learning rate falls, such errors become larger than what is added to them, and after some hundred steps the loss
+rises. What is compressed here is u / R, a mean of first moments, which no learning rate changes. With a constant
+learning rate and constant intervals both are the same.
 """
 
 from __future__ import annotations
@@ -100,7 +106,7 @@ class ZeroOneAdam(OneBitAdam):
             second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         else:
             gradient = self.compressors[held.number].mean(gradient, self._below(held, number))
-        first.lerp_(gradient.to(first.dtype), 1 - beta1)
+        first.lerp_(gradient, 1 - beta1)
         below = self._below(held, number)
         for place, group in self._places_of(held):
             self._decay(held.flat.slice[place], group)
@@ -126,7 +132,7 @@ class ZeroOneAdam(OneBitAdam):
         beta1, _ = self.param_groups[0]["betas"]
         if number == self.freeze_step + 1:
             self.compressors[held.number].clear()
-        first.lerp_(gradient.to(first.dtype), 1 - beta1)
+        first.lerp_(gradient, 1 - beta1)
         first.mul_(below > 0)
         for place, group in self._places_of(held):
             rate = group["lr"] / (1 - beta1**number)
@@ -137,8 +143,8 @@ class ZeroOneAdam(OneBitAdam):
             held.flat.slice[place].sub_(rate * divided(first[place], below[place]))
         if not self.is_sync_step(number):
             return
-        update = self.compressors[held.number].mean(local["own_update"], below)
-        first.copy_(divided(update, local["rate_sum"]))
+        first.copy_(self.compressors[held.number].mean(divided(local["own_update"], local["rate_sum"]), below))
+        update = first * local["rate_sum"]
         for place, _ in self._places_of(held):
             held.flat.slice[place].copy_(local["anchor"][place].sub_(divided(update[place], below[place])))
         local["own_update"].zero_()
@@ -150,7 +156,7 @@ class ZeroOneAdam(OneBitAdam):
     def _local_state(self, held: BufferState) -> dict[str, Tensor]:
         """The tensors of local steps, made at the first of them."""
         if held.number not in self._local:
-            zeros = torch.zeros_like(held.flat.slice, dtype=torch.float32)
+            zeros = torch.zeros_like(held.flat.slice)
             self._local[held.number] = {
                 "anchor": held.flat.slice.clone(),
                 "own_update": zeros,

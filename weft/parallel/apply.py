@@ -78,7 +78,7 @@ def parallelize(
     loss, as in `weft.profile`; its memory counts when stages are balanced by memory.
     """
     mesh = mesh or Mesh(plan)
-    is_traced = plan.pipe.degree > 1 or plan.branch > 1 or plan.is_viewed
+    is_traced = plan.pipe.degree > 1 or plan.branch.degree > 1 or plan.is_viewed
     if is_loss_in_head(plan):
         install_loss_head(model)
     whole = profile(model, example if is_traced else None, finish, COMPUTE_DTYPE[plan.precision])
@@ -147,6 +147,11 @@ def cost(
         staging = staging or stage(model_profile, plan)
         return pipeline_cost(model_profile, staging, plan, split, at, here, own)
     return own(here(localise_tile(model_profile, plan, at), plan), split, plan)
+
+
+def assumptions(model_profile: Profile, plan: Plan) -> tuple[str, ...]:
+    """Returns, as sentences, what the strategies' costs assume because it could not be measured."""
+    return tuple(text for strategy in STRATEGIES for text in strategy.assumptions(model_profile, plan))
 
 
 def localise(profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Profile:

@@ -308,7 +308,7 @@ def _make_flats(
             on_host=(block.name, number) in away,
             delays=plan.memory.delay,
             communication=plan.communication,
-            num_expert_ranks=plan.expert,
+            num_sending_ranks=plan.expert * (plan.branch.degree if plan.branch.splits_batch else 1),
         )
 
     flats = [

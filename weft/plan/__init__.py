@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from weft.cluster.communication import Communication
 from weft.errors import ConfigError, PlanError
 from weft.plan.rules import check_plan
-from weft.plan.tables import HOST_SHARES, Context, Memory, Pipe, Recompute, Shard, Tensor, Tile
+from weft.plan.tables import HOST_SHARES, Branch, Context, Memory, Pipe, Recompute, Shard, Tensor, Tile
 from weft.schedule.schedules import make_schedule
 from weft.schema import convert, dump_toml, nearest, read_toml, to_table
 
@@ -27,6 +27,7 @@ __all__ = [
     "MAX_RANKS",
     "AxisField",
     "BatchSplit",
+    "Branch",
     "Context",
     "Memory",
     "Pipe",
@@ -54,7 +55,7 @@ AXES: dict[str, AxisField] = {
     "pipe": AxisField("pipe.degree", ("stages",)),
     "shard": AxisField("shard.degree", ("samples", "weights")),
     "expert": AxisField("expert", ("samples", "weights")),
-    "branch": AxisField("branch", ("weights",)),
+    "branch": AxisField("branch.degree", ("weights",)),
     "rows": AxisField("tile.rows", ("pixels",)),
     "columns": AxisField("tile.columns", ("pixels",)),
     "context": AxisField("context.degree", ("tokens",)),
@@ -85,7 +86,6 @@ class Plan:
     micro-batches of all ranks together.
     `hierarchical`: collectives on axes that cross nodes have two levels, inside each node and between nodes, as
     `communication` says.
-    `branch`: independent branches of the model lie on different ranks, which have the same samples.
     `expert_over`: axes over whose ranks the experts of each layer are split, too. All else keeps its own layout.
     """
 
@@ -94,7 +94,7 @@ class Plan:
     shard: Shard = field(default_factory=Shard)
     expert: int = 1
     expert_over: tuple[Literal["context", "x", "y"], ...] = ()
-    branch: int = 1
+    branch: Branch = field(default_factory=Branch)
     tensor: Tensor = field(default_factory=Tensor)
     context: Context = field(default_factory=Context)
     tile: Tile = field(default_factory=Tile)
@@ -108,9 +108,9 @@ class Plan:
     statistics: Literal["rank", "batch"] = "rank"
 
     def __post_init__(self) -> None:
-        for axis, degree in self.degrees.items():
-            if degree < 1:
-                raise PlanError(f"plan.{axis} = {degree}; a degree is at least 1")
+        if min(self._all_degrees) < 1:  # the search makes thousands of plans, so this names the axis only then
+            axis, degree = next((axis, degree) for axis, degree in self.degrees.items() if degree < 1)
+            raise PlanError(f"plan.{axis} = {degree}; a degree is at least 1")
         if self.num_ranks > MAX_RANKS:
             raise PlanError(f"the plan asks for {self.num_ranks} ranks ({self.describe_axes()}); at most {MAX_RANKS}")
         if self.micro_batch is not None and self.micro_batch < 1:
@@ -129,6 +129,14 @@ class Plan:
             raise PlanError(f"plan.tile.fused = {self.tile.fused}; an exchange serves at least 1 layer")
         check_plan(self)
         self.communication.refuse(self.hierarchical, self.exact)
+
+    def changed(self, **fields: Any) -> Plan:
+        """The plan with other values of these fields, checked: `dataclasses.replace`, but fast enough for searches."""
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__, **fields)
+        made.__dict__.pop("_all_degrees", None)  # cached
+        made.__post_init__()
+        return made
 
     def of_stage(self, stage: int) -> Plan:
         """The plan that one stage of the pipeline follows, with its own `memory.recompute`.
@@ -165,12 +173,13 @@ class Plan:
     def axes_that_split(self, *what: str) -> tuple[str, ...]:
         """The axes whose ranks hold different parts of any of `what` (see `AxisField.splits`), in the mesh order.
 
-        Ranks of the axes in `expert_over` hold different experts.
+        Ranks of the axes in `expert_over` hold different experts, and those of `branch` may have different samples.
         """
         axes = axes_that_split(*what)
-        if not self.expert_over or "weights" not in what:
-            return axes
-        return tuple(axis for axis in AXES if axis in axes or axis in self.expert_over)
+        more: tuple[str, ...] = self.expert_over if "weights" in what else ()
+        if "samples" in what and self.branch.splits_batch:
+            more = (*more, "branch")
+        return tuple(axis for axis in AXES if axis in axes or axis in more) if more else axes
 
     def num_parts(self, *what: str) -> int:
         """The number of ranks with different parts of any of `what` (see `AxisField.splits`)."""
@@ -221,6 +230,7 @@ class Plan:
     def describe_axes(self) -> str:
         """Returns the axes as text, such as `data 2 × shard 4 (stage 3)`, or `1 process`."""
         notes = {"shard": f" (stage {self.shard.stage})", "context": f" ({self.context.kind})"}
+        notes["branch"] = " (batch split)" if self.branch.splits_batch else ""
         pipe, cap = self.pipe, "" if self.pipe.in_flight is None else f", {self.pipe.in_flight} in flight"
         notes["pipe"] = f" ({pipe.schedule}{cap}{', named stages' * bool(pipe.split)}{', shadow' * pipe.shadow})"
         if words := [
@@ -263,7 +273,8 @@ class BatchSplit:
         """Returns the identity with its numbers as text, as printed at the start of a run."""
         identity = (
             f"{self.batch} {self.samples}/step = {plan.data} data × {plan.shard.degree} shard × "
-            f"{f'{plan.expert} expert × ' if plan.expert > 1 else ''}{self.micro_batch} micro-batch × "
+            f"{f'{plan.expert} expert × ' if plan.expert > 1 else ''}"
+            f"{f'{plan.branch.degree} branch × ' if plan.branch.splits_batch else ''}{self.micro_batch} micro-batch × "
             f"{self.accumulation} accumulation"
         )
         if self.samples == "images":
@@ -287,7 +298,8 @@ def split_batch(plan: Plan, batch: int, sequence: int, samples: str = "sequences
         down, up = batch // ranks * ranks, (batch // ranks + 1) * ranks
         raise PlanError(
             f"batch = {batch} {samples} does not divide over {ranks} ranks (data {plan.data} × shard "
-            f"{plan.shard.degree}{f' × expert {plan.expert}' if plan.expert > 1 else ''}); use "
+            f"{plan.shard.degree}{f' × expert {plan.expert}' if plan.expert > 1 else ''}"
+            f"{f' × branch {plan.branch.degree}' if plan.branch.splits_batch else ''}); use "
             f"{f'{down} or {up}' if down else up}"
         )
     per_rank = batch // ranks

@@ -72,6 +72,25 @@ class Shard(AxisTable):
 
 
 @dataclass(frozen=True)
+class Branch(AxisTable):
+    """The `branch` axis: gives independent branches of the model to different ranks.
+
+    `batch` says which samples these ranks have. "same": all of them the same, so that what is outside of branches is
+    computed by all. "split": each its own; branches get the samples of all ranks, and return each rank its own.
+    `modules` names the modules that are branches; empty: they are found.
+    """
+
+    degree: int = 1
+    batch: Literal["same", "split"] = "same"
+    modules: tuple[str, ...] = ()
+
+    @property
+    def splits_batch(self) -> bool:
+        """Do the ranks of the axis have different samples?"""
+        return self.degree > 1 and self.batch == "split"
+
+
+@dataclass(frozen=True)
 class Tensor(AxisTable):
     """The `x` and `y` axes: split the outputs and the inputs of every matmul, swapped in alternate layers.
 

@@ -14,9 +14,10 @@ from typing import Any
 
 from weft.cluster.hardware import Cluster
 from weft.comm import Traffics
-from weft.compile.saved_bytes import assumptions
+from weft.compile.saved_bytes import assumptions, profile_under
 from weft.errors import PlanError
 from weft.models import LanguageConfig, ModelConfig
+from weft.parallel.apply import assumptions as cost_assumptions
 from weft.planner.candidate import Candidate, SearchResult
 from weft.planner.explain import Rejected, Sensitivity, fewer_nodes, rejections, sensitivities, smaller, why
 from weft.planner.goodput import failures
@@ -71,8 +72,12 @@ class Answer:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """The assumptions, as sentences, that the search makes about blocks that could not be traced."""
-        return assumptions(self.model.profile)
+        """The assumptions, as sentences, that the search makes about what could not be traced or measured."""
+        found = assumptions(self.model.profile)
+        if not self.found.best:
+            return found
+        plan = self.best.plan
+        return (*found, *cost_assumptions(profile_under(self.model.profile, plan), plan))
 
     def layouts(self, most: int = 8) -> list[Candidate]:
         """Returns the best plan of each layout, at most `most`. Plans with equal degrees and equal schedule are one

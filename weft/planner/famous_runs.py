@@ -8,14 +8,14 @@ cost model.
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from weft.cluster.hardware import load
 from weft.errors import ConfigError
-from weft.models import LanguageConfig
+from weft.models import GPT2Config, LanguageConfig
 from weft.models.catalog import load_model
 from weft.plan import Plan
 from weft.planner.answer import Answer, Progress, ask, planned
@@ -35,11 +35,13 @@ class FamousRun:
 
     `framework` is a name of `frameworks.FRAMEWORKS`, or empty if the software of the run is not known. `tflops` are
     those of a device as published; with `recompute_counts` they include recomputed forwards. `seconds` of a step are
-    None if they were not printed. `note` says what is assumed.
+    None if they were not printed. `dropout` is that of GPT-2's blocks. `missing` names features of the run's software
+    that weft's runtime lacks; a plan that needs them may not fit with weft. `note` says what is assumed.
     """
 
     name: str
     model: str
+    dropout: float
     cluster: str
     sequences: int
     sequence: int
@@ -48,8 +50,16 @@ class FamousRun:
     tflops: float
     recompute_counts: bool
     seconds: float | None
+    missing: str
     source: str
     note: str
+
+    @property
+    def config(self) -> LanguageConfig:
+        """The run's model, with its dropout."""
+        config = load_model(self.model)
+        assert isinstance(config, LanguageConfig)
+        return replace(config, resid_pdrop=self.dropout) if isinstance(config, GPT2Config) else config
 
     @property
     def question(self) -> Question:
@@ -81,6 +91,7 @@ def _read(row: dict[str, str]) -> FamousRun:
     return FamousRun(
         row["name"],
         row["model"],
+        float(row["dropout"] or 0),
         row["cluster"],
         int(row["sequences"]),
         int(row["sequence"]),
@@ -89,6 +100,7 @@ def _read(row: dict[str, str]) -> FamousRun:
         float(row["tflops"]),
         row["recompute_counts"] == "yes",
         float(row["seconds"]) if row["seconds"] else None,
+        row["missing"],
         row["source"],
         row["note"],
     )
@@ -126,6 +138,8 @@ class Comparison:
         times = [f"predicted for weft {self._predicted(theirs.seconds)}"]
         if self.framework_seconds is not None:
             times.append(f"predicted for {run.framework} {self._predicted(self.framework_seconds)}")
+        if run.missing:
+            fits += f"; their software has what weft lacks: {run.missing}"
         printed = "printed" if run.seconds is not None else f"from {run.tflops:g} TFLOP/s a device"
         return (
             ("run", f"{run.name}: {run.model}, {run.question.describe()} a step on {run.cluster}; {run.source}"),
@@ -167,6 +181,7 @@ class Comparison:
                 "predicted_framework_seconds": self.framework_seconds,
                 "memory_bytes": theirs.memory.total_bytes,
                 "fits": self.fits,
+                "missing": run.missing,
                 "where": theirs.step.where if theirs.step is not None else {},
                 "words": dict(self.lines),
             },
@@ -180,13 +195,13 @@ def _word(name: str) -> str:
 
 def compare(run: FamousRun, say: Progress = lambda what: None) -> Comparison:
     """Predicts a famous run's plan, and searches for the best plan for the same model and batch on its machine."""
-    answer = ask(run.model, load_model(run.model), load(run.cluster), run.question, say=say)
+    answer = ask(run.model, run.config, load(run.cluster), run.question, say=say)
     return Comparison(run, predicted(run), published_seconds(run), framework_seconds(run), answer)
 
 
 def predicted(run: FamousRun) -> Candidate:
     """The run's plan with its predicted time and memory under weft's runtime."""
-    model, count = planned(load_model(run.model), load(run.cluster), run.question), run.num_micro_batches
+    model, count = planned(run.config, load(run.cluster), run.question), run.num_micro_batches
     step = model.steps.step(run.plan, count)
     return Candidate(run.plan, count, step.seconds, model.held(run.plan, count), step)
 
@@ -200,7 +215,7 @@ def published_seconds(run: FamousRun) -> float:
     if run.seconds is not None:
         return run.seconds
     cluster = load(run.cluster)
-    work = planned(load_model(run.model), cluster, run.question).steps.workload
+    work = planned(run.config, cluster, run.question).steps.workload
     flops = 3 * sum(part.flops for part in (work.first, *work.blocks, work.last)) * run.sequences
     return flops * (4 / 3 if run.recompute_counts else 1) / (run.tflops * 1e12 * cluster.num_devices)
 
@@ -209,7 +224,6 @@ def framework_seconds(run: FamousRun) -> float | None:
     """The predicted seconds of a step with the framework that ran it; None if its software is not known."""
     if not run.framework:
         return None
-    config, software = load_model(run.model), FRAMEWORKS[run.framework]
-    assert isinstance(config, LanguageConfig)
-    model = planned_model(config, run.sequence, load(run.cluster), software, run.plan.precision)
+    software = FRAMEWORKS[run.framework]
+    model = planned_model(run.config, run.sequence, load(run.cluster), software, run.plan.precision)
     return model.steps.step(run.plan, run.num_micro_batches).seconds

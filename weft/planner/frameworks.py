@@ -89,10 +89,13 @@ AXONN = Software(
 # bytes, and that MT-NLG ran with it, are not re-checked). With fp16, autograd adds gradients in 16 bits (6 bytes).
 DEEPSPEED_BF16 = replace(MEGATRON, gradient_bytes=4, sum_bytes=18)
 DEEPSPEED_FP16 = replace(MEGATRON, sum_bytes=6)
+# With --use-flash-attn, and without --use-flash-attn-v2 (the scripts of Frontier).
+DEEPSPEED_FP16_FLASH = replace(DEEPSPEED_FP16, attention="flash1")
 # The frameworks of famous runs, by the names in `famous_runs.csv`.
 FRAMEWORKS = {
     "megatron": MEGATRON,
     "megatron-core": CORE,
     "megatron-deepspeed-bf16": DEEPSPEED_BF16,
     "megatron-deepspeed-fp16": DEEPSPEED_FP16,
+    "megatron-deepspeed-fp16-flash": DEEPSPEED_FP16_FLASH,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -42,8 +42,8 @@ def software_for_images(config: VisionConfig, cluster: Cluster, compiles: bool |
     if compiles is None:
         compiles = not is_cpu(cluster)
     if not compiles or (has_pieces and is_cpu(cluster)):
-        return Software()
-    return IN_PIECES if has_pieces else COMPILED
+        return Software(overlaps=not is_cpu(cluster))
+    return replace(IN_PIECES if has_pieces else COMPILED, overlaps=not is_cpu(cluster))
 
 
 @dataclass(frozen=True)

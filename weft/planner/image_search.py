@@ -1,7 +1,8 @@
 """The search over plans for image models.
 
-It tries grids of tiles (with where tiles end, how they are handed over, and how many layers share an exchange), `pipe`,
-`shard` and `data`, and pipeline schedules with one and with two mirrored replicas.
+It tries grids of tiles (with where tiles end, how they are handed over, and how many layers share an exchange),
+`branch` with equal and with different samples, `pipe`, `shard` and `data`, and pipeline schedules with one and with two
+mirrored replicas.
 """
 
 from __future__ import annotations
@@ -32,9 +33,30 @@ class ImageSearch(Search):
         return Plan(precision=self.question.precision, exact=self.question.exact)
 
     def _allowed(self, strategy: Strategy, fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        if "branch" in fields:
+            return self._branches(fields)
         if "tile" not in fields:
             return super()._allowed(strategy, fields)
         return ({"tile": tile} for tile in self._tiles(fields["tile"].rows, fields["tile"].columns))
+
+    def _branches(self, fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        """Yields the fields if the model has such branches. Why it has not is an answer only to who asks for them."""
+        key, is_asked = tuple(fields.items()), any(name.startswith("branch.") for name in self._names)
+        if not is_asked and not any(block.branches for block in self.model.profile.all):
+            return
+        if key not in self._reasons:
+            self._reasons[key] = self._reason(replace(self._base, **fields))
+        reason = self._reasons[key]
+        if reason is None:
+            yield fields
+        elif is_asked:
+            self._refused.setdefault(reason, f"branch {fields['branch'].degree}")
+
+    def _policies(self, inner: Plan) -> Iterator[Plan]:
+        if inner.branch.degree == 1:
+            yield from super()._policies(inner)
+        elif inner.tile.degree == 1:  # neither tiles nor recompute run beside branches
+            yield from (plan for plan in super()._policies(inner) if plan.memory.recompute == "none")
 
     def _tiles(self, rows: int, columns: int) -> Iterator[Tile]:
         """Yields the tilings to try on a grid: layers per exchange, where tiles end, and how they are handed over."""
@@ -64,6 +86,8 @@ class ImageSearch(Search):
     def _pipes(self, degree: int, inner: Plan) -> list[Pipe]:
         if degree == 1:
             return [Pipe()]
+        if inner.branch.degree > 1:
+            return []
         if inner.tile.degree > 1 and self._refuses_pipe is not None:
             self._refused.setdefault(self._refuses_pipe, "tiles and pipe")
             return []

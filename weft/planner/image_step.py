@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from weft.errors import PlanError
+from weft.parallel.branch.axis import BranchSizes, branch_sizes
 from weft.plan import Pipe, Plan
 from weft.planner.closed_form_memory import NUM_MESSAGES, RankMemory, state
 from weft.planner.image_chain import ImageSection
@@ -21,7 +22,7 @@ from weft.planner.image_sections import ImageSections
 from weft.planner.in_flight import alive_at_once
 from weft.planner.micro_batch import Seconds
 from weft.planner.question import inner_settings
-from weft.planner.step import FIXED_SECONDS, CommonTimes, PlannedStage, StepModel, on_rank
+from weft.planner.step import FIXED_SECONDS, CommonTimes, PlannedStage, StepModel, StepTime, on_rank
 from weft.profiling.workload import BlockWork
 from weft.schedule.schedules import make_schedule
 from weft.schedule.simulate import simulate
@@ -42,12 +43,25 @@ class ImageSteps(StepModel):
         return {}
 
     @cached_property
+    def _branches(self) -> dict[Any, BranchSizes]:
+        return {}
+
+    def branch_sizes(self, plan: Plan) -> BranchSizes | None:
+        """The sizes of the model's branches under the plan, for one image; None if they are not split."""
+        if plan.branch.degree == 1:
+            return None
+        key = plan.branch, plan.precision
+        if key not in self._branches:
+            self._branches[key] = branch_sizes(self.sections.profile, plan)
+        return self._branches[key]
+
+    @cached_property
     def _uncompiled(self) -> ImageSteps:
         return replace(self, software=replace(self.software, fused=False, compiled=False))
 
     def _runs_uncompiled(self, plan: Plan) -> bool:
-        """Tiles run uncompiled, even if all else is compiled."""
-        return self.software.compiled and plan.tile.degree > 1
+        """Tiles and branches run uncompiled, even if all else is compiled."""
+        return self.software.compiled and plan.tile.degree * plan.branch.degree > 1
 
     def part(self, part: BlockWork, plan: Plan, micro_batch: float) -> Seconds:
         if self._runs_uncompiled(plan):
@@ -68,7 +82,10 @@ class ImageSteps(StepModel):
         key = (inner_settings(plan), plan.memory.recompute)
         if key not in self._seconds_of:
             sections = self.sections.under(plan.tile)
-            self._seconds_of[key] = [self.inside(one.part, plan, plan.micro_batch * one.images) for one in sections]
+            found = [self.inside(one.part, plan, plan.micro_batch * one.images) for one in sections]
+            if (sizes := self.branch_sizes(plan)) is not None:
+                found = [Seconds().plus(one, sizes.work_share) for one in found]
+            self._seconds_of[key] = found
         return self._seconds_of[key]
 
     def chain(self, plan: Plan) -> Seconds:
@@ -82,6 +99,21 @@ class ImageSteps(StepModel):
 
     def bound(self, plan: Plan, pipe: Pipe, num_micro_batches: int) -> float:
         return num_micro_batches * sum(self.chain(plan)) / pipe.degree + FIXED_SECONDS
+
+    def step(self, plan: Plan, num_micro_batches: int) -> StepTime:
+        """Times a step. Branches wait for what they communicate: nothing overlaps with it."""
+        found, sizes = super().step(plan, num_micro_batches), self.branch_sizes(plan)
+        if sizes is None:
+            return found
+        assert plan.micro_batch is not None
+        calls = [(name, float(num_bytes * plan.micro_batch)) for name, num_bytes in sizes.calls] * num_micro_batches
+        if plan.branch.splits_batch:  # gradients of what all ranks hold
+            calls.append(("all_reduce", sizes.shared_numel / plan.shard.degree * self.software.gradient_bytes))
+        sent = sum(self.seconds("branch", operation, num_bytes, plan) for operation, num_bytes in calls)
+        exposed = {**found.exposed_seconds, "branch": sent}
+        return replace(
+            found, seconds=found.seconds + sent, exposed_seconds=exposed, where={**found.where, "branch": sent}
+        )
 
     def estimate(self, plan: Plan, num_micro_batches: int, common: CommonTimes | None = None) -> float:
         return self.step(plan, num_micro_batches).seconds
@@ -103,7 +135,7 @@ class ImageSteps(StepModel):
 
     def stages(self, plan: Plan) -> list[PlannedStage]:
         assert plan.micro_batch is not None
-        sections, found = self.sections.under(plan.tile), []
+        sections, found, sizes = self.sections.under(plan.tile), [], self.branch_sizes(plan)
         for stage, (begin, end) in enumerate(self.groups(plan)):
             total = Seconds()
             for one in self.section_seconds(plan.of_stage(stage))[begin:end]:
@@ -111,24 +143,28 @@ class ImageSteps(StepModel):
             own = sections[begin:end]
             parts = tuple((one.part, plan.micro_batch * one.images) for one in own)
             message = own[-1].boundary_bytes * own[-1].images * plan.micro_batch
-            found.append(PlannedStage(total, sum(one.numel for one in own), len(own), message, parts))
+            numel = sum(one.numel for one in own) if sizes is None else sizes.largest_numel
+            found.append(PlannedStage(total, numel, len(own), message, parts))
         return found
 
     # --- memory
 
     def held(self, plan: Plan, num_micro_batches: int) -> RankMemory:
         """Memory of the pipeline rank that needs most."""
-        is_compiled = self.software.compiled and plan.tile.degree == 1
+        is_compiled = self.software.compiled and not self._runs_uncompiled(plan)
         sections = self.sections.compiled if is_compiled else self.sections.under(plan.tile)
         stages = [sections[begin:end] for begin, end in self.groups(plan)]
         assert plan.micro_batch is not None
         plans = [plan.of_stage(stage) for stage in range(len(stages))]
         saved = [sum(_saved(one, own) for one in stage) for stage, own in zip(stages, plans, strict=True)]
+        sizes = self.branch_sizes(plan)
+        if sizes is not None:
+            saved = [sizes.result_share * num_bytes for num_bytes in saved]
         alive = _alive_bytes(plan, saved, num_micro_batches)
         found = []
         for rank in range(plan.pipe.degree):
             own = [(section, plans[stage]) for stage, _ in on_rank(plan.pipe, rank) for section in stages[stage]]
-            numel = sum(section.numel for section, _ in own)
+            numel = sum(section.numel for section, _ in own) if sizes is None else sizes.largest_numel
             held = state(plan, numel, num_micro_batches)
             found.append(RankMemory(*held, alive[rank], _transient(own, plan, numel, num_micro_batches)))
         return max(found, key=lambda memory: memory.total_bytes)

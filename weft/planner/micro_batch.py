@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, get_args
 
-from weft.cluster.collective_choice import Levels, calls_of
+from weft.cluster.collective_choice import Levels, between_sizes, calls_of
 from weft.cluster.hardware import DTYPES, Cluster, ring_seconds
 from weft.inspection.memory_traffic import MemoryTraffic
 from weft.mesh import level_degrees
@@ -25,6 +25,7 @@ from weft.parallel.tensor.closed_form import gathers_again, gathers_fp8
 from weft.plan import Plan
 from weft.planner.expert_time import expert_seconds
 from weft.planner.kernels import ALIGNED_ELEMENTS, BACKWARD_PASSES, Kernels
+from weft.planner.overlap import beside
 from weft.planner.question import inner_settings
 from weft.profiling.software import BlockPass, Software
 from weft.profiling.workload import Beside, BlockWork, Call, Product, Workload
@@ -35,9 +36,6 @@ BESIDE = get_args(Beside)
 # The share of a link's printed bandwidth that collectives reach: about 235 of 300 GB/s inside a DGX A100, 360 of 450
 # inside a DGX H100, and 85 to 95 % of the NICs between nodes, as nccl-tests are commonly reported (not re-checked).
 LINK_SHARE = {"intra": 0.78, "inter": 0.85}
-# The share of speed that matmuls lose to a collective that runs at the same time, because it takes processors and
-# memory bandwidth. Chosen, not measured: Galvatron (arXiv 2211.13878, not re-checked) takes 0.3.
-OVERLAP_LOSS = 0.2
 OTHER_PRODUCTS = 0.6  # speed of other products and of convolutions in language models, relative to the best matmul
 # The host's time for backward divided by that for forward: backward has twice the kernels, but autograd issues them
 # without Python.
@@ -289,18 +287,29 @@ class MicroBatchModel:
             if call.beside == "attention":
                 ring = max(ring, plan.degree(call.axis))
         own = own.plus(Seconds(copied, copied)).plus(Seconds(*piles["nothing"]))
-        own = own.plus(_beside_attention(attention, piles["attention"], ring))
+        own = own.plus(self._beside_attention(attention, piles["attention"], ring))
         communication, again = piles["matmuls"], piles["input gradients"][True]
         if self.software.hides_tensor:
             first = 1 / plan.tensor.x  # share of the first piece, which nothing hides
             return Seconds(
-                *(beside(mine, other, first * other) for mine, other in zip(own, communication, strict=True))
+                *(self.beside(mine, other, first * other) for mine, other in zip(own, communication, strict=True))
             )
         if self.software.hides_input:
             # dW is half of backward and hides the sums of dI. dI hides the repeated gathers for dW.
-            hidden_backward = beside(own.backward / 2, communication[1]) + beside(own.backward / 2, again)
-            return Seconds(own.forward + communication[0], hidden_backward)
+            halves = (self.beside(own.backward / 2, mine) for mine in (communication[1], again))
+            return Seconds(own.forward + communication[0], sum(halves))
         return own.plus(Seconds(communication[0], communication[1] + again))
+
+    def beside(self, compute: float, communication: float, floor: float = 0.0) -> float:
+        """Seconds of compute with a collective that runs at the same time, if the software overlaps them."""
+        return beside(compute, communication, floor, self.software.overlaps)
+
+    def _beside_attention(self, attention: Seconds, communication: list[float], degree: int) -> Seconds:
+        """Seconds that collectives add which run during all of the `degree` blocks of attention but the last."""
+        if not any(communication):
+            return Seconds()
+        shares = [seconds * (1 - 1 / degree) for seconds in attention]
+        return Seconds(*(self.beside(share, mine) - share for share, mine in zip(shares, communication, strict=True)))
 
     def seconds(self, axis: str, operation: str, num_bytes: float, plan: Plan) -> float:
         """Seconds of one collective over an axis of the plan."""
@@ -329,7 +338,10 @@ class MicroBatchModel:
         return self._levels[key]
 
     def _call_seconds(self, operation: str, num_bytes: float, inner: int, degree: int) -> float:
-        """Seconds of one call of the library over `degree` ranks that are `inner` apart."""
+        """Seconds of one call of the library over `degree` ranks that are `inner` apart: as measured, if it was."""
+        measured = self.cluster.measured(operation, inner, degree)
+        if measured is not None:
+            return between_sizes(measured, num_bytes)
         kind = operation if operation in ("send", "all_to_all") else "ring"
         link = self._links.get((inner, degree, kind))
         if link is None:
@@ -412,21 +424,6 @@ def place(plan: Plan, axis: str, pipe_outside: bool = False) -> tuple[int, int]:
 def expert_replicas(plan: Plan) -> int:
     """The number of ranks of data and context that hold the same experts."""
     return plan.data * (1 if "context" in plan.expert_over else plan.context.degree)
-
-
-def beside(compute: float, communication: float, floor: float = 0.0) -> float:
-    """Seconds of compute with a collective that runs at the same time; at least `floor` seconds of the collective are
-    exposed.
-    """
-    return compute + OVERLAP_LOSS * min(compute, communication) + max(floor, communication - compute)
-
-
-def _beside_attention(attention: Seconds, communication: list[float], degree: int) -> Seconds:
-    """Seconds that collectives add which run during all of the `degree` blocks of attention but the last."""
-    if not any(communication):
-        return Seconds()
-    shares = [seconds * (1 - 1 / degree) for seconds in attention]
-    return Seconds(*(beside(share, mine) - share for share, mine in zip(shares, communication, strict=True)))
 
 
 def _longer(one: Seconds, other: Seconds) -> Seconds:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from weft.cluster.collective_choice import between_sizes
 from weft.cluster.cpu_rates import cpu_flops_per_second, is_cpu
 from weft.cluster.hardware import AxisLink, Cluster, load, local_cluster, recognise, ring_seconds
 from weft.comm import Traffics, add_traffic, expand
@@ -29,11 +30,12 @@ from weft.models import LanguageConfig
 from weft.optim.kfac_layers import find_layers
 from weft.optim.kfac_placement import kfac_state_bytes, kfac_traffic
 from weft.optim.sign_compression import compressed_traffic
+from weft.parallel.apply import assumptions as cost_assumptions
 from weft.parallel.apply import cost, local_cost, localise, refuse
-from weft.parallel.branch.axis import work_share
+from weft.parallel.branch.axis import describe_deal, work_share
 from weft.pipeline.build import Staging, stage
 from weft.pipeline.cost import edge_bytes
-from weft.plan import Plan
+from weft.plan import Branch, Plan
 from weft.planner.host_link import copied_seconds, update_seconds
 from weft.planner.image_model import planned_images, software_for_images
 from weft.planner.model import planned_model
@@ -81,6 +83,7 @@ class Prediction:
     activations: float = 0.0
     weights: float = 0.0
     assumptions: tuple[str, ...] = ()  # sentences, for facts that could not be determined
+    branches: str = ""  # the branches of each rank, and their imbalance
 
     def to_json(self) -> dict[str, Any]:
         """Returns the prediction as plain values, for JSON."""
@@ -105,6 +108,8 @@ class Prediction:
                 "step": self.step_seconds,
             },
         }
+        if self.branches:
+            found["branches"] = self.branches
         if self.assumptions:
             found["assumptions"] = list(self.assumptions)
         if self.timeline is not None:
@@ -135,7 +140,7 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
     modelled, share = is_known(cluster, plan.precision), work_share(whole, plan)
     if modelled:
         steps = _step_model(run, cluster, _compiles(run, cluster, whole))
-        timed = steps.step(replace(plan, micro_batch=run.split.micro_batch, branch=1), run.split.accumulation)
+        timed = steps.step(replace(plan, micro_batch=run.split.micro_batch, branch=Branch()), run.split.accumulation)
         timeline, compute = timed.timeline, timed.where["compute"] * share
         step = timed.seconds - (timed.where["compute"] - compute) + communication_by_rank[worst].get("branch", 0.0)
     elif rate is not None:
@@ -174,13 +179,14 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
         plan.memory.offload,
         plan.memory.activations,
         plan.memory.weights,
-        assumptions(whole),
+        (*assumptions(whole), *cost_assumptions(whole, plan)),
+        describe_deal(whole, plan) if plan.branch.degree > 1 else "",
     )
 
 
 def _different(plan: Plan) -> list[dict[str, int]]:
     """The coordinates of the ranks whose costs differ: each stage, or each rank of `branch`."""
-    first, places = dict.fromkeys(plan.degrees, 0), product(range(plan.pipe.degree), range(plan.branch))
+    first, places = dict.fromkeys(plan.degrees, 0), product(range(plan.pipe.degree), range(plan.branch.degree))
     return [{**first, "pipe": pipe, "branch": branch} for pipe, branch in places]
 
 
@@ -337,17 +343,16 @@ def run_cluster(run: Run, num_hosts: int = 1) -> Cluster:
 
 
 def _communication_seconds(traffic: Traffics, plan: Plan, cluster: Cluster) -> dict[str, float]:
-    """Seconds of communication by axis, by the ring formulas."""
+    """Seconds of communication by axis: as measured, where the cluster has it, or by the ring formulas."""
     seconds: dict[str, float] = {}
     for (axis, operation), value in traffic.items():
-        link = link_of(axis, plan, cluster, operation == "send")
-        one = ring_seconds(
-            operation,
-            value.num_bytes / max(1, value.calls),
-            2 if axis in PAIRS_ALONG else _span(axis, plan, cluster.node.num_devices)[1],
-            link.bandwidth_bytes_per_second,
-            link.latency_seconds,
-        )
+        inner, degree = (1, 2) if axis in PAIRS_ALONG else _span(axis, plan, cluster.node.num_devices)
+        num_bytes, measured = value.num_bytes / max(1, value.calls), cluster.measured(operation, inner, degree)
+        if measured is not None:
+            one = between_sizes(measured, num_bytes)
+        else:
+            link = link_of(axis, plan, cluster, operation == "send")
+            one = ring_seconds(operation, num_bytes, degree, link.bandwidth_bytes_per_second, link.latency_seconds)
         seconds[axis] = seconds.get(axis, 0.0) + one * value.calls
     return seconds
 

@@ -145,7 +145,7 @@ TRIED = frozenset(
     (
         *(axis.degree for axis in AXES.values()),
         *("pipe.schedule", "pipe.chunks", "shard.stage", "tensor.sequence", "tensor.regather", "context.kind"),
-        *("tile.degree", "tile.until", "tile.hand_over", "tile.fused"),
+        *("branch.batch", "tile.degree", "tile.until", "tile.hand_over", "tile.fused"),
         *("micro_batch", "memory.recompute", "memory.offload", "precision"),
     )
 )

@@ -20,7 +20,7 @@ from weft.cluster.hardware import ring_seconds
 from weft.parallel.apply import STRATEGIES
 from weft.plan import Pipe, Plan
 from weft.planner.closed_form_memory import spared_bytes, updated_bytes
-from weft.planner.micro_batch import MicroBatchModel, Seconds, beside, expert_replicas, place
+from weft.planner.micro_batch import MicroBatchModel, Seconds, expert_replicas, place
 from weft.planner.schedule_time import ScheduleTime, run
 from weft.planner.stage_units import ModelUnits, StageUnits, UnitSeconds, equal_stages
 from weft.profiling.workload import BlockWork, Call
@@ -325,7 +325,9 @@ class StepModel(MicroBatchModel):
                 behind += seconds
         if not by_axis:
             return stage
-        both = Seconds(beside(stage.forward, ahead, ahead / count), beside(stage.backward, behind, behind / count))
+        both = Seconds(
+            self.beside(stage.forward, ahead, ahead / count), self.beside(stage.backward, behind, behind / count)
+        )
         for axis, seconds in _divide(both.forward + both.backward - sum(stage), by_axis).items():
             exposed[axis] = exposed.get(axis, 0.0) + seconds
         return both
@@ -371,12 +373,12 @@ class StepModel(MicroBatchModel):
         if self.software.hides_gradients:
             # The first stage finishes last. Parameters gathered for backward use the same link.
             longest = max(stage.backward for stage in stages)
-            without = beside(longest, before, before / count)
+            without = self.beside(longest, before, before / count)
             chunks = plan.pipe.num_stages // plan.pipe.degree if self.software.reduces_by_stage else 1
             others = (chunks - 1) * plan.pipe.degree * longest  # backward of a rank's other stages, after the first
             ahead = reduce_seconds * (chunks - 1) / chunks
             last = before + reduce_seconds - ahead
-            reduce_seconds = beside(longest, last, last / count) - without + beside(others, ahead) - others
+            reduce_seconds = self.beside(longest, last, last / count) - without + self.beside(others, ahead) - others
         exposed["data"] = exposed.get("data", 0.0) + reduce_seconds
         return reduce_seconds
 

@@ -60,6 +60,7 @@ class Software:
     hides_gradients: bool = True
     hides_input: bool = True
     hides_tensor: bool = False
+    overlaps: bool = True  # collectives run while a device computes; on a CPU the same cores do both
     copies_sequence: bool = False
     splits_messages: bool = False
     grows_buckets: bool = False
@@ -102,7 +103,7 @@ def software_for_text(cluster: Cluster, compiles: bool | None = None) -> Softwar
     if "bf16" not in cluster.node.device.peak_flops and cluster.node.device.peak_flops:
         attention = "plain"  # FlashAttention-2 needs an A100 or newer
     if not (not is_cpu(cluster) if compiles is None else compiles):
-        return Software(attention, pads_head=not is_cpu(cluster), many_tiles=True)
+        return Software(attention, pads_head=not is_cpu(cluster), many_tiles=True, overlaps=not is_cpu(cluster))
     loss_bytes = COMPILED_LOSS_BYTES if is_cpu(cluster) else FUSED_LOSS_BYTES
     return Software(
         attention,
@@ -110,6 +111,7 @@ def software_for_text(cluster: Cluster, compiles: bool | None = None) -> Softwar
         compiled=True,
         loss_bytes=loss_bytes,
         pads_head=not is_cpu(cluster),
+        overlaps=not is_cpu(cluster),
         many_tiles=True,
         alone_bytes=ALONE_BYTES,
         sum_bytes=SUM_BYTES,

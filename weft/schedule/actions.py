@@ -41,8 +41,7 @@ class Action(NamedTuple):
         return f"{self.kind} of micro-batch {self.micro_batch} at stage {self.stage}{copy}"
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """One end of a message: `stage` is this rank's stage, `peer` the other rank, `edge` an index into the edges."""
 
     kind: str

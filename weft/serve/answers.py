@@ -34,8 +34,8 @@ class AnswerForm(Protocol):
     def whole(self, index: int, answer: GeneratedAnswer) -> dict[str, Any]:
         """A choice with a whole answer."""
 
-    def first(self, index: int, echo: str) -> dict[str, Any] | None:
-        """The choice of the chunk before the first token, or None for no such chunk."""
+    def first(self, index: int, echo: GeneratedAnswer) -> dict[str, Any] | None:
+        """The choice of the chunk before the first token, which repeats the prompt; or None for no such chunk."""
 
     def chunk(self, index: int, chunk: TextChunk, num_before: int) -> dict[str, Any]:
         """A choice with a part of an answer, which has `num_before` characters already."""
@@ -43,7 +43,7 @@ class AnswerForm(Protocol):
 
 @dataclass
 class GeneratedAnswer:
-    """An answer, as far as it was generated."""
+    """An answer, as far as it was generated. An answer that repeats its prompt begins with it."""
 
     text: str = ""
     tokens: list[GeneratedToken] = field(default_factory=list)
@@ -68,8 +68,8 @@ class CompletionForm:
     def whole(self, index: int, answer: GeneratedAnswer) -> dict[str, Any]:
         return self._choice(index, answer.text, answer.tokens, answer.finish, 0)
 
-    def first(self, index: int, echo: str) -> dict[str, Any] | None:
-        return self._choice(index, echo, [], None, 0) if echo else None
+    def first(self, index: int, echo: GeneratedAnswer) -> dict[str, Any] | None:
+        return self._choice(index, echo.text, echo.tokens, None, 0) if echo.text else None
 
     def chunk(self, index: int, chunk: TextChunk, num_before: int) -> dict[str, Any]:
         return self._choice(index, chunk.text, [chunk.token], chunk.finish, num_before)
@@ -110,7 +110,7 @@ class ChatForm:
         message = {"role": "assistant", "content": answer.text}
         return {"index": index, "message": message, **self._rest(answer.tokens, answer.finish)}
 
-    def first(self, index: int, echo: str) -> dict[str, Any] | None:
+    def first(self, index: int, echo: GeneratedAnswer) -> dict[str, Any] | None:
         return {"index": index, "delta": {"role": "assistant", "content": ""}, **self._rest([], None)}
 
     def chunk(self, index: int, chunk: TextChunk, num_before: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ device's: a step returns the tokens of the one before it. Steps are replayed as 
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import time
@@ -24,12 +25,13 @@ from torch import Tensor, nn
 from weft.errors import ConfigError, NumbersError
 from weft.serve.blocks import PagedBlocks
 from weft.serve.decode_graph import DecodeGraphs, GraphRecorder
-from weft.serve.draft_model import make_drafter
+from weft.serve.drafters import make_drafter
 from weft.serve.follow_steps import read_together
 from weft.serve.grammar import AnswerMatcher
 from weft.serve.host_pages import HostPages
 from weft.serve.mixed_graph import MixedGraphs
 from weft.serve.model_part import EngineOptions, ModelPart
+from weft.serve.paged_model import PagedModel
 from weft.serve.ranks import RankMessage, ServingRanks
 from weft.serve.request import EngineState, Finish, GeneratedToken, Request, RequestError, TokenLogprobs
 from weft.serve.request_rules import check_request
@@ -82,7 +84,8 @@ class Engine:
         self._num_stages = 1 if ranks is None else ranks.num_stages
         self.context_length = part.context_length
         self.vocab_size = min(options.vocab_size or 1 << 62, part.paged.vocab_size)
-        policy = PagedBlocks(part.layout.num_blocks, options.block_size, options.prefix_cache)
+        has_prefixes = options.prefix_cache and part.paged.keeps_pages
+        policy = PagedBlocks(part.layout.num_blocks, options.block_size, has_prefixes)
         if options.swap_blocks and ranks is not None:
             raise ConfigError("swap_blocks needs one rank: other ranks compute again what they lack; give 0")
         pages = None
@@ -95,16 +98,14 @@ class Engine:
         on_gpu = part.device.type == "cuda" and ranks is None
         self._speculation: Speculation | None = None
         if options.speculate is not None:
-            rows = (part.layout.num_blocks, self._scheduler.max_running, self.vocab_size)
-            self._speculation = Speculation(
-                make_drafter(options, *rows), policy, self._scheduler.token_budget, DraftLengths()
-            )
+            drafter = make_drafter(options, part, self._scheduler.max_running, self.vocab_size)
+            self._speculation = Speculation(drafter, policy, self._scheduler.token_budget, DraftLengths())
         self._overlap = on_gpu if options.overlap is None else options.overlap and ranks is None
         self._overlap = self._overlap and self._speculation is None  # drafts follow tokens that are read
         self._graphs: DecodeGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
         has_graphs = options.graphs and not options.adapters and not options.stream_weights
-        if has_graphs and on_gpu and part.paged.cache_format.has_kernel:
+        if has_graphs and on_gpu and isinstance(part.paged, PagedModel) and part.paged.cache_format.has_kernel:
             given = (part.paged, part.cache, self._sampler.last, part.layout, self.context_length)
             record = GraphRecorder()
             self._graphs = DecodeGraphs(*given, record)
@@ -144,6 +145,8 @@ class Engine:
         """Raise RequestError if a request can never be served."""
         check_request(request, self.context_length, self._part.paged.vocab_size)
         self._matcher(request)
+        if self._options.head is not None:
+            self._options.head.refuse_request(request)
         if request.adapter and request.adapter not in self._options.adapters:
             raise RequestError("invalid", f"there is no adapter {request.adapter!r}; give one that is served")
         num_slots = self._scheduler.policy.num_blocks * self._options.block_size
@@ -263,6 +266,24 @@ class Engine:
         hidden = self._part.hidden_states(inputs)
         assert hidden is not None
         return (hidden.float().mean(0) if pool == "mean" else hidden[-1].float()).cpu()
+
+    @torch.inference_mode()
+    def score(self, request: Request) -> list[TokenLogprobs]:
+        """The log-probabilities of each token of a request's prompt but the first, with as many of the likeliest ones
+        as the request asks for. Nothing is generated.
+        """
+        self.check(replace(request, max_tokens=1))
+        self._drain()
+        tokens = request.tokens
+        self._part.adapters.choose([(request.adapter, len(tokens))], self._part.device)
+        inputs = text_inputs(tokens, self._options.block_size)
+        if self._ranks is not None:
+            self._ranks.tell(RankMessage("score", inputs))
+        number = min(request.sampling.num_logprobs or 0, self.vocab_size)
+        found = self._part.text_logprobs(inputs, self.vocab_size, number)
+        if any(math.isnan(one.token) for one in found):
+            raise NumbersError("the model gives NaN for a prompt: its weights are damaged; use an older checkpoint")
+        return found
 
     @torch.inference_mode()
     def _drain(self) -> None:

@@ -25,6 +25,9 @@ def follow_steps(part: ModelPart) -> None:
         elif message.kind == "text":
             assert message.inputs is not None
             part.hidden_states(message.inputs)
+        elif message.kind == "score":
+            assert message.inputs is not None
+            part.text_logprobs(message.inputs, part.paged.vocab_size, 0)
         elif message.kind == "order":
             assert message.order is not None
             with suppress(WeftError):  # the scheduling rank says why; the weights in use stay

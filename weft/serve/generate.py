@@ -18,6 +18,7 @@ from weft.cluster.local_gpus import BF16_CAPABILITY
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import ConfigError
 from weft.models import LanguageConfig, read_config, weight_reader
+from weft.models.recurrent import is_recurrent, load_recurrent
 from weft.saved_run import (
     open_checkpoint,
     parameter_reader,
@@ -28,10 +29,12 @@ from weft.saved_run import (
 )
 from weft.serve.cache_formats import block_size_of
 from weft.serve.engine import Engine, EngineOptions
+from weft.serve.graph_head import GraphHead
 from weft.serve.layer_cache import CacheFormat, PlainFormat
 from weft.serve.packed_linear import make_room
 from weft.serve.rank_part import RankPlace, build_part, build_whole, read_part
-from weft.serve.request import Request, Sampling
+from weft.serve.request import Request, RequestError, Sampling
+from weft.serve.speculation import EarlyLayers
 from weft.serve.weight_formats import WeightFormat
 
 
@@ -46,12 +49,14 @@ def generate(
     seed: int = 0,
     context: int = 1024,
     seconds: float = math.inf,
-    speculate: Literal["ngram"] | nn.Module | None = None,
+    speculate: Literal["ngram"] | EarlyLayers | nn.Module | None = None,
     cache: CacheFormat | None = None,
+    head: GraphHead | None = None,
 ) -> str:
     """Generate up to `num_tokens` tokens after the prompt. Stops earlier at the end of the document or after `seconds`.
     Temperature 0 takes the most likely token. When the context is full, generation goes on after its second half.
-    `speculate` drafts tokens (`speculation.py`); the text is the same. `cache` is how keys and values are kept.
+    `speculate` drafts tokens (`speculation.py`); the text is the same. `cache` is how keys and values are kept, `head`
+    how the likeliest tokens are found.
     """
     deadline = time.monotonic() + seconds
     options = EngineOptions(
@@ -60,6 +65,7 @@ def generate(
         vocab_size=tokenizer.vocab_size,
         speculate=speculate,
         cache=cache,
+        head=head,
         block_size=block_size_of(cache or PlainFormat()),
     )
     engine = Engine(model, options)
@@ -68,7 +74,10 @@ def generate(
     while len(tokens) < start + num_tokens:
         sampling = Sampling(temperature=temperature, top_k=top_k or 0, seed=seed + (number << 32))
         left = start + num_tokens - len(tokens)
-        engine.add(Request("text", tuple(given), left, sampling, frozenset([tokenizer.end])))
+        try:
+            engine.add(Request("text", tuple(given), left, sampling, frozenset([tokenizer.end])))
+        except RequestError as error:  # the request is what the caller asked for
+            raise ConfigError(str(error)) from None
         while engine.has_work():
             for generated in engine.step():
                 if generated.finish == "stop":
@@ -95,16 +104,37 @@ def load_for_generation(
     `on_host`: the model stays in host memory, in the dtype in which the device computes.
     """
     device = torch.device(device)
+    if is_recurrent(path):
+        return _load_recurrent(path, tokenizer, device, place, weights, on_host)
     if (path / "config.json").is_file():
         config = read_config(path)
         model = _load(config, torch.float32, weight_reader(path, config), device, place, weights, on_host)
-        spec = tokenizer or str(path / "tokenizer.json")
-        if not tokenizer and not Path(spec).is_file():
-            raise ConfigError(f"{path} has no tokenizer.json; pass --tokenizer bytes or a tokenizer.json")
         context = int(getattr(config, "n_positions", 0) or getattr(config, "max_position_embeddings", 1024))
-        return model, load_tokenizer(spec), context
+        return model, _folder_tokenizer(path, tokenizer), context
     read = partial(_load_checkpoint, tokenizer=tokenizer, device=device, place=place, weights=weights, on_host=on_host)
     return with_intact_checkpoint(path, read, say)
+
+
+def _folder_tokenizer(path: Path, tokenizer: str | None) -> Tokenizer:
+    """The tokenizer of a folder with a config.json, or the one that is asked for."""
+    spec = tokenizer or str(path / "tokenizer.json")
+    if not tokenizer and not Path(spec).is_file():
+        raise ConfigError(f"{path} has no tokenizer.json; pass --tokenizer bytes or a tokenizer.json")
+    return load_tokenizer(spec)
+
+
+def _load_recurrent(
+    path: Path,
+    tokenizer: str | None,
+    device: torch.device,
+    place: RankPlace | None,
+    weights: WeightFormat | None,
+    on_host: bool,
+) -> tuple[nn.Module, Tokenizer, int]:
+    if place is not None or weights is not None or on_host:
+        raise ConfigError("a recurrent model is served on one rank, with its weights as they are; leave out --weights")
+    model = load_recurrent(path).to(device)
+    return model, _folder_tokenizer(path, tokenizer), model.config.max_position_embeddings
 
 
 def model_config(path: Path) -> LanguageConfig:

@@ -22,6 +22,7 @@ from weft.serve.generate import load_for_generation
 from weft.serve.grammar import Grammars
 from weft.serve.rank_part import RankPlace
 from weft.serve.served_model import ServedModel, end_tokens
+from weft.serve.speculation import LAYERS, EarlyLayers, early_layers
 from weft.serve.weight_formats import WeightFormat, weight_format
 
 Say = Callable[[str], None]
@@ -65,12 +66,19 @@ class LoadedModel:
 
 def load_draft(
     speculate: str | None, tokenizer: str | None, own: Tokenizer, device: torch.device | str
-) -> Literal["ngram"] | nn.Module | None:
-    """What drafts tokens for an engine: lookup, or the model in a folder, whose tokenizer must be the model's `own`."""
+) -> Literal["ngram"] | EarlyLayers | nn.Module | None:
+    """What drafts tokens for an engine: lookup, the model's first layers (layers=K), or the model in a folder, whose
+    tokenizer must be the model's `own`.
+    """
     if speculate is None or speculate == "ngram":
         return "ngram" if speculate else None
+    if speculate.startswith(LAYERS):
+        return early_layers(speculate)
     if not Path(speculate).is_dir():
-        raise ConfigError(f"--speculate {speculate} is no folder; give ngram, or the folder of a smaller model")
+        raise ConfigError(
+            f"--speculate {speculate} is no folder; give ngram, layers=K for the model's first K layers, or the folder "
+            f"of a smaller model"
+        )
     model, of_draft, _ = load_for_generation(Path(speculate), tokenizer, device)
     if of_draft.fingerprint != own.fingerprint:
         raise ConfigError(

@@ -13,19 +13,25 @@ from torch import Tensor, nn
 
 from weft.errors import ConfigError
 from weft.models import GPT2
+from weft.models.recurrent import RecurrentModel
 from weft.serve.adapters import attach_adapters
 from weft.serve.grammar import Grammars
-from weft.serve.layer_cache import CacheFormat, LayerCache
+from weft.serve.graph_head import GraphHead
+from weft.serve.layer_cache import CacheFormat, LayerCache, PlainFormat
 from weft.serve.packed_linear import PackedLinear
 from weft.serve.paged_attention import PagedBatch
 from weft.serve.paged_model import PagedModel, layers_of
 from weft.serve.ranks import ServingRanks
+from weft.serve.recurrent import RecurrentRows
+from weft.serve.request import TokenLogprobs
+from weft.serve.speculation import EarlyLayers
 from weft.serve.split_layers import ModelAxes
 from weft.serve.step_inputs import PageLayout, StepInputs
-from weft.serve.streamed_weights import move_all_but
+from weft.serve.streamed_weights import StreamedWeights, move_all_but
 
 GPU_SHARE = 0.92  # of a GPU's free memory, for the cache
 CPU_SHARE = 0.25
+_SCORED_ROWS = 256  # of a text whose logits are computed at a time
 
 
 @dataclass(frozen=True)
@@ -47,10 +53,11 @@ class EngineOptions:
     swap_blocks: int = 0  # of host memory, for requests sent back to the queue; without room, they compute again
     adapters: Mapping[str, Path] = field(default_factory=dict)  # folders of PEFT by the names that requests choose
     grammars: Grammars | None = None  # compiles the schemas of requests; None: requests with schemas are refused
-    speculate: Literal["ngram"] | nn.Module | None = None  # what drafts tokens (`speculation.py`)
+    speculate: Literal["ngram"] | EarlyLayers | nn.Module | None = None  # what drafts tokens (`speculation.py`)
 
     stream_weights: int = 0  # blocks whose weights are copied ahead from host memory; 0: all stay on the device
     cache: CacheFormat | None = None  # how keys and values are kept (`layer_cache.py`); None: as they are
+    head: GraphHead | None = None  # finds the likeliest tokens by graph search (`graph_head.py`); None: all logits
 
     @property
     def num_rows(self) -> int:
@@ -90,9 +97,18 @@ class ModelPart:
         self.load = load
         self.context_length = _context_length(model, options.context_length)
         _refuse_cache(options, model, ranks)
+        _refuse_head(options, model, ranks, self.device)
+        self._head = options.head
         axes = ModelAxes() if ranks is None else ranks.axes
-        self.paged = PagedModel(model, self.context_length, axes, options.cache)
-        self.streamed = self.paged.stream_weights(options.stream_weights) if options.stream_weights else None
+        if isinstance(model, RecurrentModel):
+            _refuse_recurrent(options, ranks)
+            self.paged: PagedModel | RecurrentRows = RecurrentRows(model)
+        else:
+            self.paged = PagedModel(model, self.context_length, axes, options.cache)
+        self.streamed: StreamedWeights | None = None
+        if options.stream_weights:
+            assert isinstance(self.paged, PagedModel)
+            self.streamed = self.paged.stream_weights(options.stream_weights)
         linears = [linear for block in self.paged.blocks for linear in block.linears]
         if options.adapters and any(isinstance(linear, PackedLinear) for linear in linears):
             raise ConfigError("adapters cannot be added to weights in fewer bits; leave out --weights or --adapter")
@@ -107,30 +123,59 @@ class ModelPart:
         self.layout = PageLayout(options.block_size, num_blocks, num_rows, self.device)
 
     @torch.inference_mode()
-    def logits(self, inputs: StepInputs, last: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+    def logits(
+        self, inputs: StepInputs, last: Tensor | None = None, num_layers: int | None = None
+    ) -> tuple[Tensor, Tensor] | None:
         """Compute this rank's part of a step. On the last stage, returns the logits after the tokens at which requests
-        sample, and the positions of these tokens; None if there are none.
+        sample, and the positions of these tokens; None if there are none. With `num_layers`, only so many of the
+        first layers compute, and the norm and head are given what they give.
         """
         batch = inputs.batch(self.layout, last)
-        residual = self._through(batch, self.cache)
+        residual = self._through(batch, self.cache[:num_layers])
         if residual is None or not inputs.sampled:
             return None
         ends = inputs.sampled_tokens(self.device)
-        return self.paged.logits(residual[ends]), batch.positions[ends]
+        if self._head is None:
+            return self.paged.logits(residual[ends]), batch.positions[ends]
+        hidden = self.paged.hidden_states(residual[ends])
+        return self._head.logits(hidden, self.paged.model.lm_head), batch.positions[ends]
 
     @torch.inference_mode()
     def hidden_states(self, inputs: StepInputs) -> Tensor | None:
         """The hidden states [tokens, hidden] of a text, by an empty cache. On the last stage; None on others."""
+        residual = self._residual_of_text(inputs)
+        return None if residual is None else self.paged.hidden_states(residual)
+
+    @torch.inference_mode()
+    def text_logprobs(self, inputs: StepInputs, vocab_size: int, num_likeliest: int) -> list[TokenLogprobs]:
+        """The log-probabilities of each token of a text but the first, among the first `vocab_size` tokens. On the last
+        stage; none on others.
+        """
+        residual = self._residual_of_text(inputs)
+        if residual is None:
+            return []
+        tokens, found = inputs.flat[0].long().to(self.device), list[TokenLogprobs]()
+        for start in range(0, len(tokens) - 1, _SCORED_ROWS):
+            targets = tokens[start + 1 : start + 1 + _SCORED_ROWS]
+            logits = self.paged.logits(residual[start : start + len(targets)])[:, :vocab_size]
+            logprobs = logits.float().log_softmax(-1)
+            own = logprobs.gather(1, targets[:, None])[:, 0].tolist()
+            best = logprobs.topk(num_likeliest)
+            pairs = zip(own, best.indices.tolist(), best.values.tolist(), strict=True)
+            found += [TokenLogprobs(one, tuple(zip(*likeliest, strict=True))) for one, *likeliest in pairs]
+        return found
+
+    def _residual_of_text(self, inputs: StepInputs) -> Tensor | None:
         size = self.layout.block_size
         cache = self.paged.new_cache(-(-inputs.num_tokens // size) + 1, size, 1)
-        residual = self._through(inputs.batch(self.layout), cache)
-        return None if residual is None else self.paged.hidden_states(residual)
+        return self._through(inputs.batch(self.layout), cache)
 
     def _through(self, batch: PagedBatch, cache: Sequence[LayerCache]) -> Tensor | None:
         """The residual stream after the last block, on the last stage. Other stages send it on."""
         ranks = self.ranks
         if ranks is None:
             return self.paged.residual(batch, cache)
+        assert isinstance(self.paged, PagedModel)
         if ranks.is_first_stage:
             residual = self.paged.embed(batch)
         else:
@@ -154,6 +199,10 @@ class ModelPart:
         own = self.paged.model
         if self.streamed is not None:
             raise ConfigError("weights in host memory cannot be replaced while they are served; start another engine")
+        if isinstance(own, RecurrentModel):
+            raise ConfigError("weights of a recurrent model are packed when they are read; start another engine")
+        if self._head is not None:
+            raise ConfigError("--head graph is of the weights in use; leave it out to take newer ones while serving")
         if getattr(model, "config", None) != own.config or _names(own) != _names(model):
             raise ConfigError(
                 f"the new weights are of {getattr(model, 'config', type(model).__name__)}, the engine serves "
@@ -163,6 +212,8 @@ class ModelPart:
     def _blocks_that_fit(self, options: EngineOptions) -> int:
         """As many blocks as all running requests can use, or as the free memory holds."""
         most = options.max_running * -(-self.context_length // options.block_size)
+        if not self.paged.keeps_pages:
+            return most
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             free = GPU_SHARE * torch.cuda.mem_get_info(self.device)[0]
@@ -211,6 +262,39 @@ def _refuse_cache(options: EngineOptions, model: nn.Module, ranks: ServingRanks 
             f"with a cache of {options.cache.name}, tokens that are computed together differ from tokens one by one, "
             f"so drafts would change answers; leave out --speculate or --cache"
         )
+
+
+def _refuse_recurrent(options: EngineOptions, ranks: ServingRanks | None) -> None:
+    """Raise ConfigError for what a recurrent model has no place for."""
+    given = {
+        "a plan of several ranks": ranks is not None,
+        "--speculate": options.speculate is not None,
+        "--cache": options.cache is not None and not isinstance(options.cache, PlainFormat),
+        "--stream-weights": options.stream_weights > 0,
+        "--swap-blocks": options.swap_blocks > 0,
+        "--adapter": bool(options.adapters),
+    }
+    wrong = next((name for name, is_given in given.items() if is_given), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"{wrong} does not go with a recurrent model, which keeps one state for each request and no keys and "
+            f"values; leave it out"
+        )
+
+
+def _refuse_head(options: EngineOptions, model: nn.Module, ranks: ServingRanks | None, device: torch.device) -> None:
+    """Raise ConfigError for a graph of the head that does not go with the model or other options."""
+    if options.head is None:
+        return
+    if ranks is not None:
+        raise ConfigError("--head graph needs one rank, which has the whole output matrix; serve without a plan")
+    num_tokens = min(options.vocab_size or 1 << 62, int(getattr(model.config, "vocab_size", 0)))
+    if options.head.num_tokens != num_tokens:
+        raise ConfigError(
+            f"the graph of --head is of {options.head.num_tokens} tokens, and {num_tokens} are served; run weft index "
+            f"with the tokenizer that is served"
+        )
+    options.head.refuse(model, device)
 
 
 def _names(model: nn.Module) -> list[str]:

@@ -72,6 +72,8 @@ class PagedModel:
     `model` may be a rank's part: blocks of other stages are missing (nn.Identity), and the rest is cut over `axes`.
     """
 
+    keeps_pages = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -148,8 +150,8 @@ class PagedModel:
         return summed(rows, self.axes.x)
 
     def through_blocks(self, residual: Tensor, batch: PagedBatch, cache: Sequence[LayerCache]) -> Tensor:
-        """The residual stream after this rank's blocks."""
-        for index, (block, layer) in enumerate(zip(self.blocks, cache, strict=True)):
+        """The residual stream after this rank's blocks, or after the first of them if `cache` is that of fewer."""
+        for index, (block, layer) in enumerate(zip(self.blocks[: len(cache)], cache, strict=True)):
             if self._streamed is not None:
                 self._streamed.need(index)
             slots, keys, values = layer.room(batch)

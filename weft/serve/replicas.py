@@ -98,6 +98,9 @@ class ReplicaFront:
     def embed(self, tokens: Sequence[int], pool: Literal["mean", "last"]) -> Tensor:
         return self._engine.embed(tokens, pool)
 
+    def score(self, request: Request) -> list[TokenLogprobs]:
+        return self._engine.score(request)
+
     def replace_weights(self, model: nn.Module) -> None:
         raise ConfigError("replicas read newer weights themselves; use replace_weights_from")
 

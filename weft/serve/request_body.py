@@ -131,6 +131,11 @@ class Generation:
     include_usage: bool
     echoes: tuple[str, ...] = ()  # a text to begin each answer with; empty: none
 
+    @property
+    def scores_prompts(self) -> bool:
+        """Do answers begin with the log-probabilities of their prompts?"""
+        return bool(self.echoes) and self.has_logprobs
+
 
 def parse_body(kind: type[B], data: bytes, model_names: Sequence[str]) -> B:
     """Returns the body of a request to a model of these names. Raises ApiError or ConfigError."""
@@ -159,8 +164,6 @@ def refuse_other_model(asked: str, model_names: Sequence[str]) -> None:
 
 def completion(body: CompletionBody, model: ServedModel, tenant: str) -> Generation:
     """Returns what a completion asks for. Answers of the first prompt come first."""
-    if body.echo and body.logprobs is not None:
-        raise ApiError(400, "'echo' with 'logprobs' needs log-probabilities of the prompt, which are not computed")
     prompts = prompts_of(body.prompt, model, "prompt")
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:

@@ -28,12 +28,13 @@ from weft.serve.engine import Engine, EngineOptions
 from weft.serve.follow import follow, require_run
 from weft.serve.follow_steps import follow_steps
 from weft.serve.generate import model_config
+from weft.serve.graph_head import graph_head
 from weft.serve.http import Api, build_app
 from weft.serve.http_guard import ServerLimits
 from weft.serve.loading import LoadedModel, Packing, load_draft, load_model
 from weft.serve.model_part import ModelPart
 from weft.serve.rank_part import refuse_plan
-from weft.serve.ranks import ServingRanks
+from weft.serve.ranks import ServingRanks, sums_of
 from weft.serve.replicas import ReplicaFront, serve_replica
 from weft.serve.server import HttpServer
 from weft.serve.worker import EngineWorker
@@ -66,10 +67,12 @@ class ServeOptions:
     swap_blocks: int = 0
     adapters: Mapping[str, str] = field(default_factory=dict)  # folders by the names that requests choose
     merged_adapter: str | None = None  # the folder of one that is part of the weights
-    speculate: str | None = None  # "ngram", or the folder of a draft model
+    speculate: str | None = None  # "ngram", "layers=K", or the folder of a draft model
     weights: str | None = None  # a format of fewer bits
     calibration: str | None = None  # the path of a text by which rounding to it is corrected
     cache: str | None = None  # a format of keys and values
+    head: str | None = None  # "graph=FILE": how the likeliest tokens are found
+    sums: str = "library"  # how several ranks add up partial results
     stream_weights: int = 0  # blocks whose weights are copied ahead from host memory; 0: none
 
     @property
@@ -87,6 +90,7 @@ class ServeOptions:
         cache = cache_format(self.cache)
         return EngineOptions(
             cache=cache,
+            head=graph_head(self.head),
             device=device,
             stream_weights=self.stream_weights,
             block_size=block_size_of(cache),
@@ -109,6 +113,8 @@ def run_server(source: Path, options: ServeOptions, ready: Ready, say: Say) -> N
         require_run(source)
     if options.follows and options.stream_weights:
         raise ConfigError("--follow replaces weights, which --stream-weights does not allow; leave out one of them")
+    if options.follows and options.head is not None:
+        raise ConfigError("--follow replaces weights, which the graph of --head is made of; leave out one of them")
     sock = listen(options.host, options.port)  # before the model is loaded: a port in use is known at once
     on_host = options.stream_weights > 0
     loaded = load_model(source, options.tokenizer, options.device, say, packing=options.packing, on_host=on_host)
@@ -151,7 +157,7 @@ def run_rank(
             signal.signal(number, signal.SIG_IGN)
     device = init_process_group(rank_info, cast(Literal["cpu", "cuda"], options.device), RANK_TIMEOUT)
     mesh = Mesh(plan, device)
-    ranks = ServingRanks(mesh)
+    ranks = ServingRanks(mesh, sums_of(options.sums))
     replicas = mesh.with_own_group("data", "requests") if plan.data > 1 else mesh["data"]
     is_folder = (source / "config.json").is_file()
     path = Path(ranks.agree_on_text(str(source if is_folder else open_checkpoint(source).path)))

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from weft.serve.answers import AnswerForm, GeneratedAnswer, envelope, usage
 from weft.serve.http_guard import error_answer, unless_disconnected
 from weft.serve.prometheus import ServerMetrics
+from weft.serve.request import GeneratedToken
 from weft.serve.request_body import ApiError, Generation
 from weft.serve.served_model import ServedModel
 from weft.serve.text import TextChunk, TextStream
@@ -44,9 +45,17 @@ class RunningAnswer:
         self._stream: TokenStream | None = None
         self._began = time.monotonic()
         self._num_tokens = 0
+        self._prompts: dict[
+            tuple[int, ...], list[GeneratedToken]
+        ] = {}  # with log-probabilities, if these are asked for
 
     async def start(self) -> None:
         """Give the engine the requests. Raises RequestError or UnavailableError."""
+        for request in self._asked.requests if self._asked.scores_prompts else ():
+            if request.tokens not in self._prompts:
+                found = [None, *await self._worker.score(request)]
+                pairs = zip(request.tokens, found, strict=True)
+                self._prompts[request.tokens] = [GeneratedToken(request.name, *pair) for pair in pairs]
         self._stream = await self._worker.submit([one for one in self._asked.requests if one.max_tokens > 0])
 
     def close(self) -> None:
@@ -56,8 +65,7 @@ class RunningAnswer:
 
     async def whole(self) -> dict[str, Any]:
         """Returns the body with all answers."""
-        asked = self._asked
-        answers = [GeneratedAnswer(echo) for echo in asked.echoes or [""] * len(asked.requests)]
+        answers = self._echoes()
         async for index, chunk in self._chunks():
             answers[index].add(chunk)
         for answer in answers:
@@ -68,8 +76,9 @@ class RunningAnswer:
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Yields the chunks of a stream."""
         asked, form = self._asked, self._form
-        num_characters = [len(echo) for echo in asked.echoes or [""] * len(asked.requests)]
-        for index, echo in enumerate(asked.echoes or [""] * len(asked.requests)):
+        echoes = self._echoes()
+        num_characters = [len(echo.text) for echo in echoes]
+        for index, echo in enumerate(echoes):
             first = form.first(index, echo)
             if first is not None:
                 yield self._envelope(form.chunk_object, [first])
@@ -79,6 +88,13 @@ class RunningAnswer:
             num_characters[index] += len(chunk.text)
         if asked.include_usage:
             yield {**self._envelope(form.chunk_object, []), "usage": self._usage()}
+
+    def _echoes(self) -> list[GeneratedAnswer]:
+        """What each answer begins with: nothing, or its prompt."""
+        asked = self._asked
+        texts = asked.echoes or [""] * len(asked.requests)
+        pairs = zip(texts, asked.requests, strict=True)
+        return [GeneratedAnswer(text, list(self._prompts.get(request.tokens, ()))) for text, request in pairs]
 
     async def _chunks(self) -> AsyncIterator[tuple[int, TextChunk]]:
         """Yields what is generated, with the index of the answer that it belongs to."""

@@ -6,7 +6,8 @@
 A draw is a function of logits, seed and position (`sampling.py`), so each valid token is the one that the engine gives
 without drafts: drafts change times, never answers. For a draft that is no random draw, as those of n-grams, this is
 rejection sampling: a draft of probability p is accepted with probability p, and the token drawn in place of a rejected
-one has the model's distribution without it. A draft model draws with the same noise, so that both often agree.
+one has the model's distribution without it. A draft model, or the model's own first layers, draw with the same noise,
+so that drafts often agree.
 
 Without torch.
 """
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
+from weft.errors import ConfigError
 from weft.serve.blocks import CachePolicy
 from weft.serve.request import Sampling
 from weft.serve.scheduler import ActiveRequest, ScheduledChunk
@@ -25,7 +27,23 @@ from weft.serve.scheduler import ActiveRequest, ScheduledChunk
 MAX_DRAFTS = 8
 MEMORY = 0.95  # of the share of an observation that is left after each later one
 LEAST_CHANCE = 0.05  # of a draft to be accepted; less is not worth the memory
+LAYERS = "layers="  # how --speculate begins for the model's own first layers
 PROBE_EVERY = 16  # steps after which one draft is tried although drafts do not pay
+
+
+@dataclass(frozen=True)
+class EarlyLayers:
+    """Draft with the first `number` layers of the model itself, its last norm and its head (`early_layers.py`)."""
+
+    number: int
+
+
+def early_layers(text: str) -> EarlyLayers:
+    """What layers=K means. Raises ConfigError."""
+    number = text.removeprefix(LAYERS)
+    if not number.isdecimal():
+        raise ConfigError(f"--speculate {text} must be layers=K, where K is how many of the first layers draft")
+    return EarlyLayers(int(number))
 
 
 class Drafter(Protocol):

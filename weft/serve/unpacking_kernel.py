@@ -131,3 +131,47 @@ def small_fp8_numbers(codes, DTYPE: tl.constexpr, BY_PTX: tl.constexpr):
     else:
         root, numbers = 1.0, codes.to(tl.float8e4nv, bitcast=True).to(DTYPE)
     return numbers, root
+
+
+_WIDE_FP8 = tl.constexpr(
+    "{ .reg .b16 a, b, e, f, g, h; .reg .b32 c, d; mov.b32 {a, b}, $4; "
+    "cvt.rn.f16x2.e4m3x2 c, a; cvt.rn.f16x2.e4m3x2 d, b; mov.b32 {e, f}, c; mov.b32 {g, h}, d; "
+    "cvt.f32.f16 $0, e; cvt.f32.f16 $1, f; cvt.f32.f16 $2, g; cvt.f32.f16 $3, h; }"
+)
+_TWO_RANGES = tl.constexpr("{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }")
+
+
+@triton.jit
+def _fp8_of(words, PLACE: tl.constexpr):
+    """The float8 in a byte of words."""
+    return ((words >> (8 * PLACE)) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def wide_fp8(words, BY_PTX: tl.constexpr):
+    """The four float8 of words as numbers of 32 bits."""
+    if BY_PTX:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _WIDE_FP8,
+            "=f,=f,=f,=f,r",
+            [words],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        a, b, c, d = _fp8_of(words, 0), _fp8_of(words, 1), _fp8_of(words, 2), _fp8_of(words, 3)
+    return a, b, c, d
+
+
+@triton.jit
+def two_ranges(both, BY_PTX: tl.constexpr):
+    """A scale and a least value, of the low 32 bits of integers."""
+    if BY_PTX:
+        scale, least = tl.inline_asm_elementwise(
+            _TWO_RANGES, "=f,=f,r", [both.to(tl.int32)], dtype=(tl.float32, tl.float32), is_pure=True, pack=1
+        )
+    else:
+        scale = (both & 65535).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        least = ((both >> 16) & 65535).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return scale, least

@@ -26,6 +26,7 @@ from weft.serve.group_codes import GroupCodes, decode, encode, joined_ranges, si
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # the largest number of e4m3
 MAX_KERNEL_ROWS = 64  # of a product by a kernel, which is bound by memory; weights are decoded for more
+MAX_TOKEN_INPUTS = 8192  # of a product by the kernel for one row, which holds them in registers
 FEW_ROWS = 4  # of a product by the kernel for few rows
 
 
@@ -145,6 +146,10 @@ def product_by_kernel(
     norm: RMSNorm | None,
 ) -> Tensor:
     """norm(hidden) @ weight.T, and what follows, by the kernel for this number of rows."""
+    if is_for_token_kernel(hidden, has_groups=block[2] > 0):
+        from weft.serve.packed_token_kernel import product_of_token_by_kernel
+
+        return product_of_token_by_kernel(hidden, codes, ranges, block, after, norm)
     if len(hidden) <= FEW_ROWS:
         from weft.serve.packed_row_kernel import product_of_rows_by_kernel
 
@@ -158,6 +163,13 @@ def is_for_kernel(hidden: Tensor) -> bool:
     """Are these few enough rows, on a GPU and in 16 bits, for the kernels?"""
     is_half = hidden.dtype in (torch.float16, torch.bfloat16)
     return hidden.is_cuda and is_half and hidden.dim() == 2 and len(hidden) <= MAX_KERNEL_ROWS
+
+
+def is_for_token_kernel(hidden: Tensor, has_groups: bool) -> bool:
+    """Is the kernel for one row the fastest? Older GPUs cannot convert float8."""
+    if len(hidden) > 1 or hidden.shape[1] > MAX_TOKEN_INPUTS:
+        return False
+    return has_groups or torch.cuda.get_device_capability(hidden.device) >= (8, 9)
 
 
 def has_fp8_products(hidden: Tensor) -> bool:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from weft.errors import WeftError
-from weft.serve.request import EngineState, GeneratedToken, Request, RequestError
+from weft.serve.request import EngineState, GeneratedToken, Request, RequestError, TokenLogprobs
 
 T = TypeVar("T")
 IDLE_SECONDS = 2.0
@@ -46,6 +46,7 @@ class StepEngine(Protocol):
     def replace_weights(self, model: nn.Module) -> None: ...
     def replace_weights_from(self, checkpoint: Path) -> None: ...
     def embed(self, tokens: Sequence[int], pool: Pool) -> torch.Tensor: ...
+    def score(self, request: Request) -> list[TokenLogprobs]: ...
     def idle(self) -> None: ...
 
 
@@ -145,6 +146,12 @@ class EngineWorker:
         if self._refusal is not None:
             raise self._refusal
         return await self.call(lambda: self._engine.embed(tokens, pool).float().cpu().numpy())
+
+    async def score(self, request: Request) -> list[TokenLogprobs]:
+        """Returns the log-probabilities of a prompt. Raises RequestError or UnavailableError."""
+        if self._refusal is not None:
+            raise self._refusal
+        return await self.call(lambda: self._engine.score(request))
 
     async def replace_weights(self, weights: nn.Module | Path) -> None:
         """Compute with the weights of another model of the same shape, or of a checkpoint, from the next step on."""

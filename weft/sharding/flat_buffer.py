@@ -49,7 +49,7 @@ class FlatOptions:
     on_host: bool  # the slice and the optimizer state are in host memory
     delays: bool  # the optimizer applies each update one step late
     communication: Communication  # how parameters and gradients are rounded for links
-    num_expert_ranks: int = 1  # gradients are also means over the samples of these, however they were summed
+    num_sending_ranks: int = 1  # gradients are also means over the samples of these, however they were summed
 
 
 class Flat:
@@ -372,7 +372,7 @@ class Flat:
 
     @cached_property
     def _num_means(self) -> int:
-        ranks = (self.shard.degree, self.options.num_expert_ranks, *(axis.degree for axis in self.mean_over))
+        ranks = (self.shard.degree, self.options.num_sending_ranks, *(axis.degree for axis in self.mean_over))
         return math.prod(ranks)
 
     @cached_property

@@ -59,8 +59,9 @@ def refuse_layer_drop(plan: Plan) -> str | None:
             f"train.layer_drop skips blocks, and the stages of pipe = {plan.pipe.degree} run what was traced; "
             f"use pipe = 1"
         )
-    if plan.branch > 1:
-        return f"train.layer_drop skips blocks, and ranks of branch = {plan.branch} run what was traced; use branch = 1"
+    if plan.branch.degree > 1:
+        given = f"branch = {plan.branch.degree}"
+        return f"train.layer_drop skips blocks, and ranks of {given} run what was traced; use branch = 1"
     return None
 
 

@@ -1,4 +1,5 @@
-"""The communication of branches, with its backward: fork a tensor to the ranks, and exchange their results.
+"""The communication of branches whose ranks have the same samples, with its backward: fork a tensor, and exchange
+results.
 
     fork       forward: nothing                      backward: all-reduce of the gradients
     exchange   forward: all-gather of all results    backward: nothing; each rank goes on with the gradients of its own
@@ -69,29 +70,34 @@ class Exchanger:
         """Returns all tensors of the exchange, without a backward."""
         whole = torch.empty(self.axis.degree, self.exchange.part_bytes, dtype=torch.uint8, device=self.device)
         part = whole[self.axis.index]
-        for one, tensor in zip(self._own, own, strict=True):
-            if one.num_bytes:
-                _bytes_in(part, one).copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
+        for one, tensor in zip(self.own, own, strict=True):
+            put(part, one, tensor)
         all_gather(whole.view(-1), part, self.axis).wait()
-        return [self._taken(whole[one.rank], one, form) for one, form in zip(self._all, self.forms, strict=True)]
+        pairs = zip(self.exchange.tensors, self.forms, strict=True)
+        return [take(whole[one.rank], one, form, self.device) for one, form in pairs]
 
     @property
-    def _all(self) -> tuple[SentTensor, ...]:
-        return self.exchange.tensors
-
-    @property
-    def _own(self) -> list[SentTensor]:
-        return [one for one in self._all if one.rank == self.axis.index]
+    def own(self) -> list[SentTensor]:
+        """The tensors of the exchange that this rank gives."""
+        return [one for one in self.exchange.tensors if one.rank == self.axis.index]
 
     def own_of(self, values: Sequence[Any]) -> list[Any]:
         """Returns those of this rank, of a value for each tensor of the exchange."""
-        return [value for one, value in zip(self._all, values, strict=True) if one.rank == self.axis.index]
+        return [value for one, value in zip(self.exchange.tensors, values, strict=True) if one.rank == self.axis.index]
 
-    def _taken(self, part: Tensor, one: SentTensor, form: Tensor) -> Tensor:
-        made = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device=self.device)
-        if one.num_bytes:
-            made.copy_(_bytes_in(part, one).view(form.dtype).view(form.shape))
-        return made
+
+def put(part: Tensor, one: SentTensor, tensor: Tensor) -> None:
+    """Write a tensor to its place in a part of an exchange."""
+    if one.num_bytes:
+        _bytes_in(part, one).copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
+
+
+def take(part: Tensor, one: SentTensor, form: Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor of a part of an exchange, with the form of a fake tensor."""
+    made = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device=device)
+    if one.num_bytes:
+        made.copy_(_bytes_in(part, one).view(form.dtype).view(form.shape))
+    return made
 
 
 def _bytes_in(part: Tensor, one: SentTensor) -> Tensor:

@@ -8,6 +8,9 @@ operation on the results of one path belongs to that path. An operation on the r
        ├─ conv ── norm ── relu ── conv ─────┤        three paths, one wave
        └─ pool ── conv ─────────────────────┘
 
+If the user names the modules that are branches, only their parameters begin paths, and all other operations with
+parameters run on all ranks.
+
 Paths between two joins form a *wave*: they are independent, and different ranks run them at the same time. Paths that
 share a parameter are one *branch*, and so are given to one rank. Branches are dealt out by the longest-processing-time
 rule: the longest first, each to the rank on which the waves then take the least time. For one wave the result takes at
@@ -20,13 +23,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from weft.errors import PlanError
 from weft.pipeline.trace import END, Trace
 
 FLOPS_PER_BYTE = 50  # FLOPs that take as long as moving a byte; only ratios between branches depend on it
 
 
 @dataclass(frozen=True)
-class Branch:
+class ModelBranch:
     """Paths that one rank runs: their parameters' names, and their work in each wave (FLOPs, bytes as FLOPs)."""
 
     parameters: frozenset[str]
@@ -44,7 +48,7 @@ class Branch:
 class Deal:
     """The rank of each branch. `imbalance`: the time of the waves over what equal shares would take, at least 1."""
 
-    branches: tuple[Branch, ...]
+    branches: tuple[ModelBranch, ...]
     ranks: tuple[int, ...]
     degree: int
 
@@ -82,7 +86,7 @@ def total_work(trace: Trace) -> float:
     return sum(work.flops + FLOPS_PER_BYTE * work.num_bytes for work in trace.work.values())
 
 
-def makespan(branches: Sequence[Branch], ranks: Sequence[int]) -> float:
+def makespan(branches: Sequence[ModelBranch], ranks: Sequence[int]) -> float:
     """Returns the time of all waves, if in each the rank with the most work decides."""
     loads = Counter[tuple[int, int]]()
     for branch, rank in zip(branches, ranks, strict=True):
@@ -94,7 +98,7 @@ def makespan(branches: Sequence[Branch], ranks: Sequence[int]) -> float:
     return sum(slowest.values())
 
 
-def deal(branches: Sequence[Branch], degree: int) -> Deal:
+def deal(branches: Sequence[ModelBranch], degree: int) -> Deal:
     """Gives each branch to one of `degree` ranks, the longest first."""
     order = sorted(range(len(branches)), key=lambda i: (-sum(branches[i].work.values()), i))
     ranks, loads = [0] * len(branches), [Counter[int]() for _ in range(degree)]
@@ -126,9 +130,15 @@ class _BranchPath:
         return self if self.found is None else self.found.root()
 
 
-def find_branches(trace: Trace) -> tuple[Branch, ...]:
-    """Returns the branches of a traced model, each of which is in a wave with another, in the order of computation."""
-    cuts, names = _passed_by_all(trace), trace.parameter_numbers
+def find_branches(trace: Trace, modules: Sequence[str] = ()) -> tuple[ModelBranch, ...]:
+    """Returns the branches of a traced model, each of which is in a wave with another, in the order of computation.
+
+    If `modules` are given, they are the branches. Raises PlanError if they cannot be.
+    """
+    names = trace.parameter_numbers
+    if modules:
+        names = {number: name for number, name in names.items() if _module_of(name, modules)}
+    cuts = _passed_by_all(trace, set(names)) | _common_events(trace, set(trace.parameter_numbers) - set(names))
     made: dict[int, _BranchPath] = {}  # the path of each tensor that only one path has
     joined: dict[int, int] = {}  # the wave after which all ranks have a tensor that several paths gave
     # the parameters of each tensor that is computed from parameters and buffers only
@@ -158,10 +168,56 @@ def find_branches(trace: Trace) -> tuple[Branch, ...]:
             made.update(dict.fromkeys(event.outputs, path))
         elif not parameters and (given or is_joined):
             joined.update(dict.fromkeys(event.outputs, wave))
-    return _branches(paths, users)
+    return _named_branches(paths, users, modules) if modules else _branches(paths, users)
 
 
-def _branches(paths: Iterable[_BranchPath], users: Mapping[str, Sequence[_BranchPath | None]]) -> tuple[Branch, ...]:
+def _module_of(parameter: str, modules: Sequence[str]) -> str | None:
+    """Returns the module, of these, that holds a parameter; None if there is none."""
+    return next((module for module in modules if parameter.startswith(f"{module}.")), None)
+
+
+def _common_events(trace: Trace, parameters: set[int]) -> set[int]:
+    """Returns the events that use one of these parameters, or what is computed from parameters and one of these."""
+    derived, state, found = set(parameters), set(trace.parameters.values()), set[int]()
+    for index, event in enumerate(trace.events):
+        if derived.intersection(event.inputs):
+            if state.issuperset(event.inputs):
+                derived.update(event.outputs)
+            else:
+                found.add(index)
+        if state.issuperset(event.inputs):
+            state.update(event.outputs)
+    return found
+
+
+def _named_branches(
+    paths: Iterable[_BranchPath], users: Mapping[str, Sequence[_BranchPath | None]], modules: Sequence[str]
+) -> tuple[ModelBranch, ...]:
+    """Returns a branch for each named module, or raises PlanError if one cannot run beside another."""
+    given = f"branch.modules = {list(modules)}"
+    for path in paths:
+        own = sorted({str(_module_of(name, modules)) for name in path.parameters})
+        if len(own) > 1:
+            raise PlanError(
+                f"{given}, but one of '{own[0]}' and '{own[1]}' needs the other's result, so that they cannot run at "
+                f"the same time; name one of them, or a module that holds both"
+            )
+        first = next(path for path in paths if path.parameters and _module_of(min(path.parameters), modules) == own[0])
+        _merge(first.root(), path.root())
+    found = _branches(paths, users)
+    held = {_module_of(name, modules) for branch in found for name in branch.parameters}
+    for module in modules:
+        if module not in held:
+            raise PlanError(
+                f"{given}, but no other branch runs at the same time as '{module}': the model has no parameters of "
+                f"that name, uses them outside of it too, or needs its result before the others begin; leave it out"
+            )
+    return found
+
+
+def _branches(
+    paths: Iterable[_BranchPath], users: Mapping[str, Sequence[_BranchPath | None]]
+) -> tuple[ModelBranch, ...]:
     """Merges paths that share parameters, and leaves out those that all ranks must run, or that are alone."""
     for sharing in users.values():
         first = next((path for path in sharing if path is not None), None)
@@ -176,7 +232,7 @@ def _branches(paths: Iterable[_BranchPath], users: Mapping[str, Sequence[_Branch
         num_in_wave = Counter(wave for one in whole for wave in one.work)
         beside = [one for one in whole if any(num_in_wave[wave] > 1 for wave in one.work)]
         if len(beside) == len(whole):
-            return tuple(Branch(frozenset(one.parameters), dict(one.work)) for one in whole)
+            return tuple(ModelBranch(frozenset(one.parameters), dict(one.work)) for one in whole)
         whole = beside
 
 
@@ -188,9 +244,9 @@ def _merge(one: _BranchPath, other: _BranchPath) -> None:
         other.found = one
 
 
-def _passed_by_all(trace: Trace) -> frozenset[int]:
-    """Returns the events that depend on, or are needed by, every event with parameters."""
-    parameters, derived = set(trace.parameter_numbers), set(trace.parameters.values())
+def _passed_by_all(trace: Trace, parameters: set[int]) -> frozenset[int]:
+    """Returns the events that depend on, or are needed by, every event with one of these parameters."""
+    derived = set(trace.parameters.values())
     makers, before, heavy = dict[int, int](), list[int](), 0  # `before`: the events that each depends on, as a bit set
     needs: list[list[int]] = []
     for index, event in enumerate(trace.events):

@@ -25,27 +25,36 @@ from weft.comm import Axis
 from weft.errors import PlanError
 from weft.inspection.nested_tensors import copy_structure, map_tensors, tensors_in
 from weft.inspection.rng import rng_state, seed_rng, set_rng_state
+from weft.parallel.branch.batch_dims import BatchDims, all_samples, find_batch_dims, with_sizes
 from weft.parallel.branch.exchange import Exchanger, fork
 from weft.parallel.branch.schedule import BranchExchange, BranchSchedule, make_schedule
+from weft.parallel.branch.shares import ShareExchanger, gather_fork
 from weft.pipeline.stage_rng import is_random
-from weft.pipeline.trace import END, Trace, TraceEvent
-from weft.pipeline.trace_watch import OperationWatch, operation_name, outcome
+from weft.pipeline.trace import END, TraceEvent
+from weft.pipeline.trace_watch import OperationWatch, RecordedTensor, operation_name, outcome
 from weft.pipeline.tracer import Tracer
 from weft.sharding.units import Units, units_of
 
 
 class Forms:
-    """The fake tensors of a trace: by number, and as results that stand for those of other ranks, without a graph."""
+    """The fake tensors of a trace: by number, and as results that stand for those of other ranks, without a graph.
 
-    def __init__(self, trace: Trace) -> None:
+    If ranks have different samples, results of branches have those of all ranks, as the model's code sees them.
+    `by_number` are tensors with a rank's own samples.
+    """
+
+    def __init__(self, schedule: BranchSchedule) -> None:
         stand_ins: dict[int, Tensor] = {}
+        trace, batch = schedule.trace, schedule.batch
 
         def detached(tensor: Tensor) -> Tensor:
             if id(tensor) not in stand_ins:
                 stand_ins[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
             return stand_ins[id(tensor)]
 
-        self.results = [map_tensors(detached, event.result) for event in trace.events]
+        seen = trace if batch is None else batch.whole
+        pairs = zip(schedule.ranks, trace.events, seen.events, strict=True)
+        self.results = [map_tensors(detached, (own if rank is None else whole).result) for rank, own, whole in pairs]
         self.by_number = {number: trace.fakes[name] for name, number in trace.parameters.items()}
         for event in trace.events:
             self.by_number.update(zip(event.outputs, tensors_in(event.result), strict=bool(event.outputs)))
@@ -70,6 +79,7 @@ class BranchRunner(OperationWatch):
     ) -> None:
         super().__init__()
         self.model, self.tracer, self.owners, self.axis, self.device = model, tracer, owners, axis, device
+        self._splits_batch = tracer.plan.branch.splits_batch
         self._forward: Callable[..., Any] = model.forward
         self._schedules: dict[int, tuple[BranchSchedule, Forms]] = {}
         self._place = 0
@@ -109,7 +119,14 @@ class BranchRunner(OperationWatch):
             traced.training = own.training
         trace = self.tracer.own(args, kwargs, self.device)
         if id(trace) not in self._schedules:
-            self._schedules[id(trace)] = make_schedule(trace, self.owners), Forms(trace)
+            batch = None
+            if self._splits_batch:
+                degree = self.axis.degree
+                all_args, all_kwargs = all_samples((args, kwargs), degree)
+                whole = self.tracer.own(all_args, all_kwargs, self.device)
+                batch = find_batch_dims(trace, whole, degree)
+            made = make_schedule(trace, self.owners, batch)
+            self._schedules[id(trace)] = made, Forms(made)
         return self._schedules[id(trace)]
 
     def _named_state(self) -> Iterator[tuple[str, Tensor]]:
@@ -146,6 +163,7 @@ class BranchRunner(OperationWatch):
         self._reach(name, numbered)
         place, rank = self._place, self._now.ranks[self._place]
         self._place += 1
+        args, kwargs = self._with_sizes(event, place, args, kwargs)
         is_deferred = place in self._now.deferred
         if is_deferred:
             numbers = [self.numbers.get(tensor) for tensor in tensors_in((args, kwargs))]
@@ -161,6 +179,27 @@ class BranchRunner(OperationWatch):
         if event.changed:
             self._follow(numbered, event, result)
         return result
+
+    def _with_sizes(self, event: TraceEvent, place: int, args: Any, kwargs: Any) -> Any:
+        """Returns arguments with the numbers that fit the samples that an operation has, if ranks have different ones.
+
+        The model's code may have them from a tensor with other samples: `result.view(len(images), -1)` in a branch.
+        """
+        if self._now.batch is None:
+            return args, kwargs
+        here, there = event.arguments, self._now.batch.whole.events[place].arguments
+        if self._now.ranks[place] is not None:
+            here, there = there, here
+
+        def check(tensor: Tensor, recorded: RecordedTensor) -> None:
+            if self.numbers.get(tensor) is None and tuple(tensor.shape) != recorded.shape:
+                raise PlanError(
+                    f"branch.batch = 'split': '{event.name}' is given a tensor {list(tensor.shape)} that the forward "
+                    f"made for the samples of another part of the model, and needs {list(recorded.shape)}; make it by "
+                    f"the size of the operation's own inputs, or use branch.batch = 'same'"
+                )
+
+        return with_sizes((args, kwargs), here, there, check)
 
     @contextmanager
     def _seeded(self, name: str, rank: int | None) -> Iterator[None]:
@@ -209,14 +248,29 @@ class BranchRunner(OperationWatch):
 
     def _fork(self, place: int, given: Mapping[int | None, Tensor]) -> None:
         """Fork the tensors that the schedule says, of those that an event is given, by number."""
-        numbers = self._now.forks.get(place, ())
-        if numbers and torch.is_grad_enabled():
-            common = [self._numbered_operand(given[number], number, None) for number in numbers]
-            self._forked.update(zip(numbers, fork(common, self.axis, self._units.backward_entry()), strict=True))
+        numbers, batch = self._now.forks.get(place, ()), self._now.batch
+        if not numbers or (batch is None and not torch.is_grad_enabled()):
+            return
+        common = [self._numbered_operand(given[number], number, None) for number in numbers]
+        enter = self._units.backward_entry()
+        if batch is None:
+            self._forked.update(zip(numbers, fork(common, self.axis, enter), strict=True))
+            return
+        for number, tensor in zip(numbers, common, strict=True):
+            self._forked[number] = gather_fork(tensor, batch.dims[number], self.axis, enter)
 
     def _exchange(self, exchange: BranchExchange) -> None:
+        if exchange.buffers is not None:
+            self._exchange_tensors(exchange.buffers, None)
+        if exchange.tensors:
+            self._exchange_tensors(exchange, self._now.batch)
+        self._run_deferred()
+
+    def _exchange_tensors(self, exchange: BranchExchange, batch: BatchDims | None) -> None:
         forms = [self._forms.by_number[one.number] for one in exchange.tensors]
         exchanger = Exchanger(exchange, forms, self.axis, self.device)
+        if batch is not None:
+            exchanger = ShareExchanger(exchange, forms, self.axis, self.device, batch.dims)
         own = [
             self._state[one.number] if one.is_buffer else self._own.pop(one.number)
             for one in exchange.tensors
@@ -230,7 +284,6 @@ class BranchRunner(OperationWatch):
             elif one.rank != self.axis.index:
                 with torch.no_grad():
                     self._state[one.number].copy_(tensor)
-        self._run_deferred()
 
     def _run_deferred(self) -> None:
         """Run the operations that waited for results of other ranks."""

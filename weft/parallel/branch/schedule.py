@@ -6,6 +6,9 @@ so far that others need are *exchanged*: every rank then has them. Events withou
 *deferred* until then. A tensor that all ranks have and that a branch uses is *forked* there: backward sums its
 gradients over the ranks.
 
+If ranks have different samples (`batch_dims.py`), a tensor outside of branches has a rank's own samples, and one in a
+branch those of all ranks. A fork then gathers samples, and an exchange gives each rank its own samples of all results.
+
 Every rank derives the same schedule from the same trace, so all communicate in the same order. In backward, autograd
 runs nodes in the reverse order of their creation, which is the same on all ranks for those that communicate.
 """
@@ -13,9 +16,10 @@ runs nodes in the reverse order of their creation, which is the same on all rank
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.errors import PlanError
+from weft.parallel.branch.batch_dims import BatchDims
 from weft.pipeline.trace import END, Trace, TraceEvent
 
 ALIGNMENT = 16  # of a tensor in a rank's part of an exchange, in bytes
@@ -35,11 +39,16 @@ class SentTensor:
 
 @dataclass(frozen=True)
 class BranchExchange:
-    """Tensors that all ranks get before an event. Each rank's part has `part_bytes`, those of the largest one."""
+    """Tensors that all ranks get before an event. Each rank's part has `part_bytes`, those of the largest one.
+
+    If ranks have different samples, a part has one rank's samples, and `buffers` are exchanged by themselves.
+    """
 
     tensors: tuple[SentTensor, ...]
     part_bytes: int
     forks: tuple[int, ...] = ()  # tensors forked since the last exchange: their backward follows that of this one
+    has_backward: bool = False  # does a tensor of it need a gradient?
+    buffers: BranchExchange | None = None
 
 
 @dataclass(frozen=True)
@@ -53,12 +62,33 @@ class BranchSchedule:
     forks: Mapping[int, tuple[int, ...]]
     deferred: frozenset[int] = frozenset()  # events that wait for the next exchange
     kept: frozenset[int] = frozenset()  # tensors that are exchanged
+    batch: BatchDims | None = None  # where tensors have their samples, if ranks have different ones
 
     def calls(self, degree: int) -> list[tuple[str, int]]:
         """Returns the collectives of one forward and backward over the axis: (operation, bytes)."""
-        gathers = [("all_gather", degree * one.part_bytes) for one in self.exchanges.values()]
-        summed = [number for one in self.exchanges.values() for number in one.forks]
-        return gathers + [("all_reduce", self.trace.values[number].num_bytes) for number in summed]
+        values, exchanges = self.trace.values, list(self.exchanges.values())
+        summed = [values[number].num_bytes for one in exchanges for number in one.forks]
+        if self.batch is None:
+            gathers = [("all_gather", degree * one.part_bytes) for one in exchanges]
+            return gathers + [("all_reduce", num_bytes) for num_bytes in summed]
+        gathered = [values[number].num_bytes for numbers in self.forks.values() for number in numbers]
+        gathered += [one.buffers.part_bytes for one in exchanges if one.buffers is not None]
+        swapped = [one.part_bytes for one in exchanges for _ in range(1 + one.has_backward) if one.tensors]
+        found = {"all_gather": gathered, "reduce_scatter": summed, "all_to_all": swapped}
+        return [(operation, degree * num_bytes) for operation, sizes in found.items() for num_bytes in sizes]
+
+    def result_share(self, rank: int) -> float:
+        """Returns the bytes of results that a rank makes or gathers over those of all events for one rank's samples."""
+        values, num_samples = self.trace.values, 1 if self.batch is None else self.batch.degree
+        whole = own = 0
+        for event, runs_on in zip(self.trace.events, self.ranks, strict=True):
+            num_bytes = sum(values[number].num_bytes for number in event.outputs)
+            whole += num_bytes
+            own += num_bytes if runs_on is None else num_samples * num_bytes * (runs_on == rank)
+        if self.batch is not None:
+            gathered = (number for numbers in self.forks.values() for number in numbers)
+            own += num_samples * sum(values[number].num_bytes for number in gathered)
+        return own / max(1, whole)
 
 
 class _Assignment:
@@ -115,19 +145,23 @@ class _Assignment:
                 users.setdefault(number, set()).add(self.ranks[index])
 
 
-def make_schedule(trace: Trace, owners: Mapping[str, int]) -> BranchSchedule:
-    """Returns the schedule of a trace, if each parameter in `owners` is held by that rank alone."""
+def make_schedule(trace: Trace, owners: Mapping[str, int], batch: BatchDims | None = None) -> BranchSchedule:
+    """Returns the schedule of a trace, if each parameter in `owners` is held by that rank alone.
+
+    `batch` says where tensors have their samples, if ranks have different ones; the trace is of a rank's own.
+    """
     found = _Assignment(trace, owners)
     found.sink()
-    made = _ExchangePlanner(trace, found)
+    made = _ExchangePlanner(trace, found, batch)
     ranks, deferred, kept = tuple(found.ranks), frozenset(found.deferred), frozenset(made.wanted)
-    return BranchSchedule(trace, ranks, found.makers, made.exchanges, made.forks, deferred, kept)
+    return BranchSchedule(trace, ranks, found.makers, made.exchanges, made.forks, deferred, kept, batch)
 
 
 class _ExchangePlanner:
     """Decides what ranks communicate before each event, in the order of events."""
 
-    def __init__(self, trace: Trace, found: _Assignment) -> None:
+    def __init__(self, trace: Trace, found: _Assignment, batch: BatchDims | None) -> None:
+        self.batch = batch
         self.trace, self.ranks, self.makers, self.deferred = trace, found.ranks, found.makers, found.deferred
         self.state = set(trace.parameters.values())
         self.wanted = _foreign(trace, found.ranks, found.makers)
@@ -170,10 +204,18 @@ class _ExchangePlanner:
         return event.name == END and bool(self._buffers)
 
     def _exchange(self, index: int) -> None:
-        """BranchExchange what waits before an event, and let the events that waited for it run."""
+        """Exchange what waits before an event, and let the events that waited for it run."""
         sends_gradient = any(self.trace.values[number].needs_gradient for number in self._waiting)
         forks = tuple(self._new_forks) if sends_gradient else ()
-        self.exchanges[index] = _exchange(self.trace, self._waiting, self._buffers, self.makers, forks)
+        results = {number: rank for number in self._waiting if (rank := self.makers[number]) is not None}
+        if self.batch is None:
+            made = _exchange(self.trace, {**results, **self._buffers})
+        else:
+            for number in results:
+                self.batch.refuse_mixed(number, "of a branch's result to other ranks")
+            buffers = _exchange(self.trace, self._buffers) if self._buffers else None
+            made = replace(_exchange(self.trace, results), buffers=buffers)
+        self.exchanges[index] = replace(made, forks=forks, has_backward=sends_gradient)
         self._exchanged.update(self._waiting)
         self._new_forks = [] if sends_gradient else self._new_forks
         queue, self._waiting, self._buffers, self._queue = self._queue, [], {}, []
@@ -186,11 +228,17 @@ class _ExchangePlanner:
         if rank is None:
             return
         common = [n for n in self.trace.events[index].inputs if self.makers.get(n) != rank and n not in known]
-        found = tuple(number for number in common if self.trace.values[number].needs_gradient)
+        values = self.trace.values
+        if self.batch is None:
+            found = tuple(number for number in common if values[number].needs_gradient)
+        else:
+            found = tuple(number for number in common if number in self.batch.dims or number in self.batch.mixed)
+            for number in found:
+                self.batch.refuse_mixed(number, "of a tensor to the branches that use it")
         if found:
             self.forks[index] = found
             self._forked.update(found)
-            self._new_forks += found
+            self._new_forks += [number for number in found if values[number].needs_gradient]
 
 
 def _foreign(trace: Trace, ranks: Sequence[int | None], makers: Mapping[int, int | None]) -> set[int]:
@@ -200,21 +248,14 @@ def _foreign(trace: Trace, ranks: Sequence[int | None], makers: Mapping[int, int
     return {number for number, rank in pairs if makers.get(number) not in (None, rank) and number not in state}
 
 
-def _exchange(
-    trace: Trace,
-    waiting: Sequence[int],
-    buffers: Mapping[int, int],
-    makers: Mapping[int, int | None],
-    forks: Sequence[int],
-) -> BranchExchange:
-    sent, sizes = list[SentTensor](), dict[int, int]()
-    for number in (*waiting, *buffers):
-        rank = buffers[number] if number in buffers else makers[number]
-        assert rank is not None
+def _exchange(trace: Trace, ranks: Mapping[int, int]) -> BranchExchange:
+    """Returns the exchange of tensors, by number, that these ranks have."""
+    sent, sizes, state = list[SentTensor](), dict[int, int](), set(trace.parameters.values())
+    for number, rank in ranks.items():
         num_bytes = trace.values[number].num_bytes
-        sent.append(SentTensor(number, rank, sizes.get(rank, 0), num_bytes, number in buffers))
+        sent.append(SentTensor(number, rank, sizes.get(rank, 0), num_bytes, number in state))
         sizes[rank] = sizes.get(rank, 0) + -(-num_bytes // ALIGNMENT) * ALIGNMENT
-    return BranchExchange(tuple(sent), max(sizes.values(), default=0), tuple(forks))
+    return BranchExchange(tuple(sent), max(sizes.values(), default=0))
 
 
 def _refuse_changes(

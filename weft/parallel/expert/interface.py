@@ -26,9 +26,10 @@ _TOKENS, _HIDDEN, _INNER, _TOLERANCE = 12, 8, 8, 1e-4
 
 def is_interface(module: nn.Module) -> bool:
     """Has a module the parameters and attributes of transformers' stacked experts, and no others?"""
+    if not callable(getattr(module, "act_fn", None)) or not hasattr(module, "num_experts"):
+        return False  # before its parameters are looked for, since a search asks this of every module
     parameters = dict(module.named_parameters())
-    is_stacked = set(parameters) == {"gate_up_proj", "down_proj"} and all(one.dim() == 3 for one in parameters.values())
-    return is_stacked and callable(getattr(module, "act_fn", None)) and hasattr(module, "num_experts")
+    return set(parameters) == {"gate_up_proj", "down_proj"} and all(one.dim() == 3 for one in parameters.values())
 
 
 def refuse_interface(name: str, layer: Any) -> str | None:

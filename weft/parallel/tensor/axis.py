@@ -44,7 +44,7 @@ from weft.memory.recompute_context import register_state
 from weft.mesh import Mesh
 from weft.parallel.cut_parameters import cut_parameters
 from weft.parallel.tensor import closed_form, convolution
-from weft.parallel.tensor.cost import localise, traffic, transient_bytes
+from weft.parallel.tensor.cost import assumptions, localise, traffic, transient_bytes
 from weft.parallel.tensor.cuts import ends_of, parameter_cuts
 from weft.parallel.tensor.head_use import HeadUse
 from weft.parallel.tensor.norm import split_norm
@@ -81,6 +81,9 @@ class TensorAxes(Strategy):
 
     def localise(self, profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Profile:
         return localise(profile, plan, coordinates)
+
+    def assumptions(self, profile: Profile, plan: Plan) -> tuple[str, ...]:
+        return assumptions(profile, plan)
 
     def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
         if plan.tensor.x == plan.tensor.y == 1:

@@ -14,17 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
-import torch
 from torch import nn
 
 from weft.comm.ledger import Key
 from weft.inspection.parameter_cut import share
-from weft.inspection.split_probe import random_copy
 from weft.inspection.tensor_splits import Split, is_norm
 from weft.parallel.tensor.cuts import ends_of, parameter_cuts
-from weft.parallel.tensor.norm import ALONE, split_norm
+from weft.parallel.tensor.norm_memory import NormMemory
 from weft.parallel.tensor.split_logits import gather_bytes
 from weft.parallel.tensor.vocabulary import loss_bytes
 from weft.plan import Plan
@@ -224,6 +221,13 @@ def localise(profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Pr
     )
 
 
+def assumptions(profile: Profile, plan: Plan) -> tuple[str, ...]:
+    """Returns, as sentences, what `localise` assumes because it could not be measured."""
+    if plan.tensor.x == plan.tensor.y == 1 or profile.model is None:
+        return ()
+    return _LocalCounts(profile, plan).assumptions()
+
+
 def _shares(profile: Profile, plan: Plan, over: int) -> BackwardShares:
     """Returns a rank's shares of backward's memory. With split classes the loss has one gradient buffer, not two."""
     x, (inner, outer, head, loss) = plan.tensor.x, profile.shares
@@ -261,7 +265,7 @@ class _LocalCounts:
         self.x, self.y = plan.tensor.x, plan.tensor.y
         self.dtype = COMPUTE_DTYPE[plan.precision]
         self.ends = ends_of(self.pairing, plan)
-        self._per_row: dict[Any, int | None] = profile.cache.setdefault("saved by norms", {})
+        self.norms = NormMemory(profile, self.dtype, self.y > 1 and not self.pairing.is_whole)
 
     def local(self, block: Block) -> Block:
         """Returns the block with a rank's FLOPs and saved bytes."""
@@ -271,12 +275,12 @@ class _LocalCounts:
         block = replace(block, flops=flops, attention_flops=attention, backward_flops=backward)
         if block.saved_bytes is None:
             return block
-        if self.pairing.is_whole and (not block.name or any(split.num_spatial for split in self._splits(block.name))):
+        if self._is_around_convolutions(block):
             return replace(block, saved_bytes=self._around_convolutions(block))
         over = self.over(bool(block.name) or self.ends.head is not None)
         inputs, outputs = self._inputs(block.name), self._outputs(block.name)
-        norms = local_norms = 0  # compiled norms save their input, which is the stream
-        if block.backward_bytes is None:
+        norms = local_norms = 0
+        if self._has_norms(block):
             norms, local_norms = (self._norms(block.name, is_local) for is_local in (False, True))
         none, selective, full = (block.saved_bytes[kind] for kind in ("none", "selective", "full"))
         inside = min(max(0, none - norms - inputs), self._behind_columns(block))
@@ -289,6 +293,19 @@ class _LocalCounts:
         else:
             saved |= {"selective": saved["none"], "full": saved["none"]}  # the root is not recomputed
         return replace(block, saved_bytes=saved)
+
+    def assumptions(self) -> tuple[str, ...]:
+        """Returns sentences about norms whose bytes on a rank could not be measured."""
+        counted = [block for block in self.profile.all if block.saved_bytes is not None and self._has_norms(block)]
+        return self.norms.assumed(block.name for block in counted if not self._is_around_convolutions(block))
+
+    def _has_norms(self, block: Block) -> bool:
+        """Are the block's norms counted apart? Compiled norms save their input, which is the stream."""
+        return block.backward_bytes is None
+
+    def _is_around_convolutions(self, block: Block) -> bool:
+        is_spatial = not block.name or any(split.num_spatial for split in self._splits(block.name))
+        return self.pairing.is_whole and is_spatial
 
     def _behind_columns(self, block: Block) -> int:
         """Returns the bytes saved inside of regions: after columns and the head, not after rows and gathered layers."""
@@ -337,46 +354,13 @@ class _LocalCounts:
         return over_y * (self.x if self.plan.tensor.sequence and is_split else 1)
 
     def _norms(self, block: str, is_local: bool) -> int:
-        assert self.profile.model is not None
-        total, is_split = 0, is_local and self.y > 1 and not self.pairing.is_whole
-        for name, layer in self.profile.layers.items():
-            module = self.profile.model.get_submodule(name)
-            is_here = (self.pairing.block_of(name) or "") == block
-            if is_here and is_norm(module) and f"{name}.weight" not in self.pairing.inner and layer.needs_gradient:
-                key = type(module), layer.in_features, self.dtype, is_split
-                if key not in self._per_row:
-                    self._per_row[key] = _saved_per_row(module, layer.in_features, self.dtype, is_split)
-                over = self.over(bool(block) or name == self.ends.norm) if is_local else 1
-                per_row = self._per_row[key]
-                total += (layer.saved_bytes if per_row is None else layer.rows * per_row) // over
+        total = 0
+        for name, layer in self.norms.norms_of(block):
+            over = self.over(bool(block) or name == self.ends.norm) if is_local else 1
+            total += self.norms.whole_bytes(name, layer, is_local) // over
         return total
 
     def _splits(self, block: str) -> Iterator[Split]:
         """Yields the splits of layers of a block ("" for the root) that its forward calls."""
         called = (split for split in self.pairing.splits.values() if split.module in self.profile.layers)
         return (split for split in called if (self.pairing.block_of(split.module) or "") == block)
-
-
-def _saved_per_row(module: nn.Module, width: int, dtype: torch.dtype, is_split: bool) -> int | None:
-    """Returns the bytes that a norm saves for backward for each row, measured by running it on a few rows.
-
-    None if it does not run on rows: norms of channels move dims first, and some norm several dims.
-    """
-    num_rows = 8
-    copy = random_copy(module, torch.Generator().manual_seed(0)).to(dtype)
-    held = {parameter.untyped_storage()._cdata for parameter in copy.parameters()}
-    saved: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage()._cdata not in held:
-            saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    value = torch.zeros(1, num_rows, width, dtype=dtype, requires_grad=True)
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        try:
-            out = split_norm(copy, ALONE, value) if is_split else copy(value)
-        except Exception:  # of the user's code, whatever it is; the caller takes what the profile has counted
-            return None
-    del out
-    return sum(saved.values()) // num_rows

@@ -1,0 +1,151 @@
+"""Recurrent models: fused steps equal torch's LSTM and GRU, and the engine serves them in any chunks and batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from commands_for_tests import caller
+from serving_for_tests import GREEDY, likeliest, serve_all, tokens_of
+from test_engine import make_engine
+
+import weft.serve.recurrent as recurrent
+from weft.architectures.recurrent import RecurrentConfig
+from weft.errors import ConfigError, WeftError
+from weft.models.recurrent import RecurrentModel, is_recurrent, load_recurrent, save_recurrent
+from weft.serve.four_bit_cache import FourBitFormat
+from weft.serve.graph_head import GraphHead, output_identity, output_matrix
+from weft.serve.recurrent import FusedGRU, FusedLSTM, RecurrentRows
+from weft.serve.request import Request, Sampling
+from weft.serve.step_inputs import text_inputs
+from weft.serve.vocabulary_graph import build_graph
+
+KINDS = ("lstm", "gru")
+CONFIG = RecurrentConfig(vocab_size=61, hidden_size=12, num_hidden_layers=2, max_position_embeddings=40)
+
+
+def tiny_recurrent(kind: str, seed: int = 0, **sizes: object) -> RecurrentModel:
+    torch.manual_seed(seed)
+    model = RecurrentModel(replace(CONFIG, architecture=kind, **sizes))  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.6)
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("has_table", [True, False])
+@torch.inference_mode()
+def test_fused_steps_are_torchs_own_in_float64(kind: str, has_table: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if has_table:  # and no prompt by torch's own layers
+        monkeypatch.setattr(recurrent, "TORCH_TOKENS", {"lstm": 99, "gru": 99})
+    if not has_table:
+        monkeypatch.setattr(recurrent, "TABLE_BYTES", 0)
+    for length in (1, 2, 7, 33):
+        model = tiny_recurrent(kind).double()
+        text = torch.randint(61, (1, length), generator=torch.Generator().manual_seed(length))
+        expected = model(text)[0]
+        rows = RecurrentRows(tiny_recurrent(kind).double())
+        assert (rows._table is not None) == has_table
+        cache = rows.new_cache(1, 16, 1)
+        layout = make_engine(tiny_recurrent(kind))._part.layout
+        at_once = rows.residual(text_inputs(text[0].tolist(), 16).batch(layout), cache)
+        torch.testing.assert_close(rows.logits(at_once), expected, rtol=1e-12, atol=1e-12)
+        states = rows.new_cache(1, 16, 3)[0]
+        for place in range(length):  # token by token, two requests at once: one of them is another text
+            tokens = torch.stack([text[0, place], (text[0, place] + 1) % 61])
+            is_first = torch.tensor([place == 0, place == 0])
+            hidden = rows._decode(tokens, torch.tensor([2, 0]), is_first, states)
+            torch.testing.assert_close(rows.logits(hidden)[0], expected[place], rtol=1e-12, atol=1e-12)
+    assert float((expected[-1] - expected[0]).abs().max()) > 1e-3  # the state matters
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_engine_gives_the_models_tokens_in_any_chunks_and_memory(kind: str) -> None:
+    model = tiny_recurrent(kind)
+    requests = [Request(str(n), tuple((3 * n + i) % 61 for i in range(n)), 9, GREEDY) for n in (1, 2, 5, 16, 31)]
+    expected = {one.name: likeliest(model, one.tokens, one.max_tokens) for one in requests}
+    assert len({tuple(one) for one in expected.values()}) > 3
+    for options in ({"token_budget": 3, "num_blocks": 12, "max_running": 3}, {"token_budget": 64}, {"max_running": 1}):
+        engine = make_engine(tiny_recurrent(kind), **options)
+        assert tokens_of(serve_all(engine, requests, every=1)) == expected
+        assert tokens_of(serve_all(engine, requests)) == expected  # rows that others have used
+        assert engine.state().num_prefix_tokens == 0
+    seeded = [replace(one, sampling=Sampling(0.9, seed=3, num_logprobs=1)) for one in requests]
+    one, other = (make_engine(tiny_recurrent(kind), max_running=number) for number in (1, 5))
+    assert tokens_of(serve_all(one, seeded)) == tokens_of(serve_all(other, seeded))
+
+
+def test_weights_are_held_once() -> None:
+    rows = RecurrentRows(tiny_recurrent("lstm"))
+    layer = rows.layers[0]
+    assert isinstance(layer, FusedLSTM)
+    own = rows.model.rnn.weight_hh_l0
+    assert own.untyped_storage().data_ptr() == layer._weight.untyped_storage().data_ptr()
+    gru = RecurrentRows(tiny_recurrent("gru"))
+    assert isinstance(gru.layers[1], FusedGRU)
+    assert gru.layers[1]._state.data_ptr() == gru.model.rnn.weight_hh_l1.data_ptr()
+
+
+def test_a_graph_of_the_head_goes_with_it() -> None:
+    model = tiny_recurrent("gru")
+    head = GraphHead(build_graph(*output_matrix(model, 61), degree=6), output_identity(model, 61), 4, 61, 1.0)
+    requests = [Request("x", (1, 2, 3), 9, GREEDY)]
+    found = tokens_of(serve_all(make_engine(tiny_recurrent("gru"), head=head), requests))
+    assert found == {"x": likeliest(model, (1, 2, 3), 9)}
+
+
+def test_folders_are_written_and_read_and_others_refused(tmp_path: Path) -> None:
+    for tied in (False, True):
+        folder = tmp_path / str(tied)
+        model = tiny_recurrent("lstm", tie_word_embeddings=tied)
+        save_recurrent(folder, model)
+        assert is_recurrent(folder)
+        read = load_recurrent(folder)
+        text = torch.arange(9)[None]
+        assert torch.equal(read(text), model(text))
+        assert (read.lm_head.weight is read.embed_tokens.weight) == tied
+    save_recurrent(tmp_path / "gru", tiny_recurrent("gru"))
+    (tmp_path / "gru" / "config.json").write_text((tmp_path / "False" / "config.json").read_text())
+    with pytest.raises(ConfigError, match=r"has other tensors than config\.json describes"):
+        load_recurrent(tmp_path / "gru")
+    weights = tmp_path / "True" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    with pytest.raises(WeftError, match="cannot read"):
+        load_recurrent(tmp_path / "True")
+    with pytest.raises(ConfigError, match="'rnn' is not recurrent; use lstm or gru"):
+        RecurrentConfig("rnn")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"speculate": "ngram"}, "--speculate does not go with a recurrent model"),
+        ({"cache": FourBitFormat(), "block_size": 64}, "--cache does not go"),
+        ({"swap_blocks": 2}, "--swap-blocks does not go"),
+        ({"stream_weights": 1}, "--stream-weights does not go"),
+    ],
+)
+def test_what_needs_keys_and_values_is_refused(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_engine(tiny_recurrent("lstm"), **options)
+
+
+def test_weft_generate_continues_with_a_recurrent_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_recurrent("gru", vocab_size=257)
+    save_recurrent(tmp_path / "model", model)
+    weft = caller(monkeypatch, capfd)
+    asked = ("generate", tmp_path / "model", "--device", "cpu", "--prompt", "ab", "--tokens", 6, "--temperature", 0)
+    done = weft(*asked, "--tokenizer", "bytes", "--json")
+    assert done.status == 0, done.err
+    number = len(done.json["text"].encode(errors="replace"))
+    assert number > 0
+    for options, words in ((("--weights", "int4"), "leave out --weights"), ((), "no tokenizer.json")):
+        given = (*options, "--tokenizer", "bytes") if options else ()
+        refused = weft(*asked, *given)
+        assert refused.status == 2
+        assert words in refused.err
