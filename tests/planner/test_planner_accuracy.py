@@ -348,6 +348,17 @@ def test_what_megatron_does_for_experts_is_seen(method: str, broken: dict[str, A
     assert mean_error(less) > mean_error(sample) + CONTROL
 
 
+def test_gradients_of_one_stage_are_reduced_during_the_backward_of_others() -> None:
+    case = next(one for one in cases(FOLDING) if one.label.startswith("Mixtral-8x22B MCore w/ Folding 1024"))
+    later = replace(case.software, reduces_by_stage=False)
+    seconds = {}
+    for plan, count in (one for one in case.plans if one[0].micro_batch == 1 and one[0].memory.recompute == "none"):
+        one = replace(case, plans=((plan, count),))
+        seconds[plan.pipe.num_stages] = predict(replace(one, software=later)).seconds / predict(one).seconds
+    assert seconds[56] > 1.05
+    assert seconds[8] == 1  # one stage on each rank
+
+
 def test_rows_with_experts_by_hand() -> None:
     rows = {case.label: case for case in cases(FOLDING)}
     folded = rows["Mixtral-8x22B MCore w/ Folding 128 GPUs 256 × 4096"]
