@@ -126,6 +126,34 @@ def _unit_results(
 
 
 @triton.jit
+def _both_inputs(place, exists, WIDTH: tl.constexpr, BITS: tl.constexpr):
+    """What the low halves of a word's bytes are multiplied with, and what the high ones are, if codes have 4 bits."""
+    low = tl.load(place, mask=exists, other=0)
+    high = low
+    if BITS == 4:
+        high = tl.load(place + WIDTH, mask=exists, other=0)
+    return low, high
+
+
+@triton.jit
+def _store(
+    total, bias_ptr, residual_ptr, out_ptr, first,
+    NUM_OUT: tl.constexpr, RESULTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    IS_GATED: tl.constexpr,
+):  # fmt: skip
+    """Add bias, gate and residual to the products of a program, and write them."""
+    gate = total
+    if IS_GATED:
+        gate, total = tl.split(tl.trans(tl.reshape(total, [2, RESULTS])))
+    outs = first + tl.arange(0, RESULTS)
+    is_result = outs < NUM_OUT
+    total = with_bias_and_gate(total, gate, bias_ptr, outs, is_result, NUM_OUT, HAS_BIAS, IS_GATED)
+    if HAS_RESIDUAL:
+        total += tl.load(residual_ptr + outs, mask=is_result, other=0.0).to(tl.float32)
+    tl.store(out_ptr + outs, total.to(out_ptr.dtype.element_ty), mask=is_result)
+
+
+@triton.jit
 def _product_of_token(
     row_ptr, norm_ptr, code_ptr, range_ptr, bias_ptr, residual_ptr, out_ptr, eps,
     NUM_IN: tl.constexpr, NUM_OUT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
@@ -153,14 +181,9 @@ def _product_of_token(
     place = word // width * (BLOCK // 4) + word % width  # of the inputs of a word, by fours
     norm, high_norm = place, place
     if HAS_NORM:
-        norm = tl.load(norm_ptr + place, mask=exists, other=0)
-        if BITS == 4:
-            high_norm = tl.load(norm_ptr + width + place, mask=exists, other=0)
+        norm, high_norm = _both_inputs(norm_ptr + place, exists, width, BITS)
     wait_for_results(IS_EARLY)
-    inputs = tl.load(row_ptr + place, mask=exists, other=0)
-    high_inputs = inputs
-    if BITS == 4:
-        high_inputs = tl.load(row_ptr + width + place, mask=exists, other=0)
+    inputs, high_inputs = _both_inputs(row_ptr + place, exists, width, BITS)
     is_float: tl.constexpr = GROUPS == 0
     low, low_scale, low_sums, squares = _inputs(inputs, norm, dtype, HAS_NORM, is_float, units, UNIT, BY_PTX)
     high, high_scale, high_sums = low, low_scale, low_sums
@@ -188,15 +211,7 @@ def _product_of_token(
     total = tl.sum(total, 0)
     if HAS_NORM:
         total *= tl.rsqrt(squares / NUM_IN + eps)  # the same for all inputs
-    gate = total
-    if IS_GATED:
-        gate, total = tl.split(tl.trans(tl.reshape(total, [2, results])))
-    outs = first + tl.arange(0, results)
-    is_result = outs < NUM_OUT
-    total = with_bias_and_gate(total, gate, bias_ptr, outs, is_result, NUM_OUT, HAS_BIAS, IS_GATED)
-    if HAS_RESIDUAL:
-        total += tl.load(residual_ptr + outs, mask=is_result, other=0.0).to(tl.float32)
-    tl.store(out_ptr + outs, total.to(dtype), mask=is_result)
+    _store(total, bias_ptr, residual_ptr, out_ptr, first, NUM_OUT, results, HAS_BIAS, HAS_RESIDUAL, IS_GATED)
 
 
 def product_of_token_by_kernel(
