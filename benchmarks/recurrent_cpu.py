@@ -44,6 +44,16 @@ def medians(calls: dict[str, Call], number: int) -> dict[str, float]:
     return {name: 1e3 * median(found) for name, found in times.items()}
 
 
+def prompt_by_weft(rows: RecurrentRows, inner: torch.Tensor, states: list[State]) -> None:
+    """Compute a text, with the input products of each layer at once."""
+    for layer, state in zip(rows.layers, states, strict=True):
+        found = []
+        for inputs in layer.inputs(inner).split(1):
+            state = layer.step_hoisted(inputs, state)
+            found.append(state[0])
+        inner = torch.cat(found)
+
+
 def measured(kind: str, size: int, number: int) -> dict[str, Any]:
     """Steps and prompts of one size, by torch and by weft."""
     config = RecurrentConfig(kind, vocab_size=257, hidden_size=size, num_hidden_layers=LAYERS)  # type: ignore[arg-type]
@@ -77,15 +87,6 @@ def measured(kind: str, size: int, number: int) -> dict[str, Any]:
 
     text = torch.randn(1, PROMPT, size)
 
-    def prompt_by_weft() -> None:
-        inner = text[0]
-        for layer, state in zip(rows.layers, states, strict=True):
-            found = []
-            for inputs in layer.inputs(inner).split(1):
-                state = layer.step_hoisted(inputs, state)
-                found.append(state[0])
-            inner = torch.cat(found)
-
     gates = 4 if kind == "lstm" else 3
     weight, row = torch.randn(LAYERS * gates * size, 2 * size), torch.randn(2 * size)
     steps = medians(
@@ -98,7 +99,9 @@ def measured(kind: str, size: int, number: int) -> dict[str, Any]:
         },
         number,
     )
-    prompts = medians({"torch": lambda: plain.rnn(text), "weft": prompt_by_weft}, max(5, number // 20))
+    prompts = medians(
+        {"torch": lambda: plain.rnn(text), "weft": lambda: prompt_by_weft(rows, text[0], states)}, max(5, number // 20)
+    )
     return {
         "weight_bytes": weight.numel() * weight.itemsize,
         "step_milliseconds": steps,

@@ -27,11 +27,13 @@ from torch import Tensor
 
 from weft.models import DecoderConfig, build, initialise
 from weft.serve.graph_head import GraphHead, with_chosen_beam
+from weft.serve.graph_index import NUM_LIKELY
 from weft.serve.vocabulary_graph import VocabularyGraph, build_graph, search
 
 RESULT = Path(__file__).parent / "results" / "vocabulary-search-cpu.json"
 VOCAB, WIDTH, SEQUENCE, BATCH, NUM_STATES = 32768, 512, 256, 64, 2000
-BEAMS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+BEAMS = (64, 256, 1024, 4096)
+NUM_CURVE, NUM_CHOOSING, NUM_CHECKED = 150, 200, 300  # hidden states
 NUMBERS = (1, 10, 64)  # of the likeliest tokens that recall is stated for
 
 
@@ -161,14 +163,17 @@ def measure(weight: Tensor, states: Tensor, about: dict[str, Any], degrees: list
     result |= {"threads": 1, "seconds": "of a core", "dense_milliseconds": dense, "curves": {}}
     print("dense", dense)
     some, others = states[::2], states[1::2]
+    likely = torch.cat([F.linear(one, weight).topk(NUM_LIKELY).indices for one in some.split(256)])
     graphs = {}
     for degree in degrees:
         begin = time.process_time()
-        graphs[degree] = build_graph(weight, None, degree)
+        graphs[degree] = build_graph(weight, None, degree, likely)
         built = time.process_time() - begin
         print(f"degree {degree}: built in {built:.0f} s", flush=True)
-        result["curves"][str(degree)] = {"build_seconds": built, "rows": curve(weight, others[:300], graphs[degree])}
-    head, _ = with_chosen_beam(GraphHead(graphs[degrees[0]], ""), weight, None, some)
+        rows = curve(weight, others[:NUM_CURVE], graphs[degree])
+        result["curves"][str(degree)] = {"build_seconds": built, "rows": rows}
+    head, _ = with_chosen_beam(GraphHead(graphs[degrees[0]], ""), weight, None, some[:NUM_CHOOSING])
+    others = others[-NUM_CHECKED:]
     likeliest = F.linear(others, weight).argmax(1).tolist()
     times, equal = [], 0
     for state, expected in zip(others, likeliest, strict=True):

@@ -6,6 +6,8 @@ Folders are those of weft/, and `helpers`. All of them are on the path: tests sh
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
 import subprocess
@@ -16,23 +18,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch._dynamo  # optimizers and fake tensors import it (for seconds): here, once, and not in every forked rank
 from hypothesis import HealthCheck, settings
 
 FOLDERS = [str(folder) for folder in sorted(Path(__file__).parent.iterdir()) if folder.is_dir()]
 sys.path[:0] = [folder for folder in FOLDERS if folder not in sys.path]
-torch.set_num_threads(1)
-if torch.backends.mkldnn.is_acl_available():  # on ARM, where forked processes would wait for its threads
-    torch.backends.mkldnn.set_flags(_enabled=False)
 # Started in the background, a process ignores Ctrl-C and so do its children, which some tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _prepare_torch() -> None:
+    import torch
+    import torch._dynamo  # optimizers and fake tensors import it: here, once, and not in every forked rank
+
+    torch.set_num_threads(1)
+    if torch.backends.mkldnn.is_acl_available():  # on ARM, where forked processes would wait for its threads
+        torch.backends.mkldnn.set_flags(_enabled=False)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """How long an example takes depends on what else the machine does, and is no reason to fail. Which are tried comes
     from the test alone, so that what has passed passes again; -m soak draws others.
     """
+    is_controller = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
+    if not is_controller:  # which runs no test: it starts its workers seconds earlier
+        _prepare_torch()
     settings.register_profile(
         "weft",
         deadline=None,
@@ -49,6 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def _same_draws() -> None:
     """What a test draws without a seed of its own does not depend on the tests before it."""
+    import torch
+
     torch.manual_seed(0)
 
 
@@ -96,6 +107,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=soak)
         left_out = set(map(id, soak))
         items[:] = [item for item in items if id(item) not in left_out]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Take all that exists before the first test (modules, cases) out of garbage collection, which then takes little.
+
+    A full collection goes through a million objects otherwise, for a third of a second and more.
+    """
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # or extensions report at exit what they could not free
 
 
 # Cases that cost most on two slow cores, by their ids; others test the same features always.

@@ -14,6 +14,7 @@ from commands_for_tests import Weft, caller
 from runs_for_tests import write_run_file
 from torch import Tensor
 
+from weft.bench import whole_machine
 from weft.bench.checked_operation import BenchOperation, Buffers, pattern
 from weft.bench.cluster_file import MeasuredMachine, cluster_text
 from weft.bench.fit import LinkFit, Point, fit_link, fit_pieces
@@ -217,3 +218,17 @@ def test_ranks_measure_and_the_planner_uses_the_file(
     refused = weft("plan", run_file, "plan.data=2", "--cluster", path)
     assert refused.status == 2
     assert f"was measured on another machine: num_cpu_cores = {here.num_cpu_cores} (here" in refused.err
+
+
+@pytest.mark.processes
+def test_rates_of_a_cpu_are_those_of_ranks_that_compute_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its share of the cores, and meets the others while it measures; the result is their mean."""
+
+    def rates(_: torch.device, limit_seconds: float) -> dict[str, float]:
+        ranks = torch.ones(1)
+        torch.distributed.all_reduce(ranks)  # would wait for ever if only one rank measured
+        return {"fp32": float(ranks), "memory": limit_seconds * torch.distributed.get_rank() + torch.get_num_threads()}
+
+    monkeypatch.setattr(whole_machine, "_rates", rates)
+    monkeypatch.setattr(whole_machine, "num_cpu_cores", lambda: 7)
+    assert whole_machine._rates_of_ranks(3, 10.0) == {"fp32": 3.0, "memory": 12.0}

@@ -80,16 +80,18 @@ def test_gaps_are_exponential_and_all_kinds_and_ranks_come() -> None:
 class Ranks:
     """Two ranks that only have pages, and a storm over them; signals are taken down."""
 
-    def __init__(self, tmp_path: Path, run_file: Path, faults: list[Fault], kinds: Sequence[str] = KINDS) -> None:
+    def __init__(
+        self, tmp_path: Path, run_file: Path, faults: list[Fault], kinds: Sequence[str] = KINDS, roles: str = ""
+    ) -> None:
         self.folder, self.signals = tmp_path / "pages", list[tuple[int, int]]()
         self.folder.mkdir(parents=True)
-        run = make_run(run_file, "storm", "plan.data=2", "train.steps=50")
+        run = make_run(run_file, "storm", "plan.data=2", "train.steps=50", *filter(None, [roles]))
         self.storm = Storm(run, iter(faults), kinds, tmp_path)
         self.environ = {FOLDER_VARIABLE: str(self.folder), "TORCHELASTIC_RUN_ID": "weft-none"}
         self.now = 100.0
 
-    def start(self) -> None:
-        self.storm.ranks_started([11, 12], self.environ)
+    def start(self, *pids: int) -> None:
+        self.storm.ranks_started(pids or (11, 12), self.environ)
         self.pages = [Status(self.environ, rank) for rank in range(2)]
 
     def at(self, seconds: float, *steps: int) -> None:
@@ -157,6 +159,32 @@ def test_a_partition_stops_half_of_the_ranks(tmp_path: Path, run_file: Path) -> 
     ranks.at(0.0, 0, 0)
     ranks.at(1.0, 1, 1)
     assert ranks.signals == [(11, signal.SIGSTOP)]
+
+
+def test_a_killed_loader_is_nothing_to_recover_from(tmp_path: Path, run_file: Path) -> None:
+    """Two training ranks, which have pages, and two loaders, which have none."""
+    ranks = Ranks(tmp_path, run_file, [Fault(1.0, "role", 0, 3), Fault(1.0, "kill", 1, 0)], roles="roles.loader=2")
+    ranks.start(11, 12, 13, 14)
+    ranks.at(0.0, 0, 0)
+    ranks.at(1.0, 1, 1)
+    assert ranks.signals == [(14, signal.SIGKILL)]
+    ranks.storm.rank_exited(RankExit(3, -9))
+    ranks.storm.rank_started_again(3, 15)
+    ranks.at(2.5, 3, 3)
+    assert ranks.signals[1:] == [(12, signal.SIGKILL)]  # the job is not over, so the next fault comes
+    first = ranks.storm.records[0]
+    assert (first.kind, first.ranks, first.seconds) == ("role", [3], None)
+    assert ranks.storm.restarts == 0
+
+
+def test_a_loader_that_came_back_is_killed_by_its_new_id(tmp_path: Path, run_file: Path) -> None:
+    ranks = Ranks(tmp_path, run_file, [Fault(1.0, "role", 0, 0), Fault(1.0, "role", 0, 0)], roles="roles.loader=1")
+    ranks.start(11, 12, 13)
+    ranks.at(0.0, 0, 0)
+    ranks.at(1.0, 1, 1)
+    ranks.storm.rank_started_again(2, 17)
+    ranks.at(2.5, 2, 2)
+    assert ranks.signals == [(13, signal.SIGKILL), (17, signal.SIGKILL)]
 
 
 def test_nothing_strikes_in_the_last_step(tmp_path: Path, run_file: Path) -> None:

@@ -43,12 +43,17 @@ def part_of(name: str, place: RankPlace) -> nn.Module:
 
 
 def tokens_on_ranks(
-    name: str, mesh: Mesh, requests: list[Request], options: EngineOptions, place: RankPlace | None = None
+    name: str,
+    mesh: Mesh,
+    requests: list[Request],
+    options: EngineOptions,
+    place: RankPlace | None = None,
+    ranks: ServingRanks | None = None,
 ) -> dict[str, Any] | None:
     """On each rank of a mesh: serve requests. Returns what rank 0 found; None on others. With a `place`, this rank
     holds the part of another.
     """
-    ranks = ServingRanks(mesh)
+    ranks = ranks or ServingRanks(mesh)
     axis = mesh.with_own_group("data", "requests") if mesh.plan.data > 1 else mesh["data"]
     model = part_of(name, place or ranks.place)
     mesh.ledger.clear()

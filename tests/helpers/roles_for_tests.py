@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +20,7 @@ from weft.launch.environment import detect
 from weft.launch.fork_server import REJOIN_VARIABLE, ForkServer
 from weft.roles import links
 from weft.run_file import Run, load_run
-from weft.train import loop
+from weft.train import loop, role_rank
 from weft.train.batches import TrainingData
 from weft.train.local_job import start_ranks
 from weft.train.validator import Validator
@@ -120,20 +119,19 @@ def rank_main(arguments: list[str]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return measured(validator, step, tensors)
 
-    class Announced(ThreadPoolExecutor):
-        """Started when a rank of another role has announced itself, and begins to connect."""
+    def announce_and_note(*arguments: Any) -> Any:
+        found = announce(*arguments)
+        if REJOIN_VARIABLE in os.environ:
+            (notes / "back").touch()
+        return found
 
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            if REJOIN_VARIABLE in os.environ:
-                (notes / "back").touch()
-
-    stepped, measured = loop.train_step, Validator.measure
+    stepped, measured, announce = loop.train_step, Validator.measure, links.announce
     with (
         patch.object(TrainingData, "host_batches", host_batches),
         patch.object(loop, "train_step", train_step),
         patch.object(Validator, "measure", measure),
-        patch.object(links, "ThreadPoolExecutor", Announced),
+        patch.object(links, "announce", announce_and_note),
+        patch.object(role_rank, "announce", announce_and_note),
     ):
         loop.train(run, rank, Messages(notes / "said") if rank.rank == 0 else Silent())
 

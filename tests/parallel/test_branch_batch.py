@@ -16,7 +16,7 @@ from weft.parallel.apply import refuse
 from weft.parallel.branch import axis, runner, shares
 from weft.parallel.branch.axis import find_schedule, work_share
 from weft.parallel.branch.batch_dims import with_sizes
-from weft.pipeline.trace import RecordedTensor
+from weft.pipeline.trace_watch import RecordedTensor
 from weft.plan import Branch, Plan, Shard, split_batch
 from weft.profiling import Profile, profile
 from weft.proof.prove import verify

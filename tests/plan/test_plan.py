@@ -177,6 +177,19 @@ def test_ranks_are_the_product_of_degrees_and_inner_is_the_stride(plan: Plan) ->
     )
 
 
+def test_a_changed_plan_is_a_replaced_one_and_is_checked() -> None:
+    plan = Plan(data=2, tensor=Tensor(2, 2), micro_batch=3)
+    assert plan.num_ranks == 8  # its degrees are cached
+    changed = plan.changed(data=4, pipe=Pipe(2))
+    assert changed == replace(plan, data=4, pipe=Pipe(2))
+    assert changed.degrees == replace(plan, data=4, pipe=Pipe(2)).degrees
+    assert (plan.data, plan.num_ranks, changed.num_ranks) == (2, 8, 32)
+    with pytest.raises(PlanError, match=r"plan\.data = 0; a degree is at least 1"):
+        plan.changed(data=0)
+    with pytest.raises(PlanError, match=r"accumulate = 'slice' needs shard\.stage 2 or 3"):
+        plan.changed(memory=Memory(accumulate="slice"))
+
+
 def test_plans_in_words() -> None:
     assert Plan().describe_axes() == "1 process"
     assert Plan(data=2).describe_axes() == "data 2"

@@ -17,7 +17,7 @@ from weft.parallel.tensor.axis import TensorAxes
 from weft.plan import Context, Pipe, Plan, Tensor
 from weft.planner.answer import Answer, ask
 from weft.planner.explain import GB, sensitivities
-from weft.planner.model import _profiled, planned_model
+from weft.planner.model import _profiled, _traced, planned_model
 from weft.planner.question import Question, parse_constraints
 from weft.planner.search import Model, search
 from weft.profiling.software import BlockPass, software_for_text
@@ -129,8 +129,8 @@ def test_an_answer_does_not_depend_on_the_questions_before_it() -> None:
         return planned_model(TINY, SEQUENCE, cluster, software).held(plan, 4).total_bytes
 
     def forget() -> None:
-        planned_model.cache_clear()
-        _profiled.cache_clear()
+        for one in (planned_model, _traced, _profiled):
+            one.cache_clear()
 
     forget()
     eager, compiled = held(False), held(True)

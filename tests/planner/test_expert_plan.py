@@ -12,16 +12,22 @@ from weft.cluster.hardware import load
 from weft.models import build
 from weft.models.loss import ExampleLoss
 from weft.parallel.apply import cost, localise
-from weft.plan import Context, Memory, Plan, split_batch
+from weft.parallel.data import DataAxis
+from weft.parallel.expert.axis import ExpertAxis
+from weft.plan import Context, Memory, Pipe, Plan, split_batch
 from weft.plan import Tensor as TensorAxis
-from weft.planner.micro_batch import LINK_SHARE
+from weft.planner.expert_time import expert_seconds
+from weft.planner.frameworks import CORE
+from weft.planner.kernels import Kernels
+from weft.planner.micro_batch import LINK_SHARE, place
 from weft.planner.model import planned_model
 from weft.planner.other_forms import folded_plans
 from weft.planner.question import Question, parse_constraints
 from weft.planner.search import Model, search
 from weft.profiling import profile
 from weft.profiling.parts import Matmul
-from weft.profiling.software import Software
+from weft.profiling.software import BlockPass, Software
+from weft.strategy import Buffer
 
 SEQUENCE = 32
 
@@ -68,6 +74,47 @@ def test_the_search_tries_expert_where_there_are_experts() -> None:
     free = search(planned_model(dense, SEQUENCE, load("h100:1x4"), Software()), Question(4, SEQUENCE), keep=200)
     assert {one.plan.expert for one in free.best} == {1}
     assert not any("expert" in reason for _, reason in free.refused)
+
+
+def test_replicas_of_experts_are_the_ranks_that_hold_the_same() -> None:
+    """Software that shards the optimizer: all other parameters have replicas on ranks of expert, too."""
+    folded = Plan(data=2, pipe=Pipe(8), expert=4, tensor=TensorAxis(2, sequence=True), expert_over=("x",))
+    assert place(folded, "replicas") == (2, 8)
+    assert place(folded, "expert replicas") == (8, 2)
+    beside_context = Plan(data=2, tensor=TensorAxis(8, sequence=True), context=Context(8), expert_over=("x",))
+    assert place(beside_context, "expert replicas") == (8, 16)
+    over_context = replace(beside_context, expert_over=("context", "x"))
+    assert place(over_context, "expert replicas") == (64, 2)
+    buffer = Buffer(numel=10.0, compute_bytes=2, gradient_bytes=4, expert_numel=8.0)
+    found = [
+        (call.axis, call.operation, call.num_bytes)
+        for axis in (DataAxis(), ExpertAxis())
+        for call in axis.buffer_calls(buffer, folded, CORE)
+    ]
+    assert found == [
+        ("replicas", "reduce_scatter", 8.0),
+        ("replicas", "all_gather", 4.0),
+        ("expert replicas", "reduce_scatter", 32.0),
+        ("expert replicas", "all_gather", 16.0),
+    ]
+
+
+def test_thin_parts_of_experts_are_slower() -> None:
+    """Tensor ranks that split experts multiply by thin matrices, and gather rows."""
+    plan = Plan(expert=2, tensor=TensorAxis(4, sequence=True), micro_batch=1, precision="bf16")
+    narrow = replace(WIDE, moe_intermediate_size=512)
+    part = planned_model(narrow, 4096, load("h100:1")).steps.workload.blocks[0]
+    software = Software(many_tiles=True)
+    whole, split = (
+        Kernels(load("h100:1").node.device, replace(software, splits_experts=value)) for value in (False, True)
+    )
+    seconds = [sum(expert_seconds(part, plan, 8, kernels)) for kernels in (whole, split)]
+    assert seconds[1] > 1.2 * seconds[0]
+    calls = [list(ExpertAxis().block_calls(BlockPass(part, 1, one.software), plan)) for one in (whole, split)]
+    over_x = [call for call in calls[1] if call.axis == "x"]
+    assert [call for call in calls[1] if call.axis != "x"] == calls[0]
+    assert sorted(call.operation for call in over_x) == ["all_gather"] * 2 + ["reduce_scatter"] * 2
+    assert all(call.num_bytes == 2 * part.routed_numel for call in over_x)  # the rows of all ranks of x
 
 
 def test_uneven_routing_takes_longer() -> None:

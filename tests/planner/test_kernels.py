@@ -30,7 +30,8 @@ from weft.planner.kernels import (
     Kernels,
     tile_share,
 )
-from weft.planner.micro_batch import HOST_BACKWARD, LOSS_OPERATION_BYTES, OVERLAP_LOSS, beside, place
+from weft.planner.micro_batch import HOST_BACKWARD, LOSS_OPERATION_BYTES, place
+from weft.planner.overlap import OVERLAP_LOSS, beside
 from weft.planner.schedule_time import run
 from weft.planner.step import FIXED_SECONDS, StepModel
 from weft.profiling.software import EAGER_LOSS_BYTES, Software, software_for_text
@@ -380,6 +381,7 @@ def test_what_runs_beside_compute_costs_a_share() -> None:
     assert beside(10.0, 4.0) == pytest.approx(10 + 4 * OVERLAP_LOSS)
     assert beside(4.0, 10.0) == pytest.approx(10 + 4 * OVERLAP_LOSS)
     assert beside(10.0, 4.0, floor=1.0) == pytest.approx(11 + 4 * OVERLAP_LOSS)
+    assert beside(10.0, 4.0, overlaps=False) == 14
 
 
 def test_collectives_in_pieces_are_hidden() -> None:

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,7 @@ from weft.planner import frameworks, micro_batch
 from weft.profiling.workload import Workload
 
 VTRAIN = "vtrain_a100_measured_single_node"
+FOLDING = "megatron_core_moe_folding_h100"
 CONTROL = 0.03  # by which a broken model must be worse
 
 
@@ -54,6 +56,7 @@ def mean_error(sample: list[Case]) -> float:
         ("megatron_2020_v100_a100_tp_scaling", slice(0, 12), 12, 0.06),
         ("mosaicml_llm_foundry_mpt_throughput", slice(0, 216, 16), 216, 0.045),
         ("torchtitan_llama3", slice(0, 6), 32, 0.03),
+        (FOLDING, slice(2, 15, 6), 79, 0.055),
         ("megatron_llama_fp8_h100", slice(0, 2), 3, 0.103),
         (VTRAIN, slice(0, 720, 4), 720, 0.067),
     ],
@@ -327,6 +330,63 @@ def test_a_wrong_shape_of_the_second_matmul_is_seen(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(planner_accuracy, "chain", swapped)
     assert mean_error(sample) > before + CONTROL
+
+
+@pytest.mark.parametrize(
+    ("method", "broken"),
+    [
+        ("w/ Folding", {"row_copies": (0.0, 0.0), "sort_copies": 0.0}),
+        ("w/ Folding", {"adds_expert_gradients": False}),
+        ("TP + EP + DP", {"splits_experts": False}),
+    ],
+)
+def test_what_megatron_does_for_experts_is_seen(method: str, broken: dict[str, Any]) -> None:
+    case = next(one for one in cases(FOLDING) if "G8T8" in one.label and method in one.label)
+    small = [one for one in case.plans if one[0].micro_batch == 1 and one[0].memory.recompute == "none"]
+    sample = [replace(case, plans=(max(small, key=lambda one: one[0].pipe.num_stages),))]
+    less = [replace(one, software=replace(one.software, **broken)) for one in sample]
+    assert mean_error(less) > mean_error(sample) + CONTROL
+
+
+def test_gradients_of_one_stage_are_reduced_during_the_backward_of_others() -> None:
+    case = next(one for one in cases(FOLDING) if one.label.startswith("Mixtral-8x22B MCore w/ Folding 1024"))
+    later = replace(case.software, reduces_by_stage=False)
+    seconds = {}
+    for plan, count in (one for one in case.plans if one[0].micro_batch == 1 and one[0].memory.recompute == "none"):
+        one = replace(case, plans=((plan, count),))
+        seconds[plan.pipe.num_stages] = predict(replace(one, software=later)).seconds / predict(one).seconds
+    assert seconds[56] > 1.05
+    assert seconds[8] == 1  # one stage on each rank
+
+
+def test_rows_with_experts_by_hand() -> None:
+    rows = {case.label: case for case in cases(FOLDING)}
+    folded = rows["Mixtral-8x22B MCore w/ Folding 128 GPUs 256 × 4096"]
+    # Megatron counts attention whole and the head, and no router.
+    per_token = 56 * (6 * (2 * 6144**2 + 2 * 6144 * 1024 + 2 * 3 * 6144 * 16384) + 12 * 4096 * 6144) + 6 * 32000 * 6144
+    assert folded.seconds == pytest.approx(256 * 4096 * per_token / 128 / (0.493 * 989.5e12))
+    plan, count = folded.plans[0]
+    assert (plan.data, plan.expert, plan.expert_over, plan.num_expert_parts, count) == (2, 4, ("x",), 8, 32)
+    long = rows["Mixtral-8x22B MCore w/ Folding 1024 GPUs 128 × 131072"].plans[0][0]
+    assert (long.expert, long.expert_over, long.data) == (1, ("x",), 2)
+    assert not folded.software.splits_experts
+    assert rows["Mixtral-8x22B MCore 128 GPUs 256 × 4096"].software.splits_experts
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("3,Mixtral-9,MCore,128,4096,256,1,2,4,8,,46.3", "model 'Mixtral-9' is none of mixtral-8x22b"),
+        ("3,Mixtral-8x22B,MCore,128,4096,256,1,2,4,8,1,46.3", "etp = 1: with folding experts are whole"),
+        ("5,Mixtral-8x22B,MCore w/ Folding,256,32768,512,8,2,8,8,1,45.1", "ep: 8 is no multiple of 16"),
+        ("3,Llama3-8x70B,TP + EP + DP,64,4096,256,1,8,8,,,20", "no plan gives each rank of data a whole micro-batch"),
+    ],
+)
+def test_rows_with_experts_that_weft_cannot_express_are_refused(row: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "other.csv"
+    path.write_text(f"table,model,method,num_gpus,seq_len,gbs,cp,tp,ep,pp,etp,mfu\n{row}\n")
+    with pytest.raises(SystemExit, match=message):
+        read(path)
 
 
 def memory_errors(name: str) -> list[float]:

@@ -14,8 +14,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # as docu
 from weft.checkpoint import Piece, Region
 from weft.comm import Axis, Ledger, Traffic
 from weft.errors import LaunchError, LostRankError
-from weft.roles.batch_queue import BatchLayout, BatchQueue, serve_batches
-from weft.roles.links import RoleLink, digest, meet_trainers
+from weft.roles.batch_queue import BatchLayout, BatchQueue, serve_batches, serve_trainers
+from weft.roles.links import RoleLink, announce, digest, meet_trainers
 from weft.roles.snapshots import SnapshotSender, describe, in_order, serve_snapshots, whole_tensors
 
 TIMEOUT = timedelta(seconds=60)
@@ -89,6 +89,30 @@ def test_batches_come_in_order_and_their_bytes_are_counted(count: int, depth: in
     assert ledger.entries()["loader", "send"] == Traffic(9 + count, 8 * (9 + count))  # requests, and the ends
     assert sorted(number for loader in loaders for number in loader.began) == list(range(9))
     assert max(len(loader.began) for loader in loaders) - min(len(loader.began) for loader in loaders) <= 1
+
+
+def test_a_training_rank_is_served_before_others_come() -> None:
+    """After a loader's return a rank may come late: it is in a collective that waits for one that the loader serves."""
+    store, began, said = HashStore(), list[int](), list[str]()
+
+    def noted(number: int) -> list[Any]:
+        began.append(number)
+        return make(number)
+
+    def load() -> None:
+        serve_trainers(announce(store, "loader", 0, OWN, Ledger(), TIMEOUT), [noted, noted])
+
+    loader = threading.Thread(target=load, daemon=True)
+    loader.start()
+    layout, soon = BatchLayout.of(make(0)), timedelta(seconds=15)
+    for trainer in (1, 0):
+        link = RoleLink(store, "loader", 0, trainer, Ledger(), TIMEOUT)
+        link.connect(OWN)
+        queue = BatchQueue([link], OWN, (trainer, 2), 1, make, layout, soon, said.append)
+        assert_batches([queue.take([0])], [0])
+        queue.close()
+    loader.join(60)
+    assert (began, said, loader.is_alive()) == ([0, 0], [], False)
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -232,3 +256,32 @@ def test_a_validator_that_does_not_answer_is_lost() -> None:
     assert sender.results(0.2) == []
     sender.close(TIMEOUT)
     is_over.set()
+
+
+def test_a_snapshot_does_not_wait_for_the_one_that_a_killed_validator_did_not_take() -> None:
+    """The first validator connects, and takes nothing: its message stays on its way after the second has come."""
+    store, ledger = HashStore(), Ledger()
+    link = RoleLink(store, "validator", 0, 0, ledger, TIMEOUT)
+
+    def first() -> None:
+        held.append(meet_trainers(store, "validator", 0, 1, OWN, Ledger(), TIMEOUT))
+
+    def second() -> None:
+        channels = meet_trainers(store, "validator", 0, 1, OWN, Ledger(), TIMEOUT)
+        serve_snapshots(channels, store, lambda step, tensors: [float(step)])
+
+    held: list[Any] = []
+    threading.Thread(target=first, daemon=True).start()
+    link.connect(OWN)
+    sender = SnapshotSender([link], OWN, lambda: pieces_of(1.0), 1, Axis("world", 1, 0, None, ledger), store)
+    assert sender.offer(4)
+    assert [one.measures for one in sender.results(0.2)] == [None]
+    threading.Thread(target=second, daemon=True).start()
+    while link.newer_start() is None:
+        pass
+    offered = threading.Thread(target=sender.offer, args=(8,), daemon=True)
+    offered.start()
+    offered.join(60)
+    assert not offered.is_alive()
+    assert [(one.step, one.measures) for one in sender.results(60)] == [(8, [8.0])]
+    sender.close(timedelta(seconds=1))

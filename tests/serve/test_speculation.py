@@ -159,6 +159,7 @@ def pair_counts(model: nn.Module, speculate: object, temperature: float) -> tupl
 def test_sampled_tokens_have_the_models_distribution(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, temperature = tiny_model("llama"), 2.0
     if drafter == "early":  # the first layer alone must give another distribution
+        temperature = 0.5
         with torch.no_grad():
             model.model.layers[1].mlp.down_proj.weight.mul_(60)
     speculate = {"model": tiny_model("qwen3", seed=5), "early": EarlyLayers(1)}.get(drafter, drafter)

@@ -30,7 +30,8 @@ from weft.train.local_job import newest_source
 from weft.train.run_identity import known_run_id
 
 KINDS = ("kill", "hang", "slow", "nan", "flip", "partition")
-HARMLESS = ("slow",)  # kinds that need no recovery
+ROLE = "role"  # kills a loader or validator, if the run has any
+HARMLESS = ("slow", ROLE)  # kinds that need no recovery of training ranks
 SLOW_SECONDS = 2.0  # for this time a slow rank is stopped in every other tenth of a second
 HANG_SECONDS = 3  # a stopped rank is detected after this time, and after ten steps
 TIMEOUT_SECONDS = 30  # of a collective: detects ranks that are stopped while they save, where a hang is not detected
@@ -58,12 +59,12 @@ def schedule(kinds: Sequence[str], mtbf_seconds: float, num_ranks: int, seed: in
 
 
 def parse_kinds(text: str) -> tuple[str, ...]:
-    """Parse a list like `kill,nan` to a tuple in the order of KINDS."""
-    given = [word.strip() for word in text.split(",")]
+    """Parse a list like `kill,nan` to a tuple in the order of KINDS, with ROLE last."""
+    given, known = [word.strip() for word in text.split(",")], (*KINDS, ROLE)
     for word in given:
-        if word not in KINDS:
-            raise ConfigError(f"--kinds {text}: '{word}' is no kind of fault; there are {', '.join(KINDS)}")
-    return tuple(kind for kind in KINDS if kind in given)
+        if word not in known:
+            raise ConfigError(f"--kinds {text}: '{word}' is no kind of fault; there are {', '.join(known)}")
+    return tuple(kind for kind in known if kind in given)
 
 
 def survival_overrides(run: Run, kinds: Sequence[str]) -> list[str]:
@@ -72,6 +73,10 @@ def survival_overrides(run: Run, kinds: Sequence[str]) -> list[str]:
     """
     if run.plan.num_ranks == 1:
         raise ConfigError("weft chaos: the plan has one rank, which nobody starts again; give e.g. plan.data=2")
+    if ROLE in kinds and not run.roles.num_ranks:
+        raise ConfigError(
+            "--kinds role kills a loader or validator, and the run has none; give e.g. roles.loader=1, or leave it out"
+        )
     changes = [f"restart.limit={NO_LIMIT}", f"restart.hang_seconds={min(HANG_SECONDS, run.restart.hang_seconds)}"]
     changes.append(f"train.timeout_seconds={min(TIMEOUT_SECONDS, run.train.timeout_seconds)}")
     if run.checkpoint.memory_every is None:
@@ -128,7 +133,7 @@ class Storm:
     ended_at: float = 0.0
     step_seconds: list[float] = field(default_factory=list)
     recovering_seconds: float = 0.0  # the total time of all recoveries
-    _pids: Sequence[int] = ()
+    _pids: list[int] = field(default_factory=list)  # of the training ranks, then those of other roles
     _folder: Path = Path()
     _resumed: int = 0
     _step: int = -1  # the number of finished steps, by the last poll
@@ -145,23 +150,27 @@ class Storm:
     def ranks_started(self, pids: Sequence[int], environ: Mapping[str, str]) -> None:
         """Record that all ranks were started."""
         self.restarts += 1
-        self._pids, self._folder, self._is_over = pids, Path(environ[FOLDER_VARIABLE]), False
+        self._pids, self._folder, self._is_over = list(pids), Path(environ[FOLDER_VARIABLE]), False
         run_id = known_run_id(self.run.folder)
         copies = copies_folder(environ["TORCHELASTIC_RUN_ID"], self.run.folder, run_id) if run_id is not None else None
         self._resumed = newest_source(self.run, copies).step
         self._slow, self._is_stopped = None, False
 
+    def rank_started_again(self, rank: int, pid: int) -> None:
+        """Record that a rank of another role than training was started again alone."""
+        self._pids[rank] = pid
+
     def rank_exited(self, rank_exit: RankExit) -> None:
-        """Record that a rank has exited."""
+        """Record that a rank has exited. The loss of one that does not train ends nothing."""
         self.ended_at = time.monotonic()
-        self._is_over |= rank_exit.status != 0
+        self._is_over |= rank_exit.status != 0 and rank_exit.rank < self._num_training
 
     def poll(self) -> None:
         """Measure times, and inject the next fault if it is due."""
         now = time.monotonic()
-        found = [read_page(self._folder, rank) for rank in range(len(self._pids))]
+        found = [read_page(self._folder, rank) for rank in range(min(self._num_training, len(self._pids)))]
         seen = [one for one in found if one is not None]
-        if not self._is_over and len(seen) == len(self._pids):
+        if not self._is_over and seen and len(seen) == self._num_training:
             self._take_times(seen, now)
         self._go_on_slowly(now)
         if self._requested is not None and not request_path(self.requests, self._requested.rank).exists():
@@ -171,7 +180,7 @@ class Storm:
             return  # no fault in the last step: no later step would show the recovery
         if self._next is not None and now >= self._due_at and not self._is_over:
             fault, self._next = self._next, None
-            is_training = len(seen) == len(self._pids) and all(one.step_seconds for one in seen)
+            is_training = len(seen) == self._num_training and all(one.step_seconds for one in seen)
             self._inject(fault, is_training and not self._unrecovered and self._requested is None, now)
         num_faults = len(self.records) + (self._requested is not None)
         if self._next is None and (self.max_faults is None or num_faults < self.max_faults):
@@ -218,12 +227,16 @@ class Storm:
             self._requested = fault
             return
         if kind == "partition":
-            half = len(self._pids) // 2
-            ranks = list(range(half) if fault.seed % 2 else range(half, len(self._pids)))
+            half = self._num_training // 2
+            ranks = list(range(half) if fault.seed % 2 else range(half, self._num_training))
+        if kind == ROLE:
+            ranks = [self._num_training + fault.seed % self.run.roles.num_ranks]
         if kind == "slow":
             self._slow = self._pids[fault.rank], now + SLOW_SECONDS
         else:
-            self._signal([self._pids[rank] for rank in ranks], signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+            self._signal(
+                [self._pids[rank] for rank in ranks], signal.SIGKILL if kind in ("kill", ROLE) else signal.SIGSTOP
+            )
         self._record(kind, ranks, now)
 
     def _record(self, kind: str, ranks: list[int], now: float) -> None:
@@ -252,6 +265,10 @@ class Storm:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
+    @property
+    def _num_training(self) -> int:
+        return self.run.plan.num_ranks
+
     # --- results
 
     @property
@@ -271,6 +288,13 @@ class StormForkServer(ForkServer):
         if self.storm is not None:
             self.storm.ranks_started(pids, environ)
         return pids
+
+    def start_again(self, rank: int) -> int:
+        """Start one rank again, and tell the storm."""
+        pid = super().start_again(rank)
+        if self.storm is not None:
+            self.storm.rank_started_again(rank, pid)
+        return pid
 
     def next_exit(self, timeout_seconds: float) -> RankExit | None:
         """Wait for the next exit of a rank, after the storm has injected a fault if one is due."""

@@ -60,7 +60,7 @@ class PendingMessage:
     """A message on its way."""
 
     def __init__(self, channel: PairChannel, work: dist.Work) -> None:
-        self._channel, self._work = channel, work
+        self.channel, self._work = channel, work
 
     def wait(self, timeout: timedelta = LONG) -> None:
         """Return when the tensor was sent or received. Raises LostRankError if the other process is gone, or does not
@@ -69,4 +69,4 @@ class PendingMessage:
         try:
             self._work.wait(timeout)
         except RuntimeError as error:
-            raise self._channel._lost(error) from error
+            raise self.channel._lost(error) from error

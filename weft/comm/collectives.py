@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.cluster.collective_choice import Levels
+from weft.cluster.small_choice import SmallChoice
 from weft.comm.ledger import Ledger
 from weft.comm.recorder import RECEIVE
 
@@ -40,9 +41,10 @@ class Axis:
     """A named axis of the mesh as one rank sees it: its degree, the rank's index on it, and its process group.
 
     If collectives of the axis run in two levels, `levels` has an axis between nodes, among ranks of equal local index,
-    and an axis inside the node, and `choice` says which algorithm each operation uses. On a `dry` axis nothing is sent:
-    calls are counted, and their outputs stay unchanged. `through_host` says which tensors are copied to the host before
-    an operation, and back after it.
+    and an axis inside the node, and `choice` says which algorithm each operation uses. `small` says which sums of small
+    tensors are one or two other calls (`small_reduce.py`). On a `dry` axis nothing is sent: calls are counted, and
+    their outputs stay unchanged. `through_host` says which tensors are copied to the host before an operation, and back
+    after it.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Axis:
     ledger: Ledger
     levels: tuple[Axis, Axis] | None = None
     choice: Levels | None = None
+    small: SmallChoice | None = None
     dry: bool = False
     through_host: Callable[[dist.ProcessGroup | None, Tensor], bool] = sends_from_host
 

@@ -28,6 +28,7 @@ from weft.cluster.rounds import MESSAGES, Algorithm
 from weft.comm import collectives, node_messages
 from weft.comm.collectives import Axis, Pending, Reduction
 from weft.comm.ledger import Key, Traffic, Traffics, add_traffic
+from weft.comm.small_reduce import small_steps
 
 
 class Chain(Pending):
@@ -64,6 +65,10 @@ def reduce_scatter(part: Tensor, whole: Tensor, axis: Axis) -> Pending:
 
 def all_reduce(tensor: Tensor, axis: Axis, reduction: Reduction = "sum") -> Pending:
     """Reduce `tensor` in place over the axis."""
+    if axis.small is not None and axis.degree > 1 and reduction == "sum":
+        strategy = axis.small.strategy(tensor.numel() * tensor.element_size())
+        if strategy != "library":
+            return Chain(small_steps(tensor, axis, strategy))
     algorithm = _algorithm(axis, "all_reduce", tensor)
     if axis.levels is None or algorithm == "flat":
         return collectives.all_reduce(tensor, axis, reduction)

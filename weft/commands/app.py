@@ -161,13 +161,13 @@ def chaos_command(
     from weft.run_file import check_run_file
 
     check_run_file(run_file, overrides or [])
-    from weft.chaos.storm import KINDS, StormForkServer
+    from weft.chaos.storm import StormForkServer
     from weft.commands.chaos import ChaosOptions, run_chaos
     from weft.commands.console import make_console
     from weft.commands.jobs import command_fork_server
 
     with command_fork_server(_run_as_rank, StormForkServer) as fork_server:
-        options = ChaosOptions(mtbf, ",".join(KINDS) if kinds is None else kinds, seed, faults)
+        options = ChaosOptions(mtbf, kinds, seed, faults)
         run_chaos(fork_server, run_file, overrides or [], options, make_console(as_json), as_json)
 
 

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from weft.chaos.report import BaselineRun, ChaosReport, GoodputPrediction, by_kind, differences
-from weft.chaos.storm import Storm, StormForkServer, parse_kinds, schedule, survival_overrides
+from weft.chaos.storm import KINDS, ROLE, Storm, StormForkServer, parse_kinds, schedule, survival_overrides
 from weft.checkpoint.folder import step_name
 from weft.commands.console import format_seconds, print_json, say
 from weft.commands.run_planning import has_layout
@@ -38,7 +38,7 @@ class ChaosOptions(NamedTuple):
     """Options of the command."""
 
     mtbf: str
-    kinds: str
+    kinds: str | None  # None: all that the run may have
     seed: int
     faults: int | None = None
 
@@ -54,8 +54,10 @@ def run_chaos(
     """Train both runs and show the comparison; exit status 1 if they end differently."""
     if detect(os.environ) is not None:
         raise ConfigError("weft chaos starts ranks by itself; run it without torchrun, srun or mpirun")
-    mtbf_seconds, kinds = parse_duration(options.mtbf, "--mtbf"), parse_kinds(options.kinds)
+    mtbf_seconds, kinds = parse_duration(options.mtbf, "--mtbf"), parse_kinds(options.kinds or ",".join(KINDS))
     run = load_run(run_file, overrides)
+    if options.kinds is None and run.roles.num_ranks:
+        kinds = (*kinds, ROLE)
     if not has_layout(run):
         raise ConfigError(f"{run_file} has no [plan]; write one with: weft plan {run_file} --write FILE")
     overrides = [*overrides, *survival_overrides(run, kinds)]

@@ -76,6 +76,9 @@ HeadOption = Annotated[
         show_default=False,
     ),
 ]
+SumsOption = Annotated[
+    str, typer.Option(help="how ranks add up partial results: library, one-shot, two-shot, or measured at the start")
+]
 StreamOption = Annotated[
     int,
     typer.Option(help="keep weights in host memory, and copy those of so many blocks ahead; 0: on the device", min=0),
@@ -106,6 +109,7 @@ def serve_command(
     cache: KeysValuesOption = None,
     head: HeadOption = None,
     stream_weights: StreamOption = 0,
+    sums: SumsOption = "library",
     calibration: Annotated[Path | None, typer.Option(help="a text by which int4 and int8 are rounded better")] = None,
     body_bytes: Annotated[int, typer.Option(help="of a request; beyond, clients get 413", min=1)] = 4 << 20,
     request_seconds: Annotated[float, typer.Option(help="until an answer is whole", min=0.1)] = 600.0,
@@ -118,7 +122,8 @@ def serve_command(
     with _needs_extra():
         from weft.serve.http_guard import ServerLimits
         from weft.serve.run_server import ServeOptions
-    fewer_bytes = {"speculate": speculate, "weights": weights, "cache": cache, "head": head}
+    ways: dict[str, Any] = {"speculate": speculate, "weights": weights, "cache": cache, "head": head, "sums": sums}
+    blocks: dict[str, Any] = {"num_blocks": cache_blocks, "swap_blocks": swap_blocks, "stream_weights": stream_weights}
     options = ServeOptions(
         host=host,
         port=port,
@@ -132,10 +137,8 @@ def serve_command(
         max_running=max_running or (256 if kind == "cuda" else 64),
         max_waiting=max_waiting,
         token_budget=token_budget or (2048 if kind == "cuda" else 512),
-        num_blocks=cache_blocks,
-        swap_blocks=swap_blocks,
-        **fewer_bytes,
-        stream_weights=stream_weights,
+        **blocks,
+        **ways,
         calibration=None if calibration is None else str(calibration),
         adapters=named_adapters(adapter or []),
         merged_adapter=None if merge_adapter is None else str(merge_adapter),

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,32 +38,20 @@ from weft.inspection.function_transforms import functional_call_around, transfor
 from weft.inspection.functional_call import call_with, no_fakes_left
 from weft.inspection.nested_tensors import copy_structure, map_tensors, tensors_in
 from weft.pipeline.event_work import EventWork, WorkCounter
-from weft.pipeline.trace_watch import OperationWatch, operation_name, outcome, unseen_work
+from weft.pipeline.trace_watch import (
+    FOR_STAGES,
+    OperationWatch,
+    TracePurpose,
+    operation_name,
+    outcome,
+    recorded,
+    unseen_work,
+)
 from weft.spatial.recorded_calls import CallRecorder, RecordedCall
 from weft.spatial.tile_layout import BatchShare, TileLayout, layout_of, set_layout
 from weft.spatial.tiled_model import TiledModel
 
 END = "the end of the forward"
-
-
-class TracePurpose(NamedTuple):
-    """What a trace is for: whether it looks inside of units, and what a refusal says."""
-
-    inside: bool
-    failure: str
-    between: str
-    remedy: str
-
-
-FOR_STAGES = TracePurpose(False, "the model cannot be cut into stages", " between blocks", "use pipe = 1")
-FOR_BRANCHES = TracePurpose(True, "the model cannot be split into branches", "", "use branch = 1")
-
-
-@dataclass(frozen=True)
-class RecordedTensor:
-    """Stands for a tensor among the recorded arguments of an operation."""
-
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -200,7 +188,7 @@ class _TraceRecorder(OperationWatch):
         name, inputs = operation_name(func), [self.numbers[tensor] for tensor in numbered]
         versions = [(tensor, tensor._version) for tensor in (*self.numbers, *tensors_in((args, kwargs)))]
         if self.purpose.inside:
-            self._arguments = map_tensors(lambda tensor: RecordedTensor(tuple(tensor.shape)), (args, kwargs))
+            self._arguments = recorded((args, kwargs))
         self.ledger.event = len(self.events)
         result = outcome(name, args, func(*args, **kwargs))
         self.ledger.event = None

@@ -5,13 +5,27 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
-from weft.inspection.nested_tensors import tensors_in
+from weft.inspection.nested_tensors import map_tensors, tensors_in
+
+
+class TracePurpose(NamedTuple):
+    """What a trace is for: whether it looks inside of units, and what a refusal says."""
+
+    inside: bool
+    failure: str
+    between: str
+    remedy: str
+
+
+FOR_STAGES = TracePurpose(False, "the model cannot be cut into stages", " between blocks", "use pipe = 1")
+FOR_BRANCHES = TracePurpose(True, "the model cannot be split into branches", "", "use branch = 1")
 
 
 class TensorNumbers:
@@ -42,6 +56,18 @@ class TensorNumbers:
 
     def clear(self) -> None:
         self._found.clear()
+
+
+@dataclass(frozen=True)
+class RecordedTensor:
+    """Stands for a tensor among the recorded arguments of an operation."""
+
+    shape: tuple[int, ...]
+
+
+def recorded(arguments: Any) -> Any:
+    """Returns the arguments of an operation without its tensors."""
+    return map_tensors(lambda tensor: RecordedTensor(tuple(tensor.shape)), arguments)
 
 
 class OperationWatch(TorchFunctionMode):

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_flatten
 
 from weft.inspection.functional_call import arguments
 from weft.inspection.nested_tensors import map_tensors
-from weft.pipeline.trace import FOR_STAGES, Trace, TracePurpose, trace
+from weft.pipeline.trace import Trace, trace
+from weft.pipeline.trace_watch import FOR_STAGES, TracePurpose
 from weft.plan import Plan
 from weft.sharding.layout import COMPUTE_DTYPE
 from weft.spatial.dry_run import cut_images, dry_stages

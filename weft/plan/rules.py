@@ -41,20 +41,20 @@ def check_plan(plan: PlanFields) -> None:
 
 def check_bits(plan: PlanFields) -> None:
     """Check what is kept of weights and moments, in which bits and where."""
-    fewer = ["plan.memory.master = false"] * (not plan.memory.master)
-    fewer += [f"plan.memory.state = '{plan.memory.state}'"] * (plan.memory.state != "master")
-    if plan.memory.delay:
+    memory = plan.memory
+    if memory.delay:
         check_delay(plan)
     for name in HOST_SHARES:
-        share = getattr(plan.memory, name)
+        share = getattr(memory, name)
         if not 0 <= share <= 1:
             raise PlanError(f"plan.memory.{name} = {share}; a share lies between 0 and 1")
-    if fewer and plan.exact:
+    if plan.exact and (not memory.master or memory.state != "master"):
+        fewer = f"state = '{memory.state}'" if memory.master else "master = false"
         raise PlanError(
-            f"{fewer[0]} keeps less of each update than fp32 does, and plan.exact = true; set plan.exact = "
+            f"plan.memory.{fewer} keeps less of each update than fp32 does, and plan.exact = true; set plan.exact = "
             f"false to accept it, or leave it out"
         )
-    if not plan.memory.master and plan.precision != "bf16":
+    if not memory.master and plan.precision != "bf16":
         raise PlanError(
             f"plan.memory.master = false leaves out the fp32 weights of precision = 'bf16', and precision is "
             f"'{plan.precision}'; use bf16, or master = true"

@@ -41,7 +41,7 @@ class SearchResult:
 
 def with_share(candidate: Candidate, share: float, common: CommonCosts) -> Candidate:
     """Returns the candidate with a share of its state in host memory."""
-    plan = replace(candidate.plan, memory=replace(candidate.plan.memory, offload=share))
+    plan = candidate.plan.changed(memory=replace(candidate.plan.memory, offload=share))
     return replace(candidate, plan=plan, memory=common.memory(plan))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from weft.compile.saved_bytes import profile_under
@@ -91,12 +92,14 @@ class Sizes:
         if all(one.num_recomputed == one.num_blocks for one in stages):
             return again, counts
         share = again.block_saved / self.block_saved if self.block_saved else 1.0
-        both = replace(
-            self,
-            in_backward=max(self.in_backward, again.in_backward),
-            at_regions=max(self.at_regions, again.at_regions),
-        )
-        return both, tuple(one.num_blocks * (share if one.num_recomputed else 1.0) for one in stages)
+        return self._of_both, tuple(one.num_blocks * (share if one.num_recomputed else 1.0) for one in stages)
+
+    @cached_property
+    def _of_both(self) -> Sizes:
+        """The sizes of a rank of whose stages some recompute and others do not."""
+        assert self.again is not None
+        in_backward = max(self.in_backward, self.again.in_backward)
+        return replace(self, in_backward=in_backward, at_regions=max(self.at_regions, self.again.at_regions))
 
     def at_the_loss(self, num_sequences: float, compute: int, wide: int) -> float:
         """Transient bytes at the loss for `num_sequences` sequences.

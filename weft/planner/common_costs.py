@@ -59,7 +59,7 @@ class CommonCosts:
         mine = self._plan
         if plan.pipe == mine.pipe and plan.tensor == mine.tensor:
             return plan
-        return replace(plan, pipe=mine.pipe, tensor=mine.tensor)
+        return plan.changed(pipe=mine.pipe, tensor=mine.tensor)
 
     def seconds(self, plan: Plan) -> float:
         """Seconds of a step in closed form."""

@@ -183,8 +183,13 @@ class StageChoice:
         return [self._most(rank, self._num_recomputed(rank, count), rank == degree - 1) for rank in range(degree)]
 
     def _fits(self, count: int) -> bool:
-        limits = self._rank_limits(count)
-        return min(limits) >= self._chunks and sum(limits) >= self.costs.units.num_blocks
+        degree, total = self.plan.pipe.degree, 0
+        for rank in range(degree):
+            limit = self._most(rank, self._num_recomputed(rank, count), rank == degree - 1)
+            if limit < self._chunks:
+                return False
+            total += limit
+        return total >= self.costs.units.num_blocks
 
     def _block_seconds(self, rank: int, count: int) -> float:
         share = self._num_recomputed(rank, count) / self._chunks

@@ -25,6 +25,7 @@ from weft.parallel.tensor.closed_form import gathers_again, gathers_fp8
 from weft.plan import Plan
 from weft.planner.expert_time import expert_seconds
 from weft.planner.kernels import ALIGNED_ELEMENTS, BACKWARD_PASSES, Kernels
+from weft.planner.overlap import beside
 from weft.planner.question import inner_settings
 from weft.profiling.software import BlockPass, Software
 from weft.profiling.workload import Beside, BlockWork, Call, Product, Workload
@@ -35,9 +36,6 @@ BESIDE = get_args(Beside)
 # The share of a link's printed bandwidth that collectives reach: about 235 of 300 GB/s inside a DGX A100, 360 of 450
 # inside a DGX H100, and 85 to 95 % of the NICs between nodes, as nccl-tests are commonly reported (not re-checked).
 LINK_SHARE = {"intra": 0.78, "inter": 0.85}
-# The share of speed that matmuls lose to a collective that runs at the same time, because it takes processors and
-# memory bandwidth. Chosen, not measured: Galvatron (arXiv 2211.13878, not re-checked) takes 0.3.
-OVERLAP_LOSS = 0.2
 OTHER_PRODUCTS = 0.6  # speed of other products and of convolutions in language models, relative to the best matmul
 # The host's time for backward divided by that for forward: backward has twice the kernels, but autograd issues them
 # without Python.
@@ -303,10 +301,8 @@ class MicroBatchModel:
         return own.plus(Seconds(communication[0], communication[1] + again))
 
     def beside(self, compute: float, communication: float, floor: float = 0.0) -> float:
-        """Seconds of compute with a collective that runs at the same time, or after it if the software never overlaps
-        them; at least `floor` seconds of the collective are exposed.
-        """
-        return beside(compute, communication, floor) if self.software.overlaps else compute + communication
+        """Seconds of compute with a collective that runs at the same time, if the software overlaps them."""
+        return beside(compute, communication, floor, self.software.overlaps)
 
     def _beside_attention(self, attention: Seconds, communication: list[float], degree: int) -> Seconds:
         """Seconds that collectives add which run during all of the `degree` blocks of attention but the last."""
@@ -428,13 +424,6 @@ def place(plan: Plan, axis: str, pipe_outside: bool = False) -> tuple[int, int]:
 def expert_replicas(plan: Plan) -> int:
     """The number of ranks of data and context that hold the same experts."""
     return plan.data * (1 if "context" in plan.expert_over else plan.context.degree)
-
-
-def beside(compute: float, communication: float, floor: float = 0.0) -> float:
-    """Seconds of compute with a collective that runs at the same time; at least `floor` seconds of the collective are
-    exposed.
-    """
-    return compute + OVERLAP_LOSS * min(compute, communication) + max(floor, communication - compute)
 
 
 def _longer(one: Seconds, other: Seconds) -> Seconds:

@@ -66,6 +66,7 @@ def planned_model(
     return Model(steps, found.profile)
 
 
+@lru_cache(maxsize=8)
 def _traced(
     config: LanguageConfig, sequence: int, precision: Precision, is_compiled: bool, equal_stages: bool
 ) -> TracedModel:

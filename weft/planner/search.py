@@ -242,7 +242,7 @@ class Search(ABC):
             for recompute in RECOMPUTES[:1] if inner.tensor.regather else RECOMPUTES:
                 for keeps in (False, True)[: 1 + (recompute != "none" and inner.num_expert_parts > 1)]:
                     memory = MemoryPolicy(recompute, keep_collectives=keeps)
-                    plan = replace(inner, micro_batch=micro_batch, memory=memory)
+                    plan = inner.changed(micro_batch=micro_batch, memory=memory)
                     if self._asked.holds_inner(plan):
                         yield self._asked.shaped(plan) if self._asked.fields else plan
 
@@ -277,7 +277,7 @@ class Search(ABC):
                 common: CommonCosts | None = None  # of all plans of the loops below
                 for shard in divisors(ranks):
                     for stage in (1, 2, 3) if shard > 1 else (1,):
-                        plan = replace(inner, data=ranks // shard, pipe=pipe, shard=Shard(shard, stage))  # type: ignore[arg-type]
+                        plan = inner.changed(data=ranks // shard, pipe=pipe, shard=Shard(shard, stage))  # type: ignore[arg-type]
                         if self._asked.fields:
                             made = self._with_asked(plan, num_micro_batches)
                             if made is None:

@@ -374,8 +374,11 @@ class StepModel(MicroBatchModel):
             # The first stage finishes last. Parameters gathered for backward use the same link.
             longest = max(stage.backward for stage in stages)
             without = self.beside(longest, before, before / count)
-            together = before + reduce_seconds
-            reduce_seconds = self.beside(longest, together, together / count) - without
+            chunks = plan.pipe.num_stages // plan.pipe.degree if self.software.reduces_by_stage else 1
+            others = (chunks - 1) * plan.pipe.degree * longest  # backward of a rank's other stages, after the first
+            ahead = reduce_seconds * (chunks - 1) / chunks
+            last = before + reduce_seconds - ahead
+            reduce_seconds = self.beside(longest, last, last / count) - without + self.beside(others, ahead) - others
         exposed["data"] = exposed.get("data", 0.0) + reduce_seconds
         return reduce_seconds
 

@@ -42,6 +42,7 @@ class Software:
     the mean; it depends on the routing, which no plan knows. `row_copies`: kernels beside experts' matmuls that take as
     long as so many copies of the rows, (forward, backward), beyond one kernel that sorts rows and one that adds up
     results. `sort_copies`: the same for sorting the rows that arrive by expert, and back, if a rank has several.
+    `reduces_by_stage`: a rank with several stages reduces the gradients of one while the backward of the others runs.
     `adds_expert_gradients`: the matmuls of experts' gradients add them up in fp32.
     """
 
@@ -63,6 +64,7 @@ class Software:
     copies_sequence: bool = False
     splits_messages: bool = False
     grows_buckets: bool = False
+    reduces_by_stage: bool = False
     imbalance: float = 1.0
     row_copies: tuple[float, float] = (0.0, 0.0)
     sort_copies: float = 0.0

@@ -9,6 +9,8 @@ makes them itself.
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -178,6 +180,28 @@ class BatchQueue:
                     self._say(f"{link.name} is back")
                 except LostRankError:
                     link.lose()
+
+
+def serve_trainers(connect: Callable[[int], PairChannel], makers: Sequence[Make]) -> None:
+    """A loader's end of all queues: serves every training rank in a thread of its own, as soon as it comes.
+
+    A rank that is slow, or that comes late, holds up no other. `makers` make the batches of each training rank.
+    """
+    ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def serve(trainer: int, make: Make) -> None:
+        try:
+            serve_batches(connect(trainer), make)
+            ends.put(None)
+        except BaseException as error:  # this process ends, and the training ranks meet the same error themselves
+            ends.put(error)
+
+    for trainer, make in enumerate(makers):
+        threading.Thread(target=serve, args=(trainer, make), daemon=True).start()
+    for _ in makers:
+        error = ends.get()
+        if error is not None:
+            raise error
 
 
 def serve_batches(channel: PairChannel, make: Make) -> int:

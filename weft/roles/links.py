@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -70,10 +70,14 @@ class RoleLink:
         self.channel = None
 
 
-def meet_trainers(
-    store: Store, role: str, number: int, num_training: int, own_digest: str, ledger: Ledger, timeout: timedelta
-) -> list[PairChannel]:
-    """Announces this start of a rank and connects to every training rank. Returns the channels in order of rank."""
+def announce(
+    store: Store, role: str, number: int, own_digest: str, ledger: Ledger, timeout: timedelta
+) -> Callable[[int], PairChannel]:
+    """Announces this start of a rank. Returns a function that waits for a training rank, and connects to it.
+
+    Call it for each training rank in a thread of its own. They come in any order, and one may come only after another
+    has got what it asked for: it may be in a collective that waits for that other.
+    """
     start = store.add(f"role/{role}/{number}/starts", 1)
     key = _start_key(role, number, start)
     store.set(key, own_digest)
@@ -82,7 +86,15 @@ def meet_trainers(
         own = store.clone()  # type: ignore[attr-defined]  # waits of one connection do not hold up the others
         return PairChannel(own, f"{key}/{trainer}", 1, role, f"training rank {trainer}", ledger, timeout)
 
-    with ThreadPoolExecutor(num_training) as threads:  # ranks come in any order
+    return connect
+
+
+def meet_trainers(
+    store: Store, role: str, number: int, num_training: int, own_digest: str, ledger: Ledger, timeout: timedelta
+) -> list[PairChannel]:
+    """Announces this start of a rank and connects to every training rank. Returns the channels in order of rank."""
+    connect = announce(store, role, number, own_digest, ledger, timeout)
+    with ThreadPoolExecutor(num_training) as threads:
         return list(threads.map(connect, range(num_training)))
 
 

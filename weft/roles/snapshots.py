@@ -192,7 +192,10 @@ class SnapshotSender:
         channel = link.channel
         assert channel is not None
         packed, sent = self._staged.get(link.number, (None, None))
-        if sent is not None:
+        if packed is not None and sent is not None and sent.channel is not channel:
+            _keep_until_sent(packed, sent)  # Gloo may never report a message to a validator that was killed
+            packed = None
+        elif sent is not None:
             with suppress(LostRankError):
                 sent.wait()  # it has arrived, or its connection is lost: the validator is free
         if packed is None:
@@ -217,6 +220,19 @@ class SnapshotSender:
                 self._results.put(SnapshotResult(step, link.name, None))
 
         threading.Thread(target=wait, daemon=True).start()
+
+
+def _keep_until_sent(packed: Tensor, message: PendingMessage) -> None:
+    """Hold the tensor of a message over a lost connection, from which Gloo may read, without waiting for it here."""
+
+    kept = [packed]
+
+    def wait() -> None:
+        with suppress(LostRankError):
+            message.wait()
+        del kept[:]
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def layout_key(trainer: int) -> str:

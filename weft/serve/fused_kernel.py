@@ -62,29 +62,15 @@ def gated_by_kernel(gate_up: Tensor) -> Tensor:
 
 @triton.jit
 def _rotate_and_store(
-    projected_ptr,
-    query_norm_ptr,
-    key_norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    position_ptr,
-    slot_ptr,
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    query_eps,
-    key_eps,
-    position_stride,
-    slot_stride,
-    NUM_HEADS: tl.constexpr,
-    NUM_KEY_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HAS_NORMS: tl.constexpr,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    IS_EARLY: tl.constexpr,
-):
-    """A program handles HEADS heads of q, k and v of one token, in halves. Positions are inputs of the step."""
+    projected_ptr, query_norm_ptr, key_norm_ptr, cos_ptr, sin_ptr, position_ptr, slot_ptr,
+    query_ptr, key_ptr, value_ptr, query_eps, key_eps, position_stride, slot_stride,
+    NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_NORMS: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, IS_EARLY: tl.constexpr,
+):  # fmt: skip
+    """A program handles HEADS heads of q, k and v of one token, in halves.
+
+    Positions are inputs of the step, so they and their angles are known before kernels before this one end.
+    """
     token, head = tl.program_id(0).to(tl.int64), (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     half: tl.constexpr = HEAD_DIM // 2
     columns = tl.arange(0, WIDTH)[None, :]  # of one half of a head

@@ -17,6 +17,7 @@ from weft.serve.step_inputs import text_inputs
 from weft.serve.vocabulary_graph import build_graph
 
 NUM_TIMED = 20
+NUM_LIKELY = 10  # of the likeliest tokens after each place of the text, among which a search begins
 
 
 @torch.inference_mode()
@@ -28,7 +29,8 @@ def index_model(
     num_tokens = min(vocab_size, part.paged.vocab_size)
     weight, bias = output_matrix(model, num_tokens)
     states = hidden_states(part, texts, most_rows)
-    graph = build_graph(weight, bias, degree)
+    likely = [F.linear(some, weight, bias).topk(min(NUM_LIKELY, num_tokens)).indices for some in states.split(256)]
+    graph = build_graph(weight, bias, degree, torch.cat(likely))
     empty = GraphHead(graph, output_identity(model, num_tokens), min(number, num_tokens))
     head, tried = with_chosen_beam(empty, weight, bias, states)
     save(out, head)

@@ -126,12 +126,22 @@ def _unit_results(
 
 
 @triton.jit
+def _both_inputs(place, exists, WIDTH: tl.constexpr, BITS: tl.constexpr):
+    """What the low halves of a word's bytes are multiplied with, and what the high ones are, if codes have 4 bits."""
+    low = tl.load(place, mask=exists, other=0)
+    high = low
+    if BITS == 4:
+        high = tl.load(place + WIDTH, mask=exists, other=0)
+    return low, high
+
+
+@triton.jit
 def _store(
     total, bias_ptr, residual_ptr, out_ptr, first,
     NUM_OUT: tl.constexpr, RESULTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     IS_GATED: tl.constexpr,
 ):  # fmt: skip
-    """What follows a product."""
+    """Add bias, gate and residual to the products of a program, and write them."""
     gate = total
     if IS_GATED:
         gate, total = tl.split(tl.trans(tl.reshape(total, [2, RESULTS])))
@@ -163,28 +173,26 @@ def _product_of_token(
     codes, ranges = (), ()
     for index in tl.static_range(AHEAD):
         some_codes, some_ranges = _loaded(
-            code_ptr, range_ptr, first, index, word, block, exists, NUM_OUT, results, row_words, row_blocks, GROUPS
+            code_ptr, range_ptr, first, index, word, block, exists,
+            NUM_OUT, results, row_words, row_blocks, GROUPS,
         )  # fmt: skip
         codes += (some_codes,)  # type: ignore[assignment]
         ranges += (some_ranges,)  # type: ignore[assignment]
     place = word // width * (BLOCK // 4) + word % width  # of the inputs of a word, by fours
     norm, high_norm = place, place
     if HAS_NORM:
-        norm = tl.load(norm_ptr + place, mask=exists, other=0)
-        if BITS == 4:
-            high_norm = tl.load(norm_ptr + width + place, mask=exists, other=0)
+        norm, high_norm = _both_inputs(norm_ptr + place, exists, width, BITS)
     wait_for_results(IS_EARLY)
-    inputs = tl.load(row_ptr + place, mask=exists, other=0)
-    high_inputs = inputs
-    if BITS == 4:
-        high_inputs = tl.load(row_ptr + width + place, mask=exists, other=0)
-    low, low_scale, low_sums, squares = _inputs(inputs, norm, dtype, HAS_NORM, GROUPS == 0, units, UNIT, BY_PTX)
+    inputs, high_inputs = _both_inputs(row_ptr + place, exists, width, BITS)
+    is_float: tl.constexpr = GROUPS == 0
+    low, low_scale, low_sums, squares = _inputs(inputs, norm, dtype, HAS_NORM, is_float, units, UNIT, BY_PTX)
     high, high_scale, high_sums = low, low_scale, low_sums
     if BITS == 4:  # codes in the high halves of bytes are 16 times as large
         high, high_scale, high_sums, more_squares = _inputs(
-            high_inputs, high_norm, dtype, HAS_NORM, GROUPS == 0, units, UNIT, BY_PTX
+            high_inputs, high_norm, dtype, HAS_NORM, is_float, units, UNIT, BY_PTX
         )
         high_scale, squares = high_scale / 16, squares + more_squares
+
     column = tl.arange(0, OUTPUTS)[None, :]
     total = tl.zeros([units, OUTPUTS], tl.float32)
     for index in tl.static_range(OUTPUTS):

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
+from weft.cluster.small_choice import STRATEGIES, SmallChoice, Strategy
 from weft.comm import Axis, Pending, all_reduce, broadcast, receive, send
+from weft.comm.small_measure import measured_choice
+from weft.errors import ConfigError
 from weft.mesh import Mesh
 from weft.serve.rank_part import RankPlace, stage_of
 from weft.serve.split_layers import ModelAxes
@@ -23,6 +26,8 @@ from weft.serve.step_inputs import StepInputs
 Kind = Literal["step", "text", "score", "order", "idle", "stop"]
 _KINDS: tuple[Kind, ...] = ("step", "text", "score", "order", "idle", "stop")
 _HEADER_SIZE = 7
+AXES = ("x", "y", "expert")  # over which partial results are added up
+Sums = Strategy | Literal["measured"]
 
 
 @dataclass(frozen=True)
@@ -35,9 +40,13 @@ class RankMessage:
 
 
 class ServingRanks:
-    """One rank's view of the ranks that compute a model together. Creating it makes groups: all ranks must do it."""
+    """One rank's view of the ranks that compute a model together. Creating it makes groups: all ranks must do it.
 
-    def __init__(self, mesh: Mesh) -> None:
+    `sums` says how partial results are added up: by a strategy of `cluster/small_choice.py`, or by the one that is
+    measured to be the fastest for each size.
+    """
+
+    def __init__(self, mesh: Mesh, sums: Sums = "library") -> None:
         plan = mesh.plan
         self.mesh, self.num_stages = mesh, plan.pipe.degree
         self.place = RankPlace(plan, mesh.coordinates)
@@ -45,7 +54,9 @@ class ServingRanks:
         whole = mesh["state"]
         self.inputs = mesh.with_own_group("state", "inputs") if whole.degree > 1 else whole
         self.is_lead = whole.index == 0
-        self.axes = ModelAxes(*(mesh[name] if mesh[name].degree > 1 else None for name in ("x", "y", "expert")))
+        self.axes = ModelAxes(
+            *(_with_sums(mesh[name], sums, mesh.device) if mesh[name].degree > 1 else None for name in AXES)
+        )
         everyone = mesh["world"]
         self._everyone = mesh.with_own_group("world", "agreement") if everyone.degree > 1 else everyone
         self._before, self._after = self._channels()
@@ -127,6 +138,20 @@ class ServingRanks:
             if stage + 1 == self.stage:
                 before = channel
         return before, after
+
+
+def sums_of(name: str) -> Sums:
+    """What --sums names. Raises ConfigError."""
+    for one in (*STRATEGIES, "measured"):
+        if name.replace("-", "_") == one:
+            return cast(Sums, one)
+    raise ConfigError(f"--sums {name} is unknown; give library, one-shot, two-shot or measured")
+
+
+def _with_sums(axis: Axis, sums: Sums, device: torch.device) -> Axis:
+    if sums == "library":
+        return axis
+    return replace(axis, small=measured_choice(axis, device) if sums == "measured" else SmallChoice.always(sums))
 
 
 def _packed(message: RankMessage) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ from weft.serve.http_guard import ServerLimits
 from weft.serve.loading import LoadedModel, Packing, load_draft, load_model
 from weft.serve.model_part import ModelPart
 from weft.serve.rank_part import refuse_plan
-from weft.serve.ranks import ServingRanks
+from weft.serve.ranks import ServingRanks, sums_of
 from weft.serve.replicas import ReplicaFront, serve_replica
 from weft.serve.server import HttpServer
 from weft.serve.worker import EngineWorker
@@ -72,6 +72,7 @@ class ServeOptions:
     calibration: str | None = None  # the path of a text by which rounding to it is corrected
     cache: str | None = None  # a format of keys and values
     head: str | None = None  # "graph=FILE": how the likeliest tokens are found
+    sums: str = "library"  # how several ranks add up partial results
     stream_weights: int = 0  # blocks whose weights are copied ahead from host memory; 0: none
 
     @property
@@ -156,7 +157,7 @@ def run_rank(
             signal.signal(number, signal.SIG_IGN)
     device = init_process_group(rank_info, cast(Literal["cpu", "cuda"], options.device), RANK_TIMEOUT)
     mesh = Mesh(plan, device)
-    ranks = ServingRanks(mesh)
+    ranks = ServingRanks(mesh, sums_of(options.sums))
     replicas = mesh.with_own_group("data", "requests") if plan.data > 1 else mesh["data"]
     is_folder = (source / "config.json").is_file()
     path = Path(ranks.agree_on_text(str(source if is_folder else open_checkpoint(source).path)))

@@ -6,19 +6,16 @@ end, in whatever way, because their own status says how the run went.
 
 from __future__ import annotations
 
-import queue
 import signal
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from weft.comm import Ledger
-from weft.comm.channel import PairChannel
 from weft.launch.role_ranks import JobRank
 from weft.mesh import UnconnectedMesh
-from weft.roles.batch_queue import serve_batches
-from weft.roles.links import meet_trainers
+from weft.roles.batch_queue import serve_trainers
+from weft.roles.links import announce, meet_trainers
 from weft.roles.snapshots import serve_snapshots
 from weft.run_file import Run
 from weft.step.batch import Batch
@@ -34,36 +31,25 @@ def serve_role(run: Run, rank: JobRank, data: TrainingData, ledger: Ledger | Non
     assert store is not None, "a rank without training has a role"
     num_training, ledger = run.plan.num_ranks, ledger or Ledger()
     own = role_digest(run, data)
-    channels = meet_trainers(store, rank.role, rank.number, num_training, own, ledger, timeout_of(run))
-    for number in SIGNALS:  # the training ranks decide when the run stops
-        signal.signal(number, signal.SIG_IGN)
     if rank.role == "validator":
+        channels = meet_trainers(store, rank.role, rank.number, num_training, own, ledger, timeout_of(run))
+        _ignore_signals()
         serve_snapshots(channels, store, Validator(run, data).measure)
     else:
+        _ignore_signals()
         torch.set_num_threads(1)
-        _load(run, data, channels)
+        connect = announce(store, rank.role, rank.number, own, ledger, timeout_of(run))
+        serve_trainers(connect, [_maker(run, data, trainer) for trainer in range(num_training)])
 
 
-def _load(run: Run, data: TrainingData, channels: Sequence[PairChannel]) -> None:
-    """Serves every training rank in a thread of its own, so that a slow one holds up no other."""
+def _ignore_signals() -> None:
+    """Ignore signals to stop: the training ranks decide when the run stops."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
-    def maker(trainer: int) -> Callable[[int], list[Batch]]:
-        mesh = UnconnectedMesh(run.plan, trainer)
-        own = data.on_tile(mesh)
-        return lambda number: own.host_batches(run, number, mesh["batch"])
 
-    ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-
-    def serve(trainer: int, channel: PairChannel) -> None:
-        try:
-            serve_batches(channel, maker(trainer))
-            ends.put(None)
-        except BaseException as error:  # this process ends, and the training ranks meet the same error themselves
-            ends.put(error)
-
-    for trainer, channel in enumerate(channels):
-        threading.Thread(target=serve, args=(trainer, channel), daemon=True).start()
-    for _ in channels:
-        error = ends.get()
-        if error is not None:
-            raise error
+def _maker(run: Run, data: TrainingData, trainer: int) -> Callable[[int], list[Batch]]:
+    """Returns what makes the batches of a training rank, by their numbers."""
+    mesh = UnconnectedMesh(run.plan, trainer)
+    own = data.on_tile(mesh)
+    return lambda number: own.host_batches(run, number, mesh["batch"])

@@ -44,7 +44,8 @@ from weft.parallel.branch.runner import BranchRunner
 from weft.parallel.branch.schedule import BranchSchedule, make_schedule
 from weft.parallel.cut_parameters import cut_parameters
 from weft.pipeline.stand_in import skeleton
-from weft.pipeline.trace import FOR_BRANCHES, Trace
+from weft.pipeline.trace import Trace
+from weft.pipeline.trace_watch import FOR_BRANCHES
 from weft.pipeline.tracer import Tracer
 from weft.plan import BatchSplit, Branch, Plan
 from weft.profiling import Block, Profile

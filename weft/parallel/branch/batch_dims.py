@@ -18,7 +18,8 @@ from torch import Tensor
 
 from weft.errors import PlanError
 from weft.inspection.nested_tensors import map_tensors
-from weft.pipeline.trace import RecordedTensor, Trace
+from weft.pipeline.trace import Trace
+from weft.pipeline.trace_watch import RecordedTensor
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from weft.parallel.branch.exchange import Exchanger, fork
 from weft.parallel.branch.schedule import BranchExchange, BranchSchedule, make_schedule
 from weft.parallel.branch.shares import ShareExchanger, gather_fork
 from weft.pipeline.stage_rng import is_random
-from weft.pipeline.trace import END, RecordedTensor, TraceEvent
-from weft.pipeline.trace_watch import OperationWatch, operation_name, outcome
+from weft.pipeline.trace import END, TraceEvent
+from weft.pipeline.trace_watch import OperationWatch, RecordedTensor, operation_name, outcome
 from weft.pipeline.tracer import Tracer
 from weft.sharding.units import Units, units_of
 

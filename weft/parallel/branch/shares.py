@@ -28,7 +28,7 @@ def gather_samples(tensor: Tensor, dim: int, axis: Axis) -> Tensor:
     return whole.movedim(0, dim).contiguous()
 
 
-class _Gather(Function):
+class _SampleGather(Function):
     @staticmethod
     def forward(ctx: Any, axis: Axis, enter: Enter, dim: int, tensor: Tensor) -> Tensor:
         ctx.axis, ctx.enter, ctx.dim = axis, enter, dim
@@ -48,7 +48,7 @@ def gather_fork(tensor: Tensor, dim: int, axis: Axis, enter: Enter) -> Tensor:
     """Returns the samples of all ranks for the branches. Backward calls `enter`, and sums the gradients over ranks."""
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return gather_samples(tensor, dim, axis)
-    found: Tensor = _Gather.apply(axis, enter, dim, tensor)
+    found: Tensor = _SampleGather.apply(axis, enter, dim, tensor)
     return found
 
 

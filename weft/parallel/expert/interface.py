@@ -26,8 +26,8 @@ _TOKENS, _HIDDEN, _INNER, _TOLERANCE = 12, 8, 8, 1e-4
 
 def is_interface(module: nn.Module) -> bool:
     """Has a module the parameters and attributes of transformers' stacked experts, and no others?"""
-    if not hasattr(module, "num_experts") or not callable(getattr(module, "act_fn", None)):
-        return False  # the first question, because a walk through all parameters takes longer
+    if not callable(getattr(module, "act_fn", None)) or not hasattr(module, "num_experts"):
+        return False  # before its parameters are looked for, since a search asks this of every module
     parameters = dict(module.named_parameters())
     return set(parameters) == {"gate_up_proj", "down_proj"} and all(one.dim() == 3 for one in parameters.values())
 
