@@ -31,7 +31,7 @@ from weft.serve.rank_part import RankPlace, block_bytes, part_bytes, refuse_plan
 from weft.serve.request import Request
 from weft.serve.scheduler import ActiveRequest, ScheduledChunk, Scheduler
 from weft.serve.traffic import ServedSizes, step_calls
-from weft.serve.weight_formats import MAX_KERNEL_ROWS, MAX_TOKEN_INPUTS, Grouped, RowFp8, weight_bytes, weight_format
+from weft.serve.weight_formats import MAX_KERNEL_ROWS, MAX_TOKEN_BYTES, Grouped, RowFp8, weight_bytes, weight_format
 
 BLOCK_SIZE = 16
 TOKEN_BUDGET, MAX_RUNNING = 2048, 256  # what `weft serve` uses on a GPU
@@ -271,7 +271,8 @@ class ServingModel:
             return seconds - LAUNCH_SECONDS * starts_early, stored
         stored = weight_bytes(self._format, columns, inner)
         if rows <= MAX_KERNEL_ROWS:
-            is_token = rows == 1 and inner <= MAX_TOKEN_INPUTS
+            bits = self._format.bits if isinstance(self._format, Grouped) else 8
+            is_token = rows == 1 and inner * bits <= 8 * MAX_TOKEN_BYTES
             rates = TOKEN_RATE if is_token else GROUPED_RATE
             share = rates[self._format.bits] if isinstance(self._format, Grouped) else 1.0
             rate = kernels.bytes_per_second * share

@@ -67,20 +67,13 @@ def _rotate_and_store(
     NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_NORMS: tl.constexpr,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program handles HEADS heads of q, k and v of one token, in halves.
-
-    Positions are inputs of the step, so they and their angles are known before kernels before this one end.
-    """
+    """A program handles HEADS heads of q, k and v of one token, in halves."""
     token, head = tl.program_id(0).to(tl.int64), (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     half: tl.constexpr = HEAD_DIM // 2
     columns = tl.arange(0, WIDTH)[None, :]  # of one half of a head
     key_head, value_head = head - NUM_HEADS, head - NUM_HEADS - NUM_KEY_HEADS
     inside = (columns < half) & (value_head < NUM_KEY_HEADS)
-    table = tl.load(position_ptr + token * position_stride).to(tl.int64) * HEAD_DIM + columns
-    cos = tl.load(cos_ptr + table, mask=columns < half, other=0.0).to(tl.float32)  # both halves have the same angles
-    sin = tl.load(sin_ptr + table, mask=columns < half, other=0.0).to(tl.float32)
     wait_for_results(IS_EARLY)
-    slot = tl.load(slot_ptr + token * slot_stride).to(tl.int64) * NUM_KEY_HEADS
     start = projected_ptr + (token * (NUM_HEADS + 2 * NUM_KEY_HEADS) + head) * HEAD_DIM + columns
     first, second = tl.load(start, mask=inside, other=0.0), tl.load(start + half, mask=inside, other=0.0)
     wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
@@ -95,11 +88,15 @@ def _rotate_and_store(
         wide_first = (wide_first * factor).to(first.dtype).to(tl.float32) * weight_first.to(tl.float32)
         wide_second = (wide_second * factor).to(first.dtype).to(tl.float32) * weight_second.to(tl.float32)
         wide_first, wide_second = wide_first.to(first.dtype).to(tl.float32), wide_second.to(first.dtype).to(tl.float32)
+    table = tl.load(position_ptr + token * position_stride).to(tl.int64) * HEAD_DIM + columns
+    cos = tl.load(cos_ptr + table, mask=columns < half, other=0.0).to(tl.float32)  # both halves have the same angles
+    sin = tl.load(sin_ptr + table, mask=columns < half, other=0.0).to(tl.float32)
     rotated_first = (wide_first * cos - wide_second * sin).to(first.dtype)
     rotated_second = (wide_second * cos + wide_first * sin).to(first.dtype)
     query_place = query_ptr + (token * NUM_HEADS + head) * HEAD_DIM + columns
     tl.store(query_place, rotated_first, mask=inside & (key_head < 0))
     tl.store(query_place + half, rotated_second, mask=inside & (key_head < 0))
+    slot = tl.load(slot_ptr + token * slot_stride).to(tl.int64) * NUM_KEY_HEADS
     key_place = key_ptr + (slot + key_head) * HEAD_DIM + columns
     tl.store(key_place, rotated_first, mask=inside & (key_head >= 0) & (value_head < 0))
     tl.store(key_place + half, rotated_second, mask=inside & (key_head >= 0) & (value_head < 0))

@@ -232,7 +232,7 @@ def product_of_token_by_kernel(
     bias, residual, is_gated = after
     num_in, num_out = hidden.shape[1], len(codes) // (2 if is_gated else 1)
     words = codes.view(torch.int32)
-    outputs, ahead, warps = launch or _launch(num_out, words.shape[1])
+    outputs, ahead, warps = launch or _launch(words.shape[1])
     out = hidden.new_empty(1, num_out)
     _product_of_token[(triton.cdiv(num_out, outputs // 2 if is_gated else outputs),)](
         hidden.view(torch.int64),
@@ -263,7 +263,8 @@ def product_of_token_by_kernel(
     return out
 
 
-def _launch(num_out: int, num_words: int) -> TokenLaunch:
+def _launch(num_words: int) -> TokenLaunch:
     """The fastest of some on an H200, for the matmuls of a model of 8B."""
-    outputs = 16 if num_out > 4096 and num_words <= 512 else 8
-    return TokenLaunch(outputs, outputs, max(1, min(4, triton.next_power_of_2(num_words) // 128)))
+    if num_words <= 512:
+        return TokenLaunch(16, 16, max(1, min(4, triton.next_power_of_2(num_words) // 128)))
+    return TokenLaunch(8, 4, 4) if num_words <= 1024 else TokenLaunch(16, 4, 8)

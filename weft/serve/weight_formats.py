@@ -26,7 +26,7 @@ from weft.serve.group_codes import GroupCodes, decode, encode, joined_ranges, si
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # the largest number of e4m3
 MAX_KERNEL_ROWS = 64  # of a product by a kernel, which is bound by memory; weights are decoded for more
-MAX_TOKEN_INPUTS = 8192  # of a product by the kernel for one row, which holds them in registers
+MAX_TOKEN_BYTES = 8192  # codes of one output of a product by the kernel for one row, which holds them in registers
 FEW_ROWS = 4  # of a product by the kernel for few rows
 
 
@@ -146,7 +146,7 @@ def product_by_kernel(
     norm: RMSNorm | None,
 ) -> Tensor:
     """norm(hidden) @ weight.T, and what follows, by the kernel for this number of rows."""
-    if is_for_token_kernel(hidden, has_groups=block[2] > 0):
+    if is_for_token_kernel(hidden, bits=block[0], has_groups=block[2] > 0):
         from weft.serve.packed_token_kernel import product_of_token_by_kernel
 
         return product_of_token_by_kernel(hidden, codes, ranges, block, after, norm)
@@ -165,9 +165,9 @@ def is_for_kernel(hidden: Tensor) -> bool:
     return hidden.is_cuda and is_half and hidden.dim() == 2 and len(hidden) <= MAX_KERNEL_ROWS
 
 
-def is_for_token_kernel(hidden: Tensor, has_groups: bool) -> bool:
+def is_for_token_kernel(hidden: Tensor, bits: int, has_groups: bool) -> bool:
     """Is the kernel for one row the fastest? Older GPUs cannot convert float8."""
-    if len(hidden) > 1 or hidden.shape[1] > MAX_TOKEN_INPUTS:
+    if len(hidden) > 1 or hidden.shape[1] * bits > 8 * MAX_TOKEN_BYTES:
         return False
     return has_groups or torch.cuda.get_device_capability(hidden.device) >= (8, 9)
 
