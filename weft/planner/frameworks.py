@@ -52,11 +52,11 @@ CORE = replace(
 )
 # Megatron-Core with experts before Transformer Engine 2.1 (March 2025), which has fused kernels for their rows: torch's
 # own index_select, product with the weights and scatter_add, and in backward gather, two products, a sum and index_add
-# (its moe_utils.py, `permute` and `unpermute` if not fused). On an H200 these take as long as
+# (in its `moe_utils`, `permute` and `unpermute` if not fused). On an H200 these take as long as
 # 0.75, 2.4, 3.9 and 0.75, 2.4, 1.65, 8.0 copies of the rows (`benchmarks/expert_kernels.py`). The planner counts 1.5
 # copies in forward for kernels that do it in one pass, and twice that in backward; the rest is here. Rows that arrive
 # are sorted by `split` and `cat`, 1.45 copies. Gradients of experts are added up in fp32. Those of a stage are reduced
-# after its own last micro-batch (its schedules.py); this holds for models without experts, too, but makes
+# after its own last micro-batch (by its schedules); this holds for models without experts, too, but makes
 # the errors of Megatron-Core's table larger (docs/expert.md).
 CORE_EXPERTS = replace(CORE, row_copies=(5.5, 9.8), sort_copies=1.45, adds_expert_gradients=True, reduces_by_stage=True)
 # llm-foundry: eager, attn_impl = triton, fused_crossentropy, FSDP that reduces every micro-batch; mixed_precision PURE
