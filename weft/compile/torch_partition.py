@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -91,31 +91,22 @@ def _trace(run: Callable[..., Any], tensors: Sequence[Tensor], num_own: int) -> 
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
-    def cut(joint: fx.GraphModule, inputs: Any, **keywords: Any) -> NoReturn:
+    found: list[_Graphs] = []
+
+    def cut(joint: fx.GraphModule, inputs: Any, **keywords: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         keywords["static_lifetime_input_indices"] = list(range(num_own))
         forward, backward = min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **keywords)
-        raise _GraphsFoundError(_Graphs(forward.graph, backward.graph, keywords["num_fwd_outputs"]))
+        found.append(_Graphs(forward.graph, backward.graph, keywords["num_fwd_outputs"]))
+        return forward, backward
+
+    def keep_graph(gm: fx.GraphModule, example_inputs: Any) -> Any:  # torch passes them by these names
+        return gm.forward
 
     with torch.enable_grad():
-        try:
-            aot_function(run, fw_compiler=_no_compiler, partition_fn=cut, decompositions=select_decomp_table())(
-                *tensors
-            )
-        except _GraphsFoundError as found:
-            return found.graphs
-    raise RuntimeError("torch did not cut the graph of a block into forward and backward")
-
-
-class _GraphsFoundError(Exception):
-    """Ends torch's work on a block when its graphs are cut: nothing is compiled or run."""
-
-    def __init__(self, graphs: _Graphs) -> None:
-        super().__init__()
-        self.graphs = graphs
-
-
-def _no_compiler(gm: fx.GraphModule, example_inputs: Any) -> NoReturn:  # torch passes them by these names
-    raise AssertionError("a block was compiled that is only to be cut")
+        aot_function(
+            run, fw_compiler=keep_graph, bw_compiler=keep_graph, partition_fn=cut, decompositions=select_decomp_table()
+        )(*tensors)
+    return found[0]
 
 
 # --- saved tensors
