@@ -76,7 +76,7 @@ def generate(
         left = start + num_tokens - len(tokens)
         try:
             engine.add(Request("text", tuple(given), left, sampling, frozenset([tokenizer.end])))
-        except RequestError as error:  # the request is what the caller asked for
+        except RequestError as error:  # here the caller gave all that a request has, so it is a wrong setting
             raise ConfigError(str(error)) from None
         while engine.has_work():
             for generated in engine.step():
