@@ -42,11 +42,13 @@ test-gpu:        ## every CUDA path through the commands, on a machine with a GP
 	$(PYTHON) -m pytest tests/gpu$(if $(PART),/test_$(PART).py) --numprocesses 6 --dist loadgroup \
 		--results benchmarks/results/test-gpu$(if $(PART),-$(PART)).json
 
+# mypy runs beside the tests; when one of them fails, the other goes on to its end.
 check: install   ## format, lint, types and the tests that start no process
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(PYTEST) -x -m "not processes" --numprocesses 2 --dist loadfile
+	$(BIN)/mypy & types=$$!; \
+	$(PYTEST) -x -m "not processes" --numprocesses 2 --dist loadfile; tests=$$?; \
+	wait $$types && exit $$tests
 
 soak: install    ## the exhaustive versions of sampled tests
 	$(PYTEST) -m soak

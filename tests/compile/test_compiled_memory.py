@@ -124,7 +124,7 @@ def test_plans_share_what_compiled_blocks_keep(plan: Plan) -> None:
 
 
 def test_blocks_that_y_splits_count_as_uncompiled() -> None:
-    eager = profiled(MODELS["llama"]())
+    eager = profiled(MODELS["llama"]().to(torch.bfloat16))
     assert profile_under(compiled_profile(eager), Plan(tensor=TensorPlan(1, 2))) is eager
     assert profile_under(eager, Plan(tensor=TensorPlan(1, 2))) is eager
     assert profile_under(compiled_profile(eager), Plan(tensor=TensorPlan(2))) is compiled_profile(eager)
@@ -204,7 +204,6 @@ def test_a_block_that_cannot_be_traced_counts_as_uncompiled_and_says_so(
         raise RuntimeError("Cannot re-initialize CUDA\nin a forked process")
 
     run, gpu = load_run(write_run_file(tmp_path)), load("h200:1x1")
-    monkeypatch.setattr(weft.compile.saved_bytes, "_partition_cache", {})
     predict_again = _profile_of.cache_clear
     predict_again()
     whole = predict(run, gpu)
@@ -238,7 +237,7 @@ MEASURED = json.loads((RESULTS / "one-gpu-h200.json").read_text())["results"]
 @pytest.mark.parametrize(
     ("shape", "name"),
     one_in(
-        5, {f"{shape} {name}": (shape, name) for shape in MEASURED for name in MEASURED[shape] if name in one_gpu.PLANS}
+        6, {f"{shape} {name}": (shape, name) for shape in MEASURED for name in MEASURED[shape] if name in one_gpu.PLANS}
     ),
 )
 def test_memory_on_an_h200_is_predicted_within_5_percent(shape: str, name: str) -> None:
@@ -248,11 +247,10 @@ def test_memory_on_an_h200_is_predicted_within_5_percent(shape: str, name: str) 
 
 def test_the_peaks_of_the_root_beside_compiled_blocks_are_those_of_a_run_under_each_policy() -> None:
     """They are measured once, with one block of each kind and without recompute."""
-    tokens = torch.zeros(1, 8, dtype=torch.long)
     with torch.device("meta"):
-        model = build(replace(LLAMA, num_hidden_layers=2))
+        model = build(replace(LLAMA, num_hidden_layers=2)).to(torch.bfloat16)
     install_loss_head(model)
-    found = compiled_profile(profile(model, lambda: (tokens,), ExampleLoss(lambda: tokens)))
+    found = compiled_profile(profile(model, lambda: (tokens(),), ExampleLoss(tokens)))
     assert found.source is not None
     assert found.source.eager is not None
     for policy in ("none", "selective", "full"):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from serving_for_tests import MODELS, serve_all, tiny_model, tokens_of
+from serving_for_tests import CONFIGS, serve_all, tiny_model, tokens_of
 from torch import nn
 
 from weft.mesh import Mesh
-from weft.models import DecoderConfig, GPT2Config
 from weft.serve.engine import Engine
 from weft.serve.follow_steps import follow_steps
 from weft.serve.model_part import EngineOptions, ModelPart
@@ -17,14 +15,6 @@ from weft.serve.rank_part import RankPlace, build_part, read_part
 from weft.serve.ranks import ServingRanks
 from weft.serve.replicas import ReplicaFront, serve_replica
 from weft.serve.request import Request
-
-for _name in ("llama", "mistral", "qwen2", "qwen3", "gpt2"):  # as many layers as four stages need
-    _config = MODELS[_name]
-    if isinstance(_config, DecoderConfig):
-        MODELS[f"{_name}-deep"] = replace(_config, num_hidden_layers=4)
-    else:
-        assert isinstance(_config, GPT2Config)
-        MODELS[f"{_name}-deep"] = replace(_config, n_layer=4)
 
 SCORED = Request("scored", (3, 1, 4, 1, 5), 1)  # how likely its tokens are is asked for
 
@@ -36,7 +26,7 @@ def whole_model(name: str) -> nn.Module:
 def part_of(name: str, place: RankPlace) -> nn.Module:
     """The part of a tiny model at a place."""
     values = dict(whole_model(name).named_parameters())
-    model, cuts = build_part(MODELS[name], place)
+    model, cuts = build_part(CONFIGS[name], place)
     model.double()
     read_part(model, cuts, lambda one: values[one].detach(), "cpu")
     return model

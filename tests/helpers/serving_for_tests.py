@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +30,19 @@ MODELS: dict[str, LanguageConfig] = {
     "mixtral": DecoderConfig("mixtral", **SIZES, num_experts=4, num_experts_per_tok=2),  # type: ignore[arg-type]
     "gpt2": GPT2Config(vocab_size=61, n_positions=CONTEXT, n_embd=16, n_layer=2, n_head=4),
 }
+# The same with as many layers as four stages need.
+DEEP: dict[str, LanguageConfig] = {
+    f"{name}-deep": replace(config, **{"n_layer" if name == "gpt2" else "num_hidden_layers": 4})
+    for name, config in MODELS.items()
+    if name != "mixtral"
+}
+CONFIGS = {**MODELS, **DEEP}
 GREEDY = Sampling(temperature=0)
 
 
 def tiny_model(name: str, seed: int = 0) -> nn.Module:
     """A model whose every parameter matters: the likeliest tokens differ from place to place."""
-    model = build(MODELS[name])
+    model = build(CONFIGS[name])
     initialise(model, seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -59,7 +59,7 @@ IMAGE = ImageShape(64, 64, 3)
 
 @lru_cache(maxsize=1)
 def image_model() -> Model:
-    return planned_images(ResNetConfig(depth=18, width=8, norm="group"), IMAGE, "fp32", load("h100:1x4"))
+    return planned_images(ResNetConfig(depth=10, width=8, norm="group"), IMAGE, "fp32", load("h100:1x4"))
 
 
 @pytest.mark.parametrize(

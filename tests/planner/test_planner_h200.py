@@ -35,7 +35,7 @@ def errors(case: Case) -> tuple[float, float]:
     return predicted["seconds"] / measured["seconds"] - 1, predicted["bytes"] / measured["bytes"] - 1
 
 
-@pytest.mark.parametrize("case", one_in(6, {case.label: case for case in CASES}))
+@pytest.mark.parametrize("case", one_in(11, {case.label: case for case in CASES}))
 def test_a_measured_shape_is_predicted(case: Case) -> None:
     seconds, num_bytes = errors(case)
     assert abs(seconds) < TIME
@@ -64,7 +64,7 @@ def test_a_compiled_block_moves_what_its_kernels_read_and_write() -> None:
 
 def test_micro_batches_add_gradients_and_tied_tables_are_updated_once() -> None:
     config = MODELS["qwen2-1.5b"]
-    steps = planned_model(config, 2048, load("h200:1x1")).steps
+    steps = planned_model(config, 4096, load("h200:1x1")).steps
     plan = Plan(precision="bf16", micro_batch=1)
     rate = 4.8e12 * MEMORY_SHARE
     numel = sum(math.prod(shape) for shape in parameter_shapes(config).values())

@@ -66,7 +66,8 @@ def more(cluster: Cluster) -> dict[str, Cluster]:
     return {**found, "nodes": replace(cluster, num_nodes=cluster.num_nodes + 1)}
 
 
-def check_question(seed: int) -> None:
+def check_question(seed: int, num_larger: int = 5) -> None:
+    """Checks the answer to a question, and those with two constraints and on `num_larger` larger clusters."""
     config, name, batch, sequence = question_of(seed)
     cluster = load(name)
     found = asked(config, cluster, batch, sequence)
@@ -86,16 +87,16 @@ def check_question(seed: int) -> None:
     for word in random.Random(seed).sample(WORDS, 2):
         limited = asked(config, cluster, batch, sequence, word).found.best
         assert not limited or limited[0].seconds >= best.seconds / TOLERANCE, word
-    for what, larger in more(cluster).items():
+    for what, larger in random.Random(seed).sample(list(more(cluster).items()), num_larger):
         assert asked(config, larger, batch, sequence).best.seconds <= best.seconds * TOLERANCE, what
 
 
 @pytest.mark.parametrize("seed", range(NUM_SAMPLED))
 def test_answers_agree(seed: int) -> None:
-    check_question(seed)
+    check_question(seed, num_larger=2)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("seed", range(NUM_SAMPLED, NUM_SOAK + NUM_SAMPLED))
+@pytest.mark.parametrize("seed", range(NUM_SOAK + NUM_SAMPLED))
 def test_more_answers_agree(seed: int) -> None:
     check_question(seed)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from serving_for_tests import CONTEXT, GREEDY, MODELS, likeliest, serve_all, tiny_model, tokens_of
+from sampled_for_tests import some_soak
+from serving_for_tests import CONFIGS, CONTEXT, GREEDY, MODELS, likeliest, serve_all, tiny_model, tokens_of
 from torch import Tensor, nn
 
 from weft.errors import ConfigError, NumbersError
@@ -51,7 +53,7 @@ def by_transformers(model: nn.Module, folder: Path, requests: list[Request]) -> 
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some_soak(CONFIGS, *MODELS))
 def test_tokens_are_those_of_transformers_in_any_chunks_order_and_memory(name: str, tmp_path: Path) -> None:
     model = tiny_model(name)
     requests = [Request(f"{len(prompt)}", prompt, 12, GREEDY) for prompt in prompts()]
@@ -71,7 +73,7 @@ def test_tokens_are_those_of_transformers_in_any_chunks_order_and_memory(name: s
 
 @pytest.mark.parametrize(
     ("name", "num_tokens"),
-    [("qwen3", 2), *(pytest.param(name, 12, marks=pytest.mark.soak) for name in MODELS)],
+    [("qwen3", 2), *(pytest.param(name, 12, marks=pytest.mark.soak) for name in CONFIGS)],
 )
 def test_a_batch_of_64_gives_the_tokens_of_transformers_for_prompts_up_to_the_context(
     name: str, num_tokens: int, tmp_path: Path
@@ -94,15 +96,22 @@ def test_a_batch_of_64_gives_the_tokens_of_transformers_for_prompts_up_to_the_co
     assert found == expected
 
 
-@pytest.mark.parametrize(("overlap", "swap_blocks"), [(False, 0), (True, 0), (True, 4)])
-def test_fifty_requests_with_cancels_give_no_wrong_token_and_leak_no_block(overlap: bool, swap_blocks: int) -> None:
+@cache
+def fifty() -> tuple[nn.Module, list[Request], list[list[int]]]:
+    """A model, requests, and their tokens by plain forwards."""
     rng, model = random.Random(7), tiny_model("qwen3")
-    sizes = {"num_blocks": 8, "token_budget": 9, "max_running": 5, "swap_blocks": swap_blocks}
-    engine = make_engine(model, **sizes, overlap=overlap)
     requests = [
         Request(str(i), tuple(rng.randrange(3) for _ in range(rng.randrange(1, 12))), rng.randrange(1, 14), GREEDY)
         for i in range(50)
     ]
+    return model, requests, [likeliest(model, one.tokens, one.max_tokens) for one in requests]
+
+
+@pytest.mark.parametrize(("overlap", "swap_blocks"), [(False, 0), (True, 0), (True, 4)])
+def test_fifty_requests_with_cancels_give_no_wrong_token_and_leak_no_block(overlap: bool, swap_blocks: int) -> None:
+    rng, (model, requests, answers) = random.Random(8), fifty()
+    sizes = {"num_blocks": 8, "token_budget": 9, "max_running": 5, "swap_blocks": swap_blocks}
+    engine = make_engine(model, **sizes, overlap=overlap)
     waiting, found, cancelled, held = list(requests), dict[str, list[int]](), set[str](), set[str]()
     while waiting or engine.has_work():
         if waiting and rng.random() < 0.6:
@@ -124,8 +133,7 @@ def test_fifty_requests_with_cancels_give_no_wrong_token_and_leak_no_block(overl
     assert engine._scheduler.swap is None or engine._scheduler.swap.num_free == swap_blocks  # type: ignore[attr-defined]
     assert state.num_prefix_tokens > 0
     whole = 0
-    for one in requests:
-        expected = likeliest(model, one.tokens, one.max_tokens)
+    for one, expected in zip(requests, answers, strict=True):
         tokens = found.get(one.name, [])
         assert tokens == expected[: len(tokens)]
         assert len(tokens) == len(expected) or one.name in cancelled

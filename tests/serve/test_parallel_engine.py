@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from parallel_serving_for_tests import SCORED, part_of, tokens_on_ranks, whole_model
-from serving_for_tests import GREEDY, MODELS, serve_all, tokens_of
+from serving_for_tests import CONFIGS, GREEDY, serve_all, tokens_of
 
 from weft.errors import PlanError
 from weft.launch.local_ranks import run_local
@@ -57,7 +57,7 @@ def check(cases: list[tuple[str, Plan]], num_ranks: int) -> None:
     """Serve every case on the same ranks, and compare with one rank."""
     expected = {name: on_one_rank(name) for name, _ in cases}
     for name, plan in cases:
-        refuse_plan(MODELS[name], plan)  # what ranks need of it is found here, once for all
+        refuse_plan(CONFIGS[name], plan)  # what ranks need of it is found here, once for all
 
     def rank(_: int) -> list[dict[str, Any] | None]:
         torch.set_num_threads(1)
@@ -104,7 +104,7 @@ def test_a_wrong_part_is_noticed_and_traffic_is_as_stated() -> None:
     ]
 
     for name, case in cases:
-        refuse_plan(MODELS[name], case)
+        refuse_plan(CONFIGS[name], case)
 
     def rank(index: int) -> Any:
         torch.set_num_threads(1)
@@ -134,7 +134,7 @@ def test_a_wrong_part_is_noticed_and_traffic_is_as_stated() -> None:
     for index, (name, case) in enumerate(cases):
         for rank_index in range(2):
             stage = (rank_index - 1) % 2 if case.pipe.degree == 2 else 0
-            stated = list(step_calls(ServedSizes.of(MODELS[name]), case, stage, 5, 1, 8))
+            stated = list(step_calls(ServedSizes.of(CONFIGS[name]), case, stage, 5, 1, 8))
             calls, sums = Counter("/".join(key) for key, _ in stated), Counter[str]()
             for key, num_bytes in stated:
                 sums["/".join(key)] += num_bytes
@@ -142,7 +142,7 @@ def test_a_wrong_part_is_noticed_and_traffic_is_as_stated() -> None:
 
 
 def test_plans_that_cannot_serve_are_refused_in_words() -> None:
-    llama = MODELS["llama"]
+    llama = CONFIGS["llama"]
     for plan, words in (
         (Plan(tensor=Tensor(3)), "tensor.x = 3 does not divide the 4 heads"),
         (Plan(pipe=Pipe(3)), "pipe = 3 stages are more than the model's 2 layers"),
@@ -153,9 +153,9 @@ def test_plans_that_cannot_serve_are_refused_in_words() -> None:
         with pytest.raises(PlanError, match=words):
             refuse_plan(llama, plan)
     with pytest.raises(PlanError, match=r"experts are not served over y, and plan.tensor.y = 2"):
-        refuse_plan(MODELS["mixtral"], Plan(tensor=Tensor(1, 2)))
+        refuse_plan(CONFIGS["mixtral"], Plan(tensor=Tensor(1, 2)))
     with pytest.raises(PlanError, match=r"plan.expert = 16 is more than the \d+ experts of a layer"):
-        refuse_plan(MODELS["mixtral"], Plan(expert=16))
+        refuse_plan(CONFIGS["mixtral"], Plan(expert=16))
 
 
 def test_parts_have_as_many_parameters_as_stated_and_stages_hold_all() -> None:
@@ -165,8 +165,8 @@ def test_parts_have_as_many_parameters_as_stated_and_stages_hold_all() -> None:
         for index in range(plan.pipe.degree):
             place = RankPlace(plan, {**dict.fromkeys(plan.degrees, 0), "pipe": index})
             built = sum(parameter.numel() for parameter in part_of(name, place).parameters())
-            assert part_numel(MODELS[name], place) == built, (name, index)
+            assert part_numel(CONFIGS[name], place) == built, (name, index)
     whole = sum(parameter.numel() for parameter in whole_model("qwen3-deep").parameters())
     plan = Plan(pipe=Pipe(4))
     places = [RankPlace(plan, {**dict.fromkeys(plan.degrees, 0), "pipe": index}) for index in range(4)]
-    assert sum(part_numel(MODELS["qwen3-deep"], place) for place in places) == whole
+    assert sum(part_numel(CONFIGS["qwen3-deep"], place) for place in places) == whole

@@ -11,7 +11,7 @@ import pytest
 import torch
 from parallel_serving_for_tests import tokens_on_ranks, whole_model
 from sampled_for_tests import some_soak
-from serving_for_tests import GREEDY, MODELS, likeliest, serve_all, tiny_model, tokens_of
+from serving_for_tests import CONFIGS, GREEDY, likeliest, serve_all, tiny_model, tokens_of
 from test_engine import make_engine
 from test_sampling import chi_square
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ def drafters(name: str) -> dict[str, object]:
     return {"ngram": "ngram", "early": EarlyLayers(1), **models}
 
 
-@pytest.mark.parametrize("name", some_soak(MODELS, "qwen3", "mistral"))
+@pytest.mark.parametrize("name", some_soak(CONFIGS, "qwen3", "mistral"))
 def test_greedy_tokens_are_those_without_drafts_in_any_chunks_and_memory(name: str) -> None:
     model = tiny_model(name)
     requests = [Request(str(i), prompt, 10, GREEDY) for i, prompt in enumerate(repetitive(4))]
@@ -258,7 +258,7 @@ def test_metrics_name_drafts() -> None:
 def test_two_ranks_with_drafts_give_the_tokens_of_one_without() -> None:
     cases = [("llama", Plan(tensor=TensorDegrees(2))), ("qwen2", Plan(pipe=Pipe(2)))]
     for name, plan in cases:
-        refuse_plan(MODELS[name], plan)
+        refuse_plan(CONFIGS[name], plan)
     requests = [Request(str(i), prompt, 12, GREEDY) for i, prompt in enumerate(repetitive())]
     sizes = {"block_size": 4, "num_blocks": 12, "token_budget": 12, "max_running": 4}
 

@@ -11,7 +11,9 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, Literal, get_args, get_type_hints
 
 from weft.data.config import ImageShape
@@ -130,13 +132,14 @@ class Question:
             raise ConfigError(f"a batch of {self.batch} sequences of {self.sequence} tokens is empty; both at least 1")
 
 
-def _fields() -> dict[str, Any]:
+@cache
+def _fields() -> Mapping[str, Any]:
     """Returns every field of the plan that a constraint may name, with its type."""
     found: dict[str, Any] = {}
     for name, hint in get_type_hints(Plan).items():
         inner = _TABLES.get(name)
         found |= {f"{name}.{k}": h for k, h in get_type_hints(inner).items()} if inner else {name: hint}
-    return {**found, "tile.degree": int}
+    return MappingProxyType({**found, "tile.degree": int})
 
 
 # Fields that the search tries several values of. A question that excludes the default of any other field is answered
