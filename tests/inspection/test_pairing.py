@@ -768,6 +768,7 @@ def _decoder_of_eight_heads() -> nn.Module:
 @pytest.mark.parametrize("make", [_decoder_of_eight_heads, group_resnet, Text])
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize(("x", "y"), [(1, 2), (2, 1), (2, 2), (4, 2), (8, 1)])
+@pytest.mark.sampled(3)
 def test_every_element_is_held_as_often_as_its_cut_says(
     make: Callable[[], nn.Module], x: int, y: int, sequence: bool
 ) -> None:

@@ -160,6 +160,7 @@ def test_logits_that_are_used_stay_whole(way: str) -> None:
 
 @pytest.mark.parametrize("way", ["as made", "hook", "hook of the head", "forward", "subclass"])
 @pytest.mark.parametrize("make", SHIPPED.values(), ids=SHIPPED.keys())
+@pytest.mark.sampled(2)
 def test_shipped_models_are_not_asked_unless_they_were_changed(make: Callable[[], nn.Module], way: str) -> None:
     model: Any = make()
     if way == "hook":

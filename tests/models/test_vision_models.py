@@ -142,6 +142,7 @@ def portable(state: dict[str, Tensor]) -> dict[str, Tensor]:
         ("resnext50", (35626.412341472, -96.590985245686), (60.611787313932, 1.6922807329508), 980.039687881),
     ],
 )
+@pytest.mark.sampled(2)
 def test_results_are_those_of_torchvision(
     name: str, evaluated: tuple[float, float], trained: tuple[float, float], variances: float
 ) -> None:

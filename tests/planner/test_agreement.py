@@ -82,6 +82,7 @@ def test_nodes_that_do_not_help_stay_idle() -> None:
     ],
     ids=" ".join,
 )
+@pytest.mark.sampled(2)
 def test_what_is_asked_for_is_searched(asked: list[str]) -> None:
     constraints = parse_constraints(asked)
     found = search(tiny(), Question(256, SEQUENCE, constraints=constraints), keep=2).best

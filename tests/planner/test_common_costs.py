@@ -20,7 +20,7 @@ from weft.planner.question import Question, parse_constraints
 from weft.planner.search import Model, TextSearch, search
 
 SMALL = GPT2Config(vocab_size=50304, n_positions=1024, n_embd=1024, n_layer=8, n_head=16)
-NUM_SAMPLED, NUM_SOAK = 2, 40
+NUM_SAMPLED, NUM_SOAK = 1, 41
 WORDS = ((), ("pipe>=2",), ("no recompute",), ("x>=2", "sequence=true"), ("schedule=interleaved",), ("offload<=0.5",))
 
 

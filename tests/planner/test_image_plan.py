@@ -66,7 +66,7 @@ def of_four() -> Profile:
     ],
     ids=str,
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_sections_of_any_grid_are_near_its_dry_run(tile: Tile, within: float) -> None:
     whole, count = (of_four(), 4) if tile.hand_over == "batch" else (small().profile, 1)
     dry = dry_run(whole, Plan(tile=tile), {"rows": tile.rows // 2, "columns": tile.columns // 2})
@@ -169,6 +169,7 @@ def test_convolutions_of_one_channel_are_bound_by_memory() -> None:
 
 
 @pytest.mark.parametrize(("size", "seconds"), [(4096, 0.0755), (8192, 0.2751)])
+@pytest.mark.sampled(2)
 def test_resnet50_on_one_h200_as_measured(size: int, seconds: float) -> None:
     # benchmarks/results/images-h200.json; nothing is fitted to it.
     model = planned_images(load_model("resnet50"), ImageShape(size, size, 3), "bf16", load("h200:1x1"))  # type: ignore[arg-type]

@@ -221,7 +221,7 @@ def test_the_closed_form_is_near_the_list(plan: Plan) -> None:
     ],
     ids=lambda plan: plan.describe_axes() + plan.memory.words,
 )
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 def test_memory_in_closed_form_is_what_the_strategies_state(plan: Plan, compiles: bool) -> None:
     check_memory(SMALL, 1024, plan, compiles)
 

@@ -88,6 +88,7 @@ def check_losses(schedule: Schedule, stride: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "ranks", "batches"), SIZES)
+@pytest.mark.sampled(2)
 def test_any_loss_at_any_moment_is_finished(name: str, ranks: int, batches: int) -> None:
     check_losses(shadowed(name, ranks, batches), stride=1 if ranks * batches <= 8 else 47)
 
