@@ -195,8 +195,9 @@ class RecurrentRows:
 
 
 def _joined(rnn: nn.Module, index: int) -> tuple[Tensor, Tensor, int]:
-    """A layer's weights of input and state side by side, the sum of its biases, and how wide the input is. On a CPU, the
-    parameters of the module become views of the matrix; cuDNN takes no views, so a GPU holds these weights twice.
+    """A layer's weights of input and state side by side, the sum of its biases, and how wide the input is.
+
+    On a CPU the module's parameters become views of the matrix; cuDNN takes no views, so a GPU holds them twice.
     """
     names = [f"{name}_l{index}" for name in ("weight_ih", "weight_hh")]
     of_input, of_state = (getattr(rnn, name).detach() for name in names)
