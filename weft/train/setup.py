@@ -65,7 +65,7 @@ def world(run: Run, rank_info: RankInfo, store: Store | None = None) -> Iterator
         yield Mesh(run.plan, torch.device(kind, 0) if kind == "cuda" else torch.device("cpu"))
         return
     timeout = timedelta(seconds=run.train.timeout_seconds)
-    device = init_process_group(rank_info, kind, timeout, run.train.share_gpus, store)
+    device = init_process_group(rank_info, kind, timeout, run.train.share_gpus, store, run.plan.ranks_per_device)
     try:
         # Before groups are made: ranks with different plans would make different groups and wait for each other.
         agree(run_beliefs(run), Axis("world", rank_info.num_ranks, rank_info.rank, None, Ledger()))
