@@ -63,6 +63,7 @@ class GpuCells:
     cell_bytes = GPU_CELL_BYTES
 
     def __init__(self, index: int, device: torch.device) -> None:
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._index, self._device = index, device
         self._own = torch.zeros(NUM_CELLS, GPU_CELL_BYTES, dtype=torch.uint8, device=device)
         self._stream = torch.cuda.Stream(device)

@@ -30,6 +30,7 @@ from weft.commands.plan_command import plan_command
 from weft.commands.serve import EXAMPLE as SERVE_EXAMPLE
 from weft.commands.serve import serve_command
 from weft.commands.shared_arguments import Json, Overrides, RunFile
+from weft.commands.tune import tune_app
 from weft.errors import ConfigError
 from weft.version import VERSION
 
@@ -43,6 +44,7 @@ app = typer.Typer(
 )
 
 app.add_typer(bench_app, name="bench")
+app.add_typer(tune_app, name="tune")
 
 
 @app.command("init", epilog="Example: weft init run.toml --data my-texts --cluster h100:1x8")

@@ -243,4 +243,6 @@ def make_clock(run: Run, mesh: Mesh, step: int) -> Clock:
     split = run.split
     shared_by = run.plan.num_ranks // run.plan.num_batch_ranks  # ranks that compute parts of the same samples
     flops = model_flops(micro_batch_profile(run)) * split.accumulation / shared_by
-    return Clock(step, split.tokens, run.plan.num_ranks, flops, peak_flops(run, mesh.device), mesh.device)
+    per_device = run.plan.ranks_per_device
+    num_devices, peak = run.plan.num_ranks // per_device, peak_flops(run, mesh.device)
+    return Clock(step, split.tokens, num_devices, flops * per_device, peak, mesh.device)
