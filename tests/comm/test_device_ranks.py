@@ -63,6 +63,7 @@ def wrong_sums(axis: Axis) -> list[str]:
 
 @processes
 @pytest.mark.parametrize(("num_devices", "per_device"), DEVICES)
+@pytest.mark.sampled(1)
 def test_sums_equal_those_over_all_ranks(num_devices: int, per_device: int) -> None:
     degree = num_devices * per_device
 
@@ -99,6 +100,7 @@ def check(plan: Plan) -> ProofReport:
 
 @processes
 @pytest.mark.parametrize(("num_devices", "per_device"), [(2, 2), (1, 4)])
+@pytest.mark.sampled(1)
 def test_equals_the_unsplit_model_with_predicted_traffic(num_devices: int, per_device: int) -> None:
     report = check(Plan(data=num_devices * per_device, ranks_per_device=per_device)).require()
     told = {line.what.removeprefix("traffic: ") for line in report.checks if line.what.startswith("traffic: ")}
@@ -171,7 +173,7 @@ def in_device_order(per_device: int) -> Any:
 
 @processes
 @pytest.mark.parametrize(("num_devices", "per_device"), [(2, 1), (1, 2), (1, 3), (1, 4), (2, 2)])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_losses_have_the_bits_of_data_parallelism(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_devices: int, per_device: int
 ) -> None:
