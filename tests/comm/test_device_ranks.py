@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -16,15 +17,21 @@ from runs_for_tests import losses, make_run, train_on_ranks, write_run_file
 from torch import Tensor
 
 from weft.cluster.hardware import load
+from weft.cluster.local_gpus import Gpu, hide_gpus
 from weft.cluster.shared_devices import CONTEXT_BYTES, with_shared_devices
-from weft.comm import Axis, Pending, Traffic, all_reduce, collectives, expand, hierarchical
+from weft.comm import Axis, Pending, Traffic, all_reduce, backends, collectives, expand, hierarchical
 from weft.comm.device_cells import HOST_CELL_BYTES, NUM_CELLS
 from weft.comm.device_ranks import DeviceRanks
-from weft.errors import LaunchError, LocalError, PlanError
+from weft.commands.out_of_memory import refuse_if_too_large
+from weft.errors import ConfigError, LaunchError, LocalError, PlanError
+from weft.launch import environment
+from weft.launch.environment import RankInfo
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh, level_degrees
 from weft.plan import Communication, Context, Pipe, Plan, Shard
 from weft.plan import Tensor as TensorPlan
+from weft.planner.advice import best_levels
+from weft.planner.fewer_bytes import fewer_bytes
 from weft.planner.predict import predict, run_cluster
 from weft.proof.prove import ProofReport, verify
 
@@ -263,3 +270,47 @@ def test_a_gpu_of_a_cluster_is_divided() -> None:
     assert shared.node.device.peak_flops["bf16"] == whole.node.device.peak_flops["bf16"] / 4
     assert with_shared_devices(whole, 1) == whole
     assert replace(shared, node=whole.node) == whole
+
+
+def test_a_plan_that_does_not_fit_its_part_of_a_gpu_is_refused(tmp_path: Path) -> None:
+    run_file = write_run_file(tmp_path)
+    on_gpu = ["train.device=cuda", "train.compile=false"]
+    fits, too_many = (
+        make_run(run_file, str(m), *on_gpu, f"plan.data={m}", f"plan.ranks_per_device={m}") for m in (1, 4)
+    )
+    with hide_gpus([Gpu("Small", 4 * CONTEXT_BYTES, (9, 0))]):
+        for run in (fits, too_many):
+            cluster = run_cluster(run)
+            words = r"data 4 \(4 per device\).* on a device of .*Each of the 4 ranks .* use fewer"
+            with pytest.raises(PlanError, match=words) if run is too_many else nullcontext():
+                refuse_if_too_large(run, cluster, predict(run, cluster))
+        two = make_run(run_file, "two", "train.device=cuda", "plan.data=4", "plan.ranks_per_device=2")
+        with pytest.raises(ConfigError, match=r"needs 2 GPUs, and this machine has 1; use plan.data = 2"):
+            run_cluster(two)
+
+
+def test_other_forms_of_communication_are_not_suggested(tmp_path: Path) -> None:
+    given = ["train.device=cpu", "plan.data=4", "plan.ranks_per_device=2"]
+    run = make_run(write_run_file(tmp_path), "a", *given)
+    assert best_levels(run, run_cluster(run)) is None
+    assert fewer_bytes(run, run_cluster(run)) is None
+
+
+def test_consecutive_ranks_have_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    places = [RankInfo(rank, 4, rank, 4, 1, "torchrun") for rank in range(4)]
+    assert [environment._cuda_index(place, False, 2) for place in places] == [0, 0, 1, 1]
+    with pytest.raises(LaunchError, match="start no more ranks per host than it has"):
+        environment._cuda_index(places[2], False, 1)
+    with pytest.raises(LaunchError, match=r"shows 2, for 2 ranks each .*no more than 4 ranks per host"):
+        environment._cuda_index(RankInfo(4, 6, 4, 6, 1, "torchrun"), False, 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(LaunchError, match="each of the 4 ranks of this host sees a GPU of its own"):
+        environment._cuda_index(RankInfo(0, 4, 0, 4, 1, "slurm"), False, 2)
+
+
+def test_the_back_end_of_all_ranks_is_not_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(backends, "nccl_shares_gpus", lambda: False)
+    assert backends.choose_backend("cuda", 4) == "cpu:gloo,cuda:nccl"
+    assert backends.choose_backend("cuda", 4, ranks_per_device=2) == "gloo"

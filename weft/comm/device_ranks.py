@@ -33,7 +33,8 @@ _WRITTEN, _READ, _JOINED = range(3)  # a rank's counters
 _COLUMNS = 8  # counters of a rank, in a cache line of its own
 _TEXT_BYTES = 4096  # for what a rank says about itself
 _DESCRIPTOR_BITS = 20  # of the number of a page; the other bits have the process
-_SPINS, _PAUSE_SECONDS = 2000, 1e-4
+_SPINS = {"cpu": 20, "cuda": 2000}  # before a wait sleeps: ranks on a CPU leave it to those that compute
+_PAUSE_SECONDS = 1e-4
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
@@ -217,7 +218,7 @@ class DeviceRanks:
         place, spins, deadline = rank * _COLUMNS + column, 0, 0.0
         while self._counters[place] < count:
             spins += 1
-            if spins < _SPINS:
+            if spins < _SPINS[self.device.type]:
                 os.sched_yield()
                 continue
             time.sleep(_PAUSE_SECONDS)
