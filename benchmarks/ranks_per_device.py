@@ -1,11 +1,11 @@
 """Ranks that share a GPU (AccDP): throughput of 1 to 4 of them at a fixed global batch, and what the tuner chooses.
 
-    python benchmarks/ranks_per_device.py [--tiny] [--models cnn transformer] [--out FILE]
+    python benchmarks/ranks_per_device.py [--tiny] [--brief] [--models cnn transformer] [--out FILE]
 
 For a small CNN (ResNet-18 of narrow layers on small images) and a small transformer. `weft tune ranks-per-device`
 chooses a number; then all numbers are measured again, independently. Stated are the gain over one rank, and how far the
 tuner's choice is from the best of the second measurement. One rank of the CNN replays its step as a CUDA graph, as
-`weft train` does by default; it is also measured without. --tiny runs on any machine and proves the script.
+`weft train` does by default; it is also measured without, and both models without MPS (not with --brief). --tiny runs on any machine and proves the script.
 Writes benchmarks/results/ranks-per-device-h200.json.
 """
 
@@ -88,7 +88,7 @@ def rates(found: dict[str, Any]) -> dict[int, float]:
     return {row["ranks_per_device"]: row["units_per_second"] for row in found["measured"] if not row["refused"]}
 
 
-def compare(name: str, folder: Path, tiny: bool, steps: list[str]) -> dict[str, Any]:
+def compare(name: str, folder: Path, tiny: bool, brief: bool, steps: list[str]) -> dict[str, Any]:
     """The tuner's choice against a second measurement, and the rates of variants."""
     run_file = folder / f"{name}.toml"
     sizes = (TINY if tiny else SIZES)[name]
@@ -109,9 +109,9 @@ def compare(name: str, folder: Path, tiny: bool, steps: list[str]) -> dict[str, 
         "chosen": tuned["chosen"],
         "chosen_below_best": round(1 - second[tuned["chosen"]] / second[best], 4),
     }
-    if name == "cnn" and not tiny:
+    if name == "cnn" and not (tiny or brief):
         row["without_graph"] = tune(run_file, "train.graph=false", "--most", "1", *steps[2:])
-    if not tiny:  # a folder without a service: ranks take turns on the GPU
+    if not (tiny or brief):  # a folder without a service: ranks take turns on the GPU
         nowhere = str(folder / "no-service")
         row["time_slicing"] = tune(run_file, "--most", "2", *steps[2:], CUDA_MPS_PIPE_DIRECTORY=nowhere)
     return row
@@ -120,6 +120,7 @@ def compare(name: str, folder: Path, tiny: bool, steps: list[str]) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--brief", action="store_true")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
@@ -128,7 +129,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name in options.models:
-            row = compare(name, Path(folder), options.tiny, steps)
+            row = compare(name, Path(folder), options.tiny, options.brief, steps)
             rows.append(row)
             brief = {key: row[key] for key in ("model", "gain", "best", "chosen", "chosen_below_best")}
             print(json.dumps(brief), flush=True)
