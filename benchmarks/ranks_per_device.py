@@ -5,8 +5,8 @@
 For a small CNN (ResNet-18 of narrow layers on small images) and a small transformer. `weft tune ranks-per-device`
 chooses a number; then all numbers are measured again, independently. Stated are the gain over one rank, and how far the
 tuner's choice is from the best of the second measurement. One rank of the CNN replays its step as a CUDA graph, as
-`weft train` does by default; it is also measured without, and both models without MPS (not with --brief). --tiny runs on any machine and proves the script.
-Writes benchmarks/results/ranks-per-device-h200.json.
+`weft train` does by default; it is also measured without, and both models without MPS (not with --brief). --tiny runs
+on any machine and proves the script. Writes benchmarks/results/ranks-per-device-h200.json.
 """
 
 from __future__ import annotations
@@ -117,6 +117,13 @@ def compare(name: str, folder: Path, tiny: bool, brief: bool, steps: list[str]) 
     return row
 
 
+def machine() -> dict[str, Any]:
+    import torch
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return {"device": name, "cpu_cores": os.cpu_count(), "torch": torch.__version__}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true")
@@ -135,7 +142,8 @@ def main() -> None:
             print(json.dumps(brief), flush=True)
             if not options.tiny:
                 options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text(json.dumps({"benchmark": "ranks_per_device", "rows": rows}, indent=1) + "\n")
+                whole = {"benchmark": "ranks_per_device", **machine(), "rows": rows}
+                options.out.write_text(json.dumps(whole, indent=1) + "\n")
 
 
 if __name__ == "__main__":
