@@ -44,7 +44,8 @@ class Measurement:
 
 
 @tune_app.command(
-    "ranks-per-device", epilog="Example: weft tune ranks-per-device examples/quickstart.toml --most 3 --steps 20"
+    "ranks-per-device",
+    epilog="Example: weft tune ranks-per-device examples/quickstart.toml plan.shard=1 --most 3 --steps 20",
 )
 def ranks_per_device_command(
     run_file: RunFile,
