@@ -80,7 +80,7 @@ def tune(run_file: Path, *arguments: str, **environ: str) -> dict[str, Any]:
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}")
     warnings = [line for line in done.stderr.splitlines() if line.startswith("weft:")]
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout)
     return {**found, "seconds": round(time.monotonic() - began, 1), "warnings": warnings}
 
 

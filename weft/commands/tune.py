@@ -5,26 +5,19 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-import typer
+from rich.console import Console
 
-from weft.commands.shared_arguments import Json, Overrides, RunFile
+from weft.commands.out_of_memory import refuse_if_too_large
 from weft.errors import ConfigError
-
-if TYPE_CHECKING:
-    from weft.launch.fork_server import ForkServer
-    from weft.run_file import Run
-
-tune_app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    help="Choose a setting of a run by short measurements on this machine.",
-)
+from weft.launch.fork_server import ForkServer
+from weft.planner.predict import predict, run_cluster
+from weft.run_file import Run
+from weft.train.local_job import start_ranks
 
 WORTH = 1.03  # more ranks must be faster by this factor: each of them takes memory for a whole model
 NUM_READINGS = 5  # of the rate, of which the median counts
@@ -43,46 +36,35 @@ class Measurement:
     refused: str = ""
 
 
-@tune_app.command(
-    "ranks-per-device",
-    epilog="Example: weft tune ranks-per-device examples/quickstart.toml plan.shard=1 --most 3 --steps 20",
-)
-def ranks_per_device_command(
-    run_file: RunFile,
-    overrides: Overrides = None,
-    most: Annotated[int, typer.Option(help="the largest number of ranks per device to measure", min=1, max=16)] = 4,
-    steps: Annotated[int, typer.Option(help="steps to measure, after the warm-up", min=NUM_READINGS)] = 50,
-    warm_up: Annotated[int, typer.Option(help="steps before them", min=1)] = 20,
-    as_json: Json = False,
-) -> None:
-    """Measure 1 to --most ranks per device at the run's global batch, and say which to use (plan.ranks_per_device)."""
-    from weft.run_file import check_run_file, load_run
+@dataclass(frozen=True)
+class RankTuning:
+    """The number of ranks per device to use, what was measured, and the changes to the run."""
 
-    check_run_file(run_file, overrides or [])
-    from weft.commands.app import _run_as_rank
-    from weft.commands.console import make_console
-    from weft.commands.jobs import command_fork_server
+    chosen: int
+    measured: list[Measurement]
+    overrides: str
 
-    console = make_console(as_json)
-    with command_fork_server(_run_as_rank) as fork_server:
-        run = load_run(run_file, overrides or [])
-        with console.status("measuring") as status:
-            found = []
-            for number in range(1, most + 1):
-                status.update(f"measuring {number} of at most {most} ranks per device")
-                found.append(measure(fork_server, run, number, steps, warm_up))
+
+def tune(fork_server: ForkServer, run: Run, most: int, steps: int, warm_up: int, console: Console) -> RankTuning:
+    """Measure 1 to `most` ranks on each of the run's devices."""
+    found = []
+    with console.status("measuring") as status:
+        for number in range(1, most + 1):
+            status.update(f"measuring {number} of at most {most} ranks per device")
+            found.append(measure(fork_server, run, number, steps, warm_up))
     best = choose(found)
     num_devices = run.plan.data // run.plan.ranks_per_device
-    changes = f"plan.data={num_devices * best} plan.ranks_per_device={best}"
-    if as_json:
-        print(json.dumps({"chosen": best, "measured": [asdict(one) for one in found], "overrides": changes}))
-        return
-    for one in found:
-        console.print(in_words(one, found[0], run.split.samples), highlight=False, soft_wrap=True)
+    return RankTuning(best, found, f"plan.data={num_devices * best} plan.ranks_per_device={best}")
+
+
+def show(found: RankTuning, run: Run, console: Console) -> None:
+    """Print what was measured, and what to use."""
+    lines = [in_words(one, found.measured[0], run.split.samples) for one in found.measured]
+    best = found.chosen
     why = "one rank per device is best" if best == 1 else f"{best} ranks per device are best"
-    console.print(
-        f"at {run.split.batch} {run.split.samples} a step, {why}. Use: {changes}", highlight=False, soft_wrap=True
-    )
+    lines.append(f"at {run.split.batch} {run.split.samples} a step, {why}. Use: {found.overrides}")
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def with_ranks(run: Run, ranks_per_device: int) -> Run:
@@ -102,10 +84,6 @@ def with_ranks(run: Run, ranks_per_device: int) -> Run:
 
 def measure(fork_server: ForkServer, run: Run, ranks_per_device: int, steps: int, warm_up: int) -> Measurement:
     """Train some steps with so many ranks per device, in a folder that is removed afterwards."""
-    from weft.commands.out_of_memory import refuse_if_too_large
-    from weft.planner.predict import predict, run_cluster
-    from weft.train.local_job import start_ranks
-
     try:
         changed = with_ranks(run, ranks_per_device)
         cluster = run_cluster(changed)
