@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from pathlib import Path
 
@@ -95,5 +94,4 @@ def test_a_killed_rank_changes_nothing_and_the_service_ends(tmp_path: Path) -> N
     assert found.status == 0, found.out[-2000:] + found.err[-3000:]
     assert found.json["equal"]
     assert found.json["faults"]
-    assert re.search(r"rank \d.*killed|rank \d.*SIGKILL", found.err), found.err[-2000:]
     assert not services()
