@@ -11,7 +11,7 @@ import pytest
 
 from weft.cluster.hardware import Cluster, load
 from weft.models import GPT2Config
-from weft.plan import Plan, Recompute
+from weft.plan import Plan, Recompute, Tensor
 from weft.planner.candidate import Candidate, SearchResult
 from weft.planner.closed_form_memory import RankMemory, memory, plan_sizes, working
 from weft.planner.common_costs import CommonCosts, TextCosts
@@ -129,11 +129,10 @@ def test_inner_plans_come_in_the_order_of_their_bounds() -> None:
 def test_a_bound_of_times_that_is_too_high_loses_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     model, question = on(load("h100:1x8"), 3.0), Question(64, 1024)
     before = search(model, question)
-    of_pipe, bound = before.best[0].plan.pipe.degree > 1, TextCosts.least_seconds.fget
-    assert bound is not None
+    of_pipe, bound = before.best[0].plan.pipe.degree > 1, vars(TextCosts)["least_seconds"].fget
 
     def too_high(costs: TextCosts) -> float:
-        return bound(costs) * (3 if (costs._plan.pipe.degree > 1) == of_pipe else 1)
+        return float(bound(costs)) * (3 if (costs._plan.pipe.degree > 1) == of_pipe else 1)
 
     monkeypatch.setattr(TextCosts, "least_seconds", property(too_high))
     assert shown(search(model, question))[0] != shown(before)[0]
@@ -145,3 +144,16 @@ def test_a_cap_that_some_schedules_do_not_allow_leaves_them_out() -> None:
     assert found.best
     assert all(one.plan.pipe.in_flight == 3 and one.plan.pipe.schedule != "interleaved" for one in found.best)
     assert any("in_flight = 3 is too few" in reason for _, reason in found.refused)
+
+
+@pytest.mark.parametrize(("before", "after"), [("h100:4x8", "h100:2x8"), ("h100:2x8", "h100:1x8")])
+def test_times_that_are_kept_for_other_numbers_of_nodes_are_theirs(before: str, after: str) -> None:
+    plan = Plan(tensor=Tensor(5), micro_batch=2, precision="bf16")  # 5 ranks cross nodes of 8, if there are several
+    known = small().on(load(before))
+    assert sum(known.steps.chain(plan)) > 0
+    again, fresh = known.on(load(after)).steps, small().on(load("a100-40:1x8")).on(load(after)).steps
+    is_kept = "_known" in vars(again)
+    assert is_kept == (after != "h100:1x8")  # on one node, links are others
+    assert "_known" not in vars(fresh)
+    assert again.chain(plan) == fresh.chain(plan)
+    assert (again.chain(plan) == known.steps.chain(plan)) == is_kept

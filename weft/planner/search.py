@@ -83,7 +83,7 @@ class Model:
 
     def on(self, cluster: Cluster) -> Self:
         """Returns the same model with the step times of another cluster."""
-        return replace(self, steps=replace(self.steps, cluster=cluster))
+        return replace(self, steps=self.steps.on(cluster))
 
     @cached_property
     def _sizes(self) -> dict[Any, Sizes]:
@@ -137,7 +137,8 @@ class Search(ABC):
         # What may still be tried: (lower bound of its seconds, order, function that tries it, arguments).
         self._untried: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order, self._least = count(), math.inf  # the lowest bound of settings that shape a rank's own work
-        self._reasons: dict[tuple[tuple[str, Any], ...], str | None] = {}  # by fields of a plan, why they are refused
+        # By fields of a plan, why the model does not allow them. This is the same on every cluster.
+        self._reasons: dict[Any, str | None] = model.profile.cache.setdefault(f"reasons {self._base}", {})
         self._refused: dict[str, str] = {}  # by reason, the first plan that was refused for it
         self._asked = AskedFields(question.constraints)
         self._names, self._shares = self._asked.names, self._asked.shares

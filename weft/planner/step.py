@@ -127,8 +127,9 @@ class StepModel(MicroBatchModel):
 
     def common_times(self, plan: Plan) -> CommonTimes:
         """What `estimate` needs of a plan apart from its data and shard."""
-        busiest, total, units = self._busiest(plan)
-        largest = max(self._numel(one, plan) for one in self.rank_units(plan))
+        ranks = self.rank_units(plan)
+        busiest, total, units = self._busiest(plan, ranks)
+        largest = max(self._numel(one, plan) for one in ranks)
         return CommonTimes(busiest, total, max(1, units.num_blocks), self._numel(units, plan), largest)
 
     def estimate(self, plan: Plan, num_micro_batches: int, common: CommonTimes | None = None) -> float:
@@ -165,21 +166,27 @@ class StepModel(MicroBatchModel):
         makespan = _makespan(busiest, total, plan.pipe, num_micro_batches)
         return makespan + self._update_seconds(largest, plan, num_micro_batches) * ROUNDING
 
-    def _busiest(self, plan: Plan) -> tuple[Seconds, Seconds, StageUnits]:
-        """Seconds of one micro-batch on the busiest pipeline rank and in the whole model; what that rank holds."""
+    def _busiest(self, plan: Plan, ranks: Sequence[StageUnits]) -> tuple[Seconds, Seconds, StageUnits]:
+        """Seconds of one micro-batch on the busiest of these pipeline ranks and in the whole model; what that rank
+        holds.
+        """
         count = plan.memory.recompute_stages
         first, blocks, last = self._chain(plan if count is None else plan.of_stage(count))
         again = blocks if count is None else self._chain(plan.of_stage(0))[1]  # of recomputed blocks
         each = len(self.workload.blocks) or 1
 
-        def load(one: StageUnits) -> Seconds:
-            own = Seconds().plus(blocks, (one.num_blocks - one.num_recomputed) / each)
-            own = own.plus(again, one.num_recomputed / each) if one.num_recomputed else own
-            return own.plus(first, one.has_first).plus(last, one.has_last)
+        def load(one: StageUnits, way: int) -> float:
+            own = (one.num_blocks - one.num_recomputed) / each * blocks[way]
+            if one.num_recomputed:
+                own += one.num_recomputed / each * again[way]
+            return own + one.has_first * first[way] + one.has_last * last[way]
 
-        busiest, units = max(((load(one), one) for one in self.rank_units(plan)), key=lambda pair: sum(pair[0]))
-        total = blocks.plus(first).plus(last) if count is None else load(_sum(self.stage_units(plan)))
-        return busiest, total, units
+        loads = [Seconds(load(one, 0), load(one, 1)) for one in ranks]
+        busiest, units = max(zip(loads, ranks, strict=True), key=lambda pair: pair[0][0] + pair[0][1])
+        if count is None:
+            return busiest, blocks.plus(first).plus(last), units
+        every = _sum(self.stage_units(plan))
+        return busiest, Seconds(load(every, 0), load(every, 1)), units
 
     def _numel(self, units: StageUnits, plan: Plan) -> float:
         """The number of parameters of a stage or rank, before `shard` splits them. x and y leave experts whole, unless
