@@ -1,13 +1,19 @@
 """The search for the fastest plans that fit into memory.
 
-Settings that shape a rank's own work (those that the strategies of the axes name, micro-batch, recompute) are tried in
-the order of a lower bound: a step takes at least its compute divided over all devices, without waits or communication.
-For each of them, all layouts of the other axes (pipe with its schedules, shard with its stages, data) are checked for
-memory and timed in closed form. A plan that does not fit is tried with stages by memory, with recompute in its first
-stages, with fewer micro-batches in flight, with inputs of matmuls gathered again, and with the smallest share of its
-state in host memory with which it fits. The search ends when no remaining bound is lower than the times of the plans
-found, so it misses no plan that is among the fastest. The best plans, also in other forms, are then timed by
-simulating their schedules. The search is deterministic: the same question has the same answer.
+It always tries next what has the lowest bound of its time, and ends when no remaining bound is lower than the times of
+the plans found. So it misses no plan that is among the fastest, and times few others. Each bound leads to higher ones:
+
+1. Settings that shape a rank's own work (those that the strategies of the axes name, micro-batch, recompute): a step
+   takes at least its kernels, and then its kernels and collectives, divided over all devices.
+2. Each of them with a pipeline and its schedule: waits, and the update of the state, are added.
+3. A pipeline with all divisions of its ranks over shard, with its stages, and data: these are checked for memory and
+   timed in closed form.
+4. A plan that does not fit: it is tried with stages by memory, with recompute in its first stages, with fewer
+   micro-batches in flight, and with inputs of matmuls gathered again (`smaller_forms.py`), all of them slower.
+
+A plan that does not fit is also tried with the smallest share of its state in host memory with which it does. The best
+plans, also in other forms, are then timed by simulating their schedules. The search is deterministic: the same question
+has the same answer.
 """
 
 from __future__ import annotations
