@@ -530,7 +530,8 @@ def test_no_layout_beats_the_bound(pipe: Pipe, shard: int, stage: Literal[1, 2, 
     model = StepModel(work, load("h100:64"), Software(), (1000, 4096**2 * 2, 1000))
     inner = Plan(micro_batch=1, precision="bf16")
     whole = replace(inner, pipe=pipe, shard=Shard(shard, stage), data=data)
-    assert model.bound(inner, pipe, count) <= model.estimate(whole, count)
+    assert model.bound(replace(inner, pipe=pipe, shard=Shard(shard * data)), count) <= model.estimate(whole, count)
+    assert model.bound(replace(whole, shard=Shard(1)), count) > model.bound(replace(whole, shard=Shard(64)), count)
 
 
 def test_a_head_that_weft_pads_is_timed_as_padded() -> None:

@@ -249,23 +249,25 @@ def _balanced(order: list[str], blocks: set[str], weights: StageWeights) -> dict
     for units in weights:
         if id(units) not in totals:
             totals[id(units)] = list(accumulate((units.get(name, 0.0) for name in order), initial=0.0))
-    best = [[(float("inf"), 0)] * (count + 1) for _ in range(num_stages + 1)]
-    best[0][0] = (0.0, 0)
+    best = [[float("inf")] * (count + 1) for _ in range(num_stages + 1)]
+    begin = [[0] * (count + 1) for _ in range(num_stages + 1)]  # of the last stage; of equally good ones the first
+    best[0][0] = 0.0
     for stage in range(1, num_stages + 1):
-        total = totals[id(weights[stage - 1])]
-        for stop in range(stage, count + 1):
-            least = (float("inf"), 0)
+        total, before = totals[id(weights[stage - 1])], best[stage - 1]
+        for stop in range(stage, count - num_stages + stage + 1):  # later stages have a unit each
+            least, end, held_then = float("inf"), total[stop], held[stop]
             for start in range(stop - 1, stage - 2, -1):
-                own = total[stop] - total[start]
-                if own > least[0]:
+                own = end - total[start]
+                if own > least:
                     break  # earlier starts make this stage heavier still
-                if held[stop] > held[start]:
-                    least = min(least, (max(best[stage - 1][start][0], own), start))
+                heaviest = max(before[start], own)
+                if heaviest <= least and held_then > held[start]:
+                    least, begin[stage][stop] = heaviest, start
             best[stage][stop] = least
     result: dict[str, int] = {}
     stop = count
     for stage in range(num_stages, 0, -1):
-        start = best[stage][stop][1]
+        start = begin[stage][stop]
         result.update(dict.fromkeys(order[start:stop], stage - 1))
         stop = start
     return {name: result[name] for name in order}

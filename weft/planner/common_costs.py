@@ -19,23 +19,29 @@ from weft.planner.step import CommonTimes, StepModel
 class CommonCosts:
     """Times and memory of plans that differ from `plan` only in `data`, `shard` and `memory.offload`.
 
-    `estimate` and `held` compute the time and the memory of any plan. `smaller_forms` are the costs of the same plans
-    with other settings that need less memory: in each list, each form needs at most as much as the one before.
-    `is_hopeless`: no plan with these costs fits in any form. The search fills both when it needs them.
+    `steps` and `held` compute the time and the memory of any plan. `smaller_forms` are the costs of the same plans
+    with other settings that need less memory: in each list, each form needs at most as much as the one before. The
+    search fills it when it needs it.
     """
 
     smaller_forms: list[list[CommonCosts]] | None = None
-    is_hopeless: bool | None = None
 
     def __init__(
         self,
         plan: Plan,
         num_micro_batches: int,
-        estimate: Callable[[Plan, int], float],
+        steps: StepModel,
         held: Callable[[Plan, int], RankMemory],
     ) -> None:
         self.num_micro_batches = num_micro_batches
-        self._plan, self._estimate, self._held = plan, estimate, held
+        self._plan, self._steps, self._held = plan, steps, held
+
+    @property
+    def least_seconds(self) -> float:
+        """A lower bound of `seconds` under any data, shard and offloaded state, if `plan.shard` has all of the ranks
+        that these share.
+        """
+        return self._steps.bound(self._plan, self.num_micro_batches)
 
     @property
     def floor_bytes(self) -> float:
@@ -63,7 +69,7 @@ class CommonCosts:
 
     def seconds(self, plan: Plan) -> float:
         """Seconds of a step in closed form."""
-        return self._estimate(plan, self.num_micro_batches)
+        return self._steps.estimate(plan, self.num_micro_batches)
 
     def memory(self, plan: Plan) -> RankMemory:
         """Memory of the rank that needs most under `form_of(plan)`."""
@@ -90,6 +96,10 @@ class TextCosts(CommonCosts):
         stages = self._steps.stage_units(self._plan)
         kept_bytes = self._steps.kept_bytes(self._plan)
         return largest(working(self._sizes, self._plan, stages, self.num_micro_batches, kept_bytes))
+
+    @property
+    def least_seconds(self) -> float:
+        return self._steps.bound(self._plan, self.num_micro_batches, self._times)
 
     @cached_property
     def floor_bytes(self) -> float:

@@ -68,7 +68,7 @@ class ImageModel(Model):
 
     def common(self, plan: Plan, num_micro_batches: int) -> CommonCosts:
         """The costs of plans that differ only in data, shard and offloaded state. Each plan is computed anew."""
-        return CommonCosts(plan, num_micro_batches, self.steps.estimate, self.held)
+        return CommonCosts(plan, num_micro_batches, self.steps, self.held)
 
     def seeker(self, question: Question, keep: int) -> Search:
         """Returns the search over plans for this model."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from weft.errors import PlanError
 from weft.parallel.branch.axis import BranchSizes, branch_sizes
-from weft.plan import Pipe, Plan
+from weft.plan import Plan
 from weft.planner.closed_form_memory import NUM_MESSAGES, RankMemory, state
 from weft.planner.image_chain import ImageSection
 from weft.planner.image_sections import ImageSections
@@ -97,8 +97,8 @@ class ImageSteps(StepModel):
     def kernel_seconds(self, plan: Plan) -> float:
         return sum(self.chain(plan))
 
-    def bound(self, plan: Plan, pipe: Pipe, num_micro_batches: int) -> float:
-        return num_micro_batches * sum(self.chain(plan)) / pipe.degree + FIXED_SECONDS
+    def bound(self, plan: Plan, num_micro_batches: int, common: CommonTimes | None = None) -> float:
+        return num_micro_batches * sum(self.chain(plan)) / plan.pipe.degree + FIXED_SECONDS
 
     def step(self, plan: Plan, num_micro_batches: int) -> StepTime:
         """Times a step. Branches wait for what they communicate: nothing overlaps with it."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, Self, get_args
 
 from weft.cluster.collective_choice import Levels, between_sizes, calls_of
 from weft.cluster.hardware import DTYPES, Cluster, ring_seconds
@@ -70,6 +70,16 @@ class _KernelSeconds(NamedTuple):
 
 
 @dataclass(frozen=True)
+class _KnownTimes:
+    """Times that were computed before. They are the same on any number of nodes above one."""
+
+    runs: dict[Any, tuple[BlockWork, _KernelSeconds]] = field(default_factory=dict)
+    chains: dict[Any, tuple[Seconds, Seconds, Seconds]] = field(default_factory=dict)
+    ends: dict[Any, list[Seconds]] = field(default_factory=dict)
+    links: dict[tuple[int, int, str], tuple[float, float, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class MicroBatchModel:
     """Times of one model's blocks on one cluster. `workload` is for one sequence."""
 
@@ -77,24 +87,19 @@ class MicroBatchModel:
     cluster: Cluster
     software: Software
 
-    @cached_property
-    def _runs(self) -> dict[Any, tuple[BlockWork, _KernelSeconds]]:
-        return {}
+    def on(self, cluster: Cluster) -> Self:
+        """Returns the same model on another cluster."""
+        found, same = replace(self, cluster=cluster), replace(self.cluster, num_nodes=cluster.num_nodes)
+        if cluster == same and min(cluster.num_nodes, self.cluster.num_nodes) > 1:
+            vars(found)["_known"] = self._known
+        return found
 
     @cached_property
-    def _chains(self) -> dict[Any, tuple[Seconds, Seconds, Seconds]]:
-        return {}
-
-    @cached_property
-    def _ends(self) -> dict[Any, list[Seconds]]:
-        return {}
+    def _known(self) -> _KnownTimes:
+        return _KnownTimes()
 
     @cached_property
     def _levels(self) -> dict[tuple[tuple[int, ...], str], dict[str, Levels]]:
-        return {}
-
-    @cached_property
-    def _links(self) -> dict[tuple[int, int, str], tuple[float, float, float]]:
         return {}
 
     @cached_property
@@ -120,9 +125,10 @@ class MicroBatchModel:
     def _kernels_of(self, part: BlockWork, plan: Plan, micro_batch: float) -> tuple[Seconds, Seconds]:
         """Returns the seconds of (all kernels, attention kernels), with recompute."""
         key = (id(part), inner_settings(plan), micro_batch, plan.matmul)
-        if key not in self._runs:
-            self._runs[key] = part, self._run_once(part, plan, micro_batch)  # holds the part: its id stays unique
-        once = self._runs[key][1]
+        known = self._known.runs.get(key)
+        if known is None:  # holds the part: its id stays unique
+            known = self._known.runs[key] = part, self._run_once(part, plan, micro_batch)
+        once = known[1]
         recompute = plan.memory.recompute if self._is_block(part) else "none"
         attention = once.attention
         if recompute == "none":
@@ -343,9 +349,9 @@ class MicroBatchModel:
         if measured is not None:
             return between_sizes(measured, num_bytes)
         kind = operation if operation in ("send", "all_to_all") else "ring"
-        link = self._links.get((inner, degree, kind))
+        link = self._known.links.get((inner, degree, kind))
         if link is None:
-            link = self._links[inner, degree, kind] = self._link(inner, degree, kind)
+            link = self._known.links[inner, degree, kind] = self._link(inner, degree, kind)
         bandwidth, latency, start = link
         return ring_seconds(operation, num_bytes, degree, bandwidth, latency) + start * (kind != "send")
 
@@ -385,18 +391,18 @@ class MicroBatchModel:
         """Seconds of one micro-batch in (the first end, all blocks, the last end)."""
         inner = (inner_settings(plan), plan.matmul)
         policy = plan.memory.recompute, plan.memory.keep_collectives
-        found = self._chains.get((inner, policy))
+        found = self._known.chains.get((inner, policy))
         if found is None:
             assert plan.micro_batch is not None
             blocks = Seconds()
             for part, count in self._kinds.items():
                 blocks = blocks.plus(self.inside(part, plan, plan.micro_batch), count)
             of_ends = (inner, gathers_again(plan, self.software))  # recompute does not apply to the ends
-            if of_ends not in self._ends:
+            if of_ends not in self._known.ends:
                 ends = (self.workload.first, self.workload.last)
-                self._ends[of_ends] = [self.inside(end, plan, plan.micro_batch) for end in ends]
-            first, last = self._ends[of_ends]
-            found = self._chains[inner, policy] = (first, blocks, last)
+                self._known.ends[of_ends] = [self.inside(end, plan, plan.micro_batch) for end in ends]
+            first, last = self._known.ends[of_ends]
+            found = self._known.chains[inner, policy] = (first, blocks, last)
         return found
 
 

@@ -1,13 +1,19 @@
 """The search for the fastest plans that fit into memory.
 
-Settings that shape a rank's own work (those that the strategies of the axes name, micro-batch, recompute) are tried in
-the order of a lower bound: a step takes at least its compute divided over all devices, without waits or communication.
-For each of them, all layouts of the other axes (pipe with its schedules, shard with its stages, data) are checked for
-memory and timed in closed form. A plan that does not fit is tried with stages by memory, with recompute in its first
-stages, with fewer micro-batches in flight, with inputs of matmuls gathered again, and with the smallest share of its
-state in host memory with which it fits. The search ends when no remaining bound is lower than the times of the plans
-found, so it misses no plan that is among the fastest. The best plans, also in other forms, are then timed by
-simulating their schedules. The search is deterministic: the same question has the same answer.
+It always tries next what has the lowest bound of its time, and ends when no remaining bound is lower than the times of
+the plans found. So it misses no plan that is among the fastest, and times few others. Each bound leads to higher ones:
+
+1. Settings that shape a rank's own work (those that the strategies of the axes name, micro-batch, recompute): a step
+   takes at least its kernels, and then its kernels and collectives, divided over all devices.
+2. Each of them with a pipeline and its schedule: waits, and the update of the state, are added.
+3. A pipeline with all divisions of its ranks over shard, with its stages, and data: these are checked for memory and
+   timed in closed form.
+4. A plan that does not fit: it is tried with stages by memory, with recompute in its first stages, with fewer
+   micro-batches in flight, and with inputs of matmuls gathered again (`smaller_forms.py`), all of them slower.
+
+A plan that does not fit is also tried with the smallest share of its state in host memory with which it does. The best
+plans, also in other forms, are then timed by simulating their schedules. The search is deterministic: the same question
+has the same answer.
 """
 
 from __future__ import annotations
@@ -15,9 +21,10 @@ from __future__ import annotations
 import heapq
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import count
 from typing import Any, Literal, Self
 
 from weft.cluster.hardware import Cluster
@@ -33,7 +40,7 @@ from weft.planner.common_costs import CommonCosts, TextCosts, costs_of_stages
 from weft.planner.memory_stages import StageChoice
 from weft.planner.other_forms import with_other_forms
 from weft.planner.question import Constraint, Question, size_settings, with_fields
-from weft.planner.smaller_forms import IN_FLIGHT, STAGES, may_recompute, smaller_forms
+from weft.planner.smaller_forms import IN_FLIGHT, SmallerForms
 from weft.planner.step import StepModel
 from weft.profiling import Profile
 from weft.schedule.schedules import SCHEDULES, refuse_schedule
@@ -82,7 +89,7 @@ class Model:
 
     def on(self, cluster: Cluster) -> Self:
         """Returns the same model with the step times of another cluster."""
-        return replace(self, steps=replace(self.steps, cluster=cluster))
+        return replace(self, steps=self.steps.on(cluster))
 
     @cached_property
     def _sizes(self) -> dict[Any, Sizes]:
@@ -132,34 +139,42 @@ class Search(ABC):
         self.limit_seconds, self.limit_bytes = math.inf, model.steps.cluster.node.device.memory_bytes
         self.num_considered, self._room = 0, max(keep, NUM_TIMED)
         self._best: list[tuple[float, int, Candidate]] = []  # a heap with the slowest plan on top
-        self._large: dict[tuple[int, ...], Candidate] = {}  # by layout, the plan that is nearest to fit
-        self._waiting: list[tuple[float, int, Plan, CommonCosts]] = []  # too large, to be tried in smaller forms
-        self._reasons: dict[tuple[tuple[str, Any], ...], str | None] = {}  # by fields of a plan, why they are refused
+        self._large: list[Candidate] = []  # plans that do not fit and would be among the fastest
+        # What may still be tried: (lower bound of its seconds, order, function that tries it, arguments).
+        self._untried: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._order, self._least = count(), math.inf  # the lowest bound of settings that shape a rank's own work
+        # By fields of a plan, why the model does not allow them. This is the same on every cluster.
+        self._reasons: dict[Any, str | None] = model.profile.cache.setdefault(f"reasons {self._base}", {})
         self._refused: dict[str, str] = {}  # by reason, the first plan that was refused for it
         self._asked = AskedFields(question.constraints)
         self._names, self._shares = self._asked.names, self._asked.shares
+        self._smaller = SmallerForms(model, self._asked, self.limit_bytes, self._is_slow)
 
     def run(self) -> SearchResult:
         """Runs the search."""
-        least = math.inf  # the first bound
-        for bound, plan in self._inner_plans():
-            least = min(least, bound)
-            if self._is_slow(bound):
-                break
-            self._lay_out(plan)
-        for seconds, _, plan, common in sorted(self._waiting, key=lambda one: one[:2]):  # the fastest first
-            if not self._is_slow(seconds):
-                self._try_smaller(plan, common)
+        for plan in self._inner_plans():
+            self._try_later(self._inner_bound(plan, self.steps.kernel_seconds(plan)), self._bound, plan)
+        while self._untried and not self._is_slow(self._untried[0][0]):
+            _, _, try_it, arguments = heapq.heappop(self._untried)
+            try_it(*arguments)
         kept = sorted((item[2] for item in self._best), key=rank)
         forms = with_other_forms(kept, self.model, self.limit_bytes, self._reason, self._asked.holds_outer)
         timed = sorted(map(self._time, forms), key=rank)
         timed = [one for one in timed if one.seconds < self.limit_seconds][: self.keep]
-        fastest = timed[0].seconds if timed else float("inf")
-        large = [one for one in self._large.values() if one.seconds < fastest] or list(self._large.values())
-        large = sorted(large, key=lambda candidate: candidate.memory.total_bytes)[:NUM_TOO_LARGE]
+        large = self._nearest(timed[0].seconds if timed else math.inf)
         refused = tuple((what, reason) for reason, what in self._refused.items())
-        least = 0.0 if math.isinf(least) else least * self.num_devices
+        least = 0.0 if math.isinf(self._least) else self._least * self.num_devices
         return SearchResult(tuple(timed), tuple(large), refused, self.num_considered, least, self._unmet())
+
+    def _nearest(self, seconds: float) -> list[Candidate]:
+        """The plans of different layouts that are nearest to fit, of those that would be faster than `seconds`; of all
+        that would be among the fastest, if none would.
+        """
+        large = [one for one in self._large if one.seconds < seconds] or self._large
+        found: dict[tuple[int, ...], Candidate] = {}
+        for one in sorted(large, key=lambda candidate: candidate.memory.total_bytes):
+            found.setdefault(tuple(one.plan.degrees.values()), one)
+        return [*found.values()][:NUM_TOO_LARGE]
 
     def _unmet(self) -> dict[str, str]:
         """By the text of each constraint that no plan satisfied, the reason."""
@@ -180,25 +195,20 @@ class Search(ABC):
         """The plan that the search varies."""
         return Plan(precision=self.question.precision)
 
-    def _inner_plans(self) -> Iterator[tuple[float, Plan]]:
-        """Yields (lower bound of the step's seconds, plan) for all settings that shape a rank's own work, the lowest
-        bound first.
+    def _try_later(self, bound: float, try_it: Callable[..., None], *arguments: Any) -> None:
+        """Calls `try_it(*arguments)`, which tries plans that take at least `bound` seconds, when no bound is lower."""
+        heapq.heappush(self._untried, (bound, next(self._order), try_it, arguments))
 
-        The other axes have degree 1. Bounds with collectives are computed for plans whose kernels may be fast enough.
-        """
+    def _inner_plans(self) -> Iterator[Plan]:
+        """Yields plans with all settings that shape a rank's own work. The other axes have degree 1."""
         base = self._asked.shaped(self._base)
-        plans = [one for plan in self._settings(base, STRATEGIES) for one in self._policies(plan)]
-        queue = [(self._inner_bound(plan, self.steps.kernel_seconds(plan)), index) for index, plan in enumerate(plans)]
-        heapq.heapify(queue)
-        bounds: dict[int, float] = {}
-        while queue:
-            bound, index = queue[0]
-            if index in bounds:
-                heapq.heappop(queue)
-                yield bound, plans[index]
-            else:
-                bounds[index] = self._inner_bound(plans[index], sum(self.steps.chain(plans[index])))
-                heapq.heapreplace(queue, (bounds[index], index))
+        return (one for plan in self._settings(base, STRATEGIES) for one in self._policies(plan))
+
+    def _bound(self, inner: Plan) -> None:
+        """Lays an inner plan out later, in the order of a bound that counts its collectives, too."""
+        bound = self._inner_bound(inner, sum(self.steps.chain(inner)))
+        self._least = min(self._least, bound)
+        self._try_later(bound, self._lay_out, inner)
 
     def _inner_bound(self, plan: Plan, seconds: float) -> float:
         """A lower bound of a step in which a micro-batch takes `seconds` in the whole model, on any number of ranks."""
@@ -260,7 +270,7 @@ class Search(ABC):
         return next((reason for reason in reasons if reason is not None), None)
 
     def _lay_out(self, inner: Plan) -> None:
-        """Tries all layouts of pipe, shard and data around the settings of `inner`."""
+        """Tries all pipelines around the settings of `inner` later, in the order of their bounds."""
         room, batch = self.num_devices // inner.num_ranks, self.question.batch
         assert inner.micro_batch is not None
         for degree in divisors(room):
@@ -270,28 +280,34 @@ class Search(ABC):
             num_samples = ranks * inner.num_batch_ranks * inner.micro_batch  # of one micro-batch on all ranks
             if batch % num_samples:
                 continue
-            num_micro_batches = batch // num_samples
             for pipe in self._pipes(degree, inner):
-                if self._is_slow(self.steps.bound(inner, pipe, num_micro_batches)):
-                    continue
-                common: CommonCosts | None = None  # of all plans of the loops below
-                for shard in divisors(ranks):
-                    for stage in (1, 2, 3) if shard > 1 else (1,):
-                        plan = inner.changed(data=ranks // shard, pipe=pipe, shard=Shard(shard, stage))  # type: ignore[arg-type]
-                        if self._asked.fields:
-                            made = self._with_asked(plan, num_micro_batches)
-                            if made is None:
-                                continue
-                            plan = made
-                        if self._asked.holds_outer(plan) and self._allows(plan, num_micro_batches):
-                            common = common or self.model.common(plan, num_micro_batches)
-                            self._consider(plan, common)
+                plan = inner.changed(pipe=pipe, shard=Shard(ranks))
+                common = self.model.common(plan, batch // num_samples)
+                if not self._is_slow(bound := common.least_seconds):
+                    self._try_later(bound, self._divide, plan, common)
+
+    def _divide(self, plan: Plan, common: CommonCosts) -> None:
+        """Tries a plan with its ranks of shard divided over data and shard in all ways.
+
+        `common` are the costs that these plans share, unless the question asks for fields that change them.
+        """
+        ranks, num_micro_batches = plan.shard.degree, common.num_micro_batches
+        shared = None if self._asked.fields else common
+        for shard in divisors(ranks):
+            for stage in (1, 2, 3) if shard > 1 else (1,):
+                divided = plan.changed(data=ranks // shard, shard=Shard(shard, stage))  # type: ignore[arg-type]
+                made = self._with_asked(divided, num_micro_batches)
+                if made is not None and self._asked.holds_outer(made) and self._allows(made, num_micro_batches):
+                    shared = shared or self.model.common(made, num_micro_batches)
+                    self._consider(made, shared)
 
     def _with_asked(self, plan: Plan, num_micro_batches: int) -> Plan | None:
         """Returns the plan with the fields that the question asks for and the search does not try by itself.
 
         Returns None, and remembers the reason, if such a plan is refused.
         """
+        if not self._asked.fields:
+            return plan
         try:
             plan = with_fields(plan, self._asked.fields)
             pipe = plan.pipe
@@ -314,109 +330,24 @@ class Search(ABC):
         return replace(candidate, seconds=step.seconds, step=step)
 
     def _try_smaller(self, plan: Plan, common: CommonCosts) -> None:
-        """Tries a plan that does not fit with other stages, fewer micro-batches in flight, and `regather`, if it then
-        fits.
-
-        `regather` saves fewer inputs of matmuls. Each is tried with all micro-batches in flight first.
-        """
-        for forms in self._forms(plan, common):
-            if self._is_too_large(forms) and not may_recompute(plan, self._names):
-                continue
-            fits_somewhere = forms[-1].floor_bytes <= self.limit_bytes  # the last form needs least
-            for form in forms if fits_somewhere else forms[:1]:  # a lower cap is slower
-                held = form.memory(plan)
-                if held.total_bytes <= self.limit_bytes:
-                    self._consider(form.form_of(plan), form)
-                    break
-                if form is forms[0]:
-                    self._try_other_stages(form.form_of(plan), held, form)
-                    if may_recompute(plan, self._names):
-                        self._try_recompute(form.form_of(plan), form)
-
-    def _forms(self, plan: Plan, common: CommonCosts) -> list[list[CommonCosts]]:
-        """Returns the costs of the plan's smaller forms, which plans with the same common costs share."""
-        if common.smaller_forms is None:
-            count = common.num_micro_batches
-            plans = smaller_forms(plan, count, self._names)
-            common.smaller_forms = [[self.model.common(one, count) for one in forms] for forms in plans]
-        return common.smaller_forms
-
-    def _is_hopeless(self, plan: Plan, common: CommonCosts) -> bool:
-        """Does no plan with these common costs fit, in no smaller form and without any state?"""
-        if common.floor_bytes <= self.limit_bytes:
-            return False
-        if common.is_hopeless is None:
-            forms = self._forms(plan, common)
-            common.is_hopeless = all(map(self._is_too_large, forms)) and not self._may_recompute(plan, forms)
-        return common.is_hopeless
-
-    def _may_recompute(self, plan: Plan, forms: list[list[CommonCosts]]) -> bool:
-        """May any of these forms of a plan fit, without any state, with recompute in some stages?"""
-        if not may_recompute(plan, self._names):
-            return False
-        found = (form[0].stage_costs(kind) for form in forms for kind in RECOMPUTES[1:])
-        return any(costs is not None and costs.may_fit(self.limit_bytes) for costs in found)
-
-    def _is_too_large(self, forms: list[CommonCosts]) -> bool:
-        """Does none of these forms of a plan fit, without any state, and the first not with other stages either?"""
-        return min(forms[-1].floor_bytes, forms[0].halved_floor_bytes) > self.limit_bytes
-
-    def _try_other_stages(self, plan: Plan, held: RankMemory, form: CommonCosts) -> None:
-        """Tries the plan, which needs `held`, with stages that fit, if there are such.
-
-        The first rank of 1f1b holds up to twice as many micro-batches as ranks do in the mean, which other stages
-        cannot change. So a plan that would not fit with half of its activations is left out.
-        """
-        if held.total_bytes - held.saved_bytes / 2 > self.limit_bytes or not self._names.isdisjoint(STAGES):
-            return
-        costs = form.stage_costs("none")
-        choice = None if costs is None else StageChoice.of(costs, plan, self.limit_bytes)
-        shares = None if choice is None else choice.shares()
-        if choice is not None and shares is not None:
-            self._consider_stages(choice, 0, shares)
-
-    def _try_recompute(self, plan: Plan, form: CommonCosts) -> None:
-        """Tries a plan that does not fit with recompute in as few stages as it fits with."""
-        for kind in RECOMPUTES[1:]:
-            costs = form.stage_costs(kind)
-            if costs is None or not all(one.holds(costs.plan) for one in self._asked.inner):
-                continue
-            choice = StageChoice.of(costs, plan, self.limit_bytes)
-            found = choice.recompute(self._is_slow)
-            if found is not None:
-                self._consider_stages(choice, *found)
-
-    def _consider_stages(self, choice: StageChoice, count: int, shares: Sequence[int]) -> None:
-        """Considers a plan with other stages, of which the first `count` recompute, if it fits and may be fast."""
-        if self._is_slow(choice.bound(count, shares)):
-            return
-        plan = choice.plan_of(count, shares)
-        common = self.model.common(plan, choice.costs.num_micro_batches)
-        if common.memory(plan).total_bytes <= self.limit_bytes:
-            self._consider(plan, common)
+        """Tries a plan that does not fit in forms that need less memory."""
+        for form, costs in self._smaller.fitting(plan, common):
+            self._consider(form, costs)
 
     def _consider(self, plan: Plan, common: CommonCosts) -> None:
-        """Keeps a plan if it is among the fastest that fit.
-
-        A plan that does not fit but would be among the fastest is kept if it is the nearest to fit of its layout.
-        """
+        """Keeps a plan if it is among the fastest that fit, or would be if it fitted."""
         self.num_considered += 1
-        layout, held = tuple(plan.degrees.values()), None
-        if layout in self._large and self._is_hopeless(plan, common):
-            nearest = self._large[layout].memory.total_bytes  # to fit, of the plans of this layout
-            if common.floor_bytes >= nearest or (held := common.memory(plan)).total_bytes >= nearest:
-                return
         seconds = common.seconds(plan)
         if self._is_slow(seconds):
             return  # if it does not fit, it is not worth reporting either
-        held = held or common.memory(plan)
-        found: Candidate | None = (candidate := Candidate(plan, common.num_micro_batches, seconds, held))
-        is_large = held.total_bytes > self.limit_bytes
-        if is_large and (layout not in self._large or held.total_bytes < self._large[layout].memory.total_bytes):
-            self._large[layout] = candidate
+        candidate = Candidate(plan, common.num_micro_batches, seconds, common.memory(plan))
+        found: Candidate | None = candidate
+        is_large = candidate.memory.total_bytes > self.limit_bytes
+        if is_large:
+            self._large.append(candidate)
         is_capped = plan.pipe.in_flight is not None and IN_FLIGHT not in self._names
         if is_large and not plan.tensor.regather and not is_capped:
-            self._waiting.append((seconds, self.num_considered, plan, common))
+            self._try_later(seconds, self._try_smaller, plan, common)
         if is_large or self._shares[:1] != [0.0]:
             found = offloaded(candidate, common, self._shares, self.steps.cluster.node)
         if found is None or self._is_slow(found.seconds):

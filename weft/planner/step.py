@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from weft.sharding.layout import COMPUTE_DTYPE, evenly_spaced
 from weft.strategy import Buffer, Strategy
 
 BUFFER_AXES = [one for one in STRATEGIES if type(one).buffer_calls is not Strategy.buffer_calls]
+ROUNDING = 1 - 1e-9  # bounds are so much lower, as quotients in another order are rounded differently
 FIXED_SECONDS = 3e-3  # per step: the norm, the loss's copy to the host, the loop
 # Parameters in a bucket of gradients where buckets grow: the minimum, and the number for each rank of data. This is
 # Megatron-Core's rule (megatron/core/distributed/distributed_data_parallel.py). It keeps collectives of many ranks from
@@ -126,8 +127,9 @@ class StepModel(MicroBatchModel):
 
     def common_times(self, plan: Plan) -> CommonTimes:
         """What `estimate` needs of a plan apart from its data and shard."""
-        busiest, total, units = self._busiest(plan)
-        largest = max(self._numel(one, plan) for one in self.rank_units(plan))
+        ranks = self.rank_units(plan)
+        busiest, total, units = self._busiest(plan, ranks)
+        largest = max(self._numel(one, plan) for one in ranks)
         return CommonTimes(busiest, total, max(1, units.num_blocks), self._numel(units, plan), largest)
 
     def estimate(self, plan: Plan, num_micro_batches: int, common: CommonTimes | None = None) -> float:
@@ -154,26 +156,37 @@ class StepModel(MicroBatchModel):
         again = blocks if count is None else self._chain(plan.of_stage(0))[1]
         return UnitSeconds(sum(first), sum(blocks) / each, sum(last), sum(again) / each)
 
-    def bound(self, plan: Plan, pipe: Pipe, num_micro_batches: int) -> float:
-        """A lower bound of `estimate` for the plan with this pipe, for any shard and data."""
-        busiest, total, _ = self._busiest(replace(plan, pipe=pipe))
-        return _makespan(busiest, total, pipe, num_micro_batches) + FIXED_SECONDS
+    def bound(self, plan: Plan, num_micro_batches: int, common: CommonTimes | None = None) -> float:
+        """A lower bound of `estimate` for the plan, and for those with another `data` and `shard` of as many ranks.
 
-    def _busiest(self, plan: Plan) -> tuple[Seconds, Seconds, StageUnits]:
-        """Seconds of one micro-batch on the busiest pipeline rank and in the whole model; what that rank holds."""
+        All of these ranks must be in `plan.shard`: the more of them it has, the less each updates. Collectives count as
+        hidden. `common` are the plan's common times, if they are known.
+        """
+        busiest, total, _, _, largest = common or self.common_times(plan)
+        makespan = _makespan(busiest, total, plan.pipe, num_micro_batches)
+        return makespan + self._update_seconds(largest, plan, num_micro_batches) * ROUNDING
+
+    def _busiest(self, plan: Plan, ranks: Sequence[StageUnits]) -> tuple[Seconds, Seconds, StageUnits]:
+        """Seconds of one micro-batch on the busiest of these pipeline ranks and in the whole model; what that rank
+        holds.
+        """
         count = plan.memory.recompute_stages
         first, blocks, last = self._chain(plan if count is None else plan.of_stage(count))
         again = blocks if count is None else self._chain(plan.of_stage(0))[1]  # of recomputed blocks
         each = len(self.workload.blocks) or 1
 
-        def load(one: StageUnits) -> Seconds:
-            own = Seconds().plus(blocks, (one.num_blocks - one.num_recomputed) / each)
-            own = own.plus(again, one.num_recomputed / each) if one.num_recomputed else own
-            return own.plus(first, one.has_first).plus(last, one.has_last)
+        def load(one: StageUnits, way: int) -> float:
+            own = (one.num_blocks - one.num_recomputed) / each * blocks[way]
+            if one.num_recomputed:
+                own += one.num_recomputed / each * again[way]
+            return own + one.has_first * first[way] + one.has_last * last[way]
 
-        busiest, units = max(((load(one), one) for one in self.rank_units(plan)), key=lambda pair: sum(pair[0]))
-        total = blocks.plus(first).plus(last) if count is None else load(_sum(self.stage_units(plan)))
-        return busiest, total, units
+        loads = [Seconds(load(one, 0), load(one, 1)) for one in ranks]
+        busiest, units = max(zip(loads, ranks, strict=True), key=lambda pair: pair[0][0] + pair[0][1])
+        if count is None:
+            return busiest, blocks.plus(first).plus(last), units
+        every = _sum(self.stage_units(plan))
+        return busiest, Seconds(load(every, 0), load(every, 1)), units
 
     def _numel(self, units: StageUnits, plan: Plan) -> float:
         """The number of parameters of a stage or rank, before `shard` splits them. x and y leave experts whole, unless
@@ -194,17 +207,21 @@ class StepModel(MicroBatchModel):
 
     def _optimizer_seconds(self, numel: float, plan: Plan, num_micro_batches: int) -> float:
         """Seconds of the update, and of adding up gradients of micro-batches."""
-        own = self._updated_numel(numel, plan)
-        is_alone = plan.num_ranks == num_micro_batches == 1
-        num_bytes = own * (self.software.optimizer_bytes - spared_bytes(plan) - is_alone * self.software.alone_bytes)
-        num_bytes += (num_micro_batches - 1) * numel * self.software.sum_bytes
-        updated = num_bytes / self._kernels[plan.precision].bytes_per_second + FIXED_SECONDS
+        updated = self._update_seconds(numel, plan, num_micro_batches)
         link = self.cluster.node.host_link_bytes_per_second
         if not plan.memory.keeps_state_on_host or link is None:
             return updated
         # Copies in both directions run at once, during the update of the state on the device.
         streamed = len(evenly_spaced(len(self.workload.blocks), plan.memory.weights)) * self.numel[1]
         return max(updated, updated_bytes(plan, numel, streamed) / (link * HOST_LINK_SHARE))
+
+    def _update_seconds(self, numel: float, plan: Plan, num_micro_batches: int) -> float:
+        """Seconds in which the device updates its state and adds up gradients of micro-batches."""
+        own = self._updated_numel(numel, plan)
+        is_alone = plan.num_ranks == num_micro_batches == 1
+        num_bytes = own * (self.software.optimizer_bytes - spared_bytes(plan) - is_alone * self.software.alone_bytes)
+        num_bytes += (num_micro_batches - 1) * numel * self.software.sum_bytes
+        return num_bytes / self._kernels[plan.precision].bytes_per_second + FIXED_SECONDS
 
     def _updated_numel(self, numel: float, plan: Plan) -> float:
         """The number of parameters that a rank updates, of those that it holds before `shard` splits them."""
