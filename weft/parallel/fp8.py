@@ -7,7 +7,7 @@ that of experts a GPU of compute capability 9.0 (H100, H200); other linears and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks
 from weft.mesh import Mesh
-from weft.models.experts import StackedExperts
+from weft.models.expert_rows import through_experts
+from weft.models.experts import SparseMLP, StackedExperts
 from weft.models.grouped_matmul import grouped_linear
+from weft.parallel.fp8_experts import fp8_through_experts
 from weft.parallel.fp8_products import MULTIPLE, grouped_multiply, multiply, traced_kernels
 from weft.plan import Plan
 from weft.profiling import Profile
@@ -65,9 +67,7 @@ class Fp8Matmuls(Strategy):
             if _takes_part(linear):
                 _install(linear)
         if capability in (None, EXPERTS_CAPABILITY):
-            for experts in _modules(model):
-                if isinstance(experts, StackedExperts) and _experts_take_part(experts):
-                    experts.linear = grouped_multiply
+            _install_in_experts(_modules(model), has_all=plan.num_expert_parts == 1)
         return model
 
 
@@ -78,24 +78,33 @@ def traced_as_on_a_gpu(block: nn.Module) -> Iterator[None]:
     The block must be of a model to which no plan was applied.
     """
     linears = [module for module in block.modules() if type(module) is nn.Linear and _takes_part(module)]
-    stacked = [module for module in block.modules() if isinstance(module, StackedExperts)]
-    taking_part = [experts for experts in stacked if _experts_take_part(experts)]
     for linear in linears:
         _install(linear)
-    for experts in taking_part:
-        experts.linear = grouped_multiply
+    _install_in_experts(block.modules(), has_all=True)
     try:
         with traced_kernels():
             yield
     finally:
         for linear in linears:
             del linear.forward
-        for experts in taking_part:
-            experts.linear = grouped_linear
+        for module in block.modules():
+            if isinstance(module, StackedExperts):
+                module.linear = grouped_linear
+            elif isinstance(module, SparseMLP):
+                module.through = through_experts
 
 
 def _install(linear: nn.Linear) -> None:
     setattr(linear, "forward", _Fp8Linear(linear).forward)  # noqa: B010 (a method to mypy)
+
+
+def _install_in_experts(modules: Iterable[nn.Module], has_all: bool) -> None:
+    """Let experts multiply in fp8. `has_all`: this rank has all experts of a layer, so tokens are not sent anywhere."""
+    for module in modules:
+        if isinstance(module, StackedExperts) and _experts_take_part(module):
+            module.linear = grouped_multiply
+        elif isinstance(module, SparseMLP) and _experts_take_part(module.experts) and has_all:
+            module.through = fp8_through_experts
 
 
 def _modules(model: nn.Module) -> Iterator[nn.Module]:

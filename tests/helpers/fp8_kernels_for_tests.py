@@ -1,0 +1,75 @@
+"""Triton's kernels for operands in fp8 beside the plain functions that they stand for, by Triton's interpreter.
+
+Run as a program, because Triton looks for TRITON_INTERPRET when it is imported. It prints, as JSON, what the two differ
+by in each case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from torch import Tensor
+
+from weft.models.expert_rows import align_groups, sort_by_expert
+from weft.parallel import fp8_row_kernel, fp8_rows
+
+K, NUM_EXPERTS, NUM_TOKENS, WIDTH = 3, 5, 23, 40
+
+
+def calls() -> dict[str, tuple[Any, ...]]:
+    """Arguments of each operation; rows behind the last expert are no numbers, as uninitialised memory may be."""
+    experts = torch.rand(NUM_TOKENS, NUM_EXPERTS).topk(K).indices
+    experts = torch.where(experts == 2, 4, experts)  # one expert has no rows
+    order = align_groups(sort_by_expert(experts, NUM_EXPERTS), 16)
+    assert order.ends is not None
+    num_rows, used = len(order.sources), int(order.ends[-1])
+    assert used < num_rows
+    magnitudes = torch.logspace(-12, 6, NUM_TOKENS)[:, None]
+    tokens = (torch.randn(NUM_TOKENS, WIDTH) * magnitudes).bfloat16()
+    tokens[3] = 0
+    gate_up, given = torch.randn(num_rows, 2 * WIDTH).bfloat16(), torch.randn(num_rows, WIDTH).bfloat16()
+    weights, left, right = torch.rand(num_rows), torch.rand(num_rows), torch.rand(num_rows)
+    small, _ = fp8_rows.quantise_rows(given)
+    factors, _ = fp8_rows.row_factors(left, right, order.ends)
+    left[used:] = given[used:] = float("nan")
+    stacked = torch.randn(3 * 20, WIDTH).bfloat16()
+    return {
+        "quantise_rows": (tokens,),
+        "quantise_gated": (gate_up,),
+        "quantise_gated_gradient": (given[:used], gate_up[:used], weights[:used]),
+        "row_factors": (left, right, order.ends),
+        "turn_rows of weights": (stacked, None, 1, torch.rand(3 * 20), 3),
+        "turn_rows in place": (small, None, 1, None, 1),
+        "turn_rows by factors": (given, None, 1, factors, 1),
+        "turn_rows gathered": (fp8_rows.quantise_rows(tokens)[0], order.sources, K, None, 1),
+        "turn_rows gathered by factors": (tokens, order.sources, K, factors, 1),
+    }
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, of the largest number."""
+    assert found.shape == expected.shape
+    assert found.dtype == expected.dtype
+    return float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    fp8_row_kernel._TILE, fp8_row_kernel._GROUP_BLOCK = 16, 32
+    found = {}
+    for name, args in calls().items():
+        sides = [getattr(module, name.split()[0])(*args) for module in (fp8_row_kernel, fp8_rows)]
+        pairs = [sides] if isinstance(sides[0], Tensor) else zip(*sides, strict=True)
+        found[name] = [difference(*pair) for pair in pairs]
+    swapped = fp8_rows.turn_rows(torch.randn(32, 8), None, 1, torch.ones(32), 2)
+    found["other order"] = [difference(swapped.float().flip(2), swapped.float())]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
