@@ -2,6 +2,10 @@
 
 Run as a program, because Triton looks for TRITON_INTERPRET when it is imported. It prints, as JSON, what the two differ
 by in each case.
+
+The interpreter's casts to fp8 are not those of a GPU: a number that is rounded up to a power of two becomes half of it,
+and the smallest ones are cut off. So results in fp8 are compared as codes: `steps` is the largest difference of two
+codes, apart from these. `benchmarks/expert_fp8.py` compares them on a GPU.
 """
 
 from __future__ import annotations
@@ -47,15 +51,26 @@ def calls() -> dict[str, tuple[Any, ...]]:
         "turn_rows in place": (small, None, 1, None, 1),
         "turn_rows by factors": (given, None, 1, factors, 1),
         "turn_rows gathered": (fp8_rows.quantise_rows(tokens)[0], order.sources, K, None, 1),
-        "turn_rows gathered by factors": (tokens, order.sources, K, factors, 1),
+        "turn_rows gathered by factors": (tokens.clamp(-400, 400), order.sources, K, factors, 1),
     }
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, of the largest number."""
+    """The largest difference, of the largest number; of fp8, see above."""
     assert found.shape == expected.shape
     assert found.dtype == expected.dtype
+    if found.dtype == fp8_rows.DTYPE:
+        return steps(found, expected)
     return float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
+
+
+def steps(found: Tensor, expected: Tensor) -> float:
+    """The largest difference of codes."""
+    mine, other = (one.view(torch.uint8).int() for one in (found, expected))
+    is_power = (other & 7 == 0) & (mine == other - 8)  # 8 codes are between a number and its half
+    assert float(is_power.float().mean()) < 0.15
+    is_small = (other & 0x7F <= 8) & (mine & 0x7F <= 8)  # below the smallest normal number
+    return float(torch.where(is_power | is_small, 0, (mine - other).abs()).max())
 
 
 def main() -> None:
@@ -66,8 +81,8 @@ def main() -> None:
         sides = [getattr(module, name.split()[0])(*args) for module in (fp8_row_kernel, fp8_rows)]
         pairs = [sides] if isinstance(sides[0], Tensor) else zip(*sides, strict=True)
         found[name] = [difference(*pair) for pair in pairs]
-    swapped = fp8_rows.turn_rows(torch.randn(32, 8), None, 1, torch.ones(32), 2)
-    found["other order"] = [difference(swapped.float().flip(2), swapped.float())]
+    turned = fp8_rows.turn_rows(torch.randn(32, 8), None, 1, torch.ones(32), 2)
+    found["other order"] = [difference(turned.float().flip(2).to(fp8_rows.DTYPE), turned)]
     print(json.dumps(found))
 
 

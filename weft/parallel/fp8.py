@@ -67,20 +67,20 @@ class Fp8Matmuls(Strategy):
             if _takes_part(linear):
                 _install(linear)
         if capability in (None, EXPERTS_CAPABILITY):
-            _install_in_experts(_modules(model), has_all=plan.num_expert_parts == 1)
+            _install_in_experts(_modules(model), sends_rows=plan.num_expert_parts > 1)
         return model
 
 
 @contextmanager
-def traced_as_on_a_gpu(block: nn.Module) -> Iterator[None]:
+def traced_as_on_a_gpu(block: nn.Module, sends_rows: bool = False) -> Iterator[None]:
     """Inside the context, the block's linears and experts can be traced on fake tensors as fp8 matmuls on a GPU.
 
-    The block must be of a model to which no plan was applied.
+    The block must be of a model to which no plan was applied. `sends_rows`: the plan has experts on several ranks.
     """
     linears = [module for module in block.modules() if type(module) is nn.Linear and _takes_part(module)]
     for linear in linears:
         _install(linear)
-    _install_in_experts(block.modules(), has_all=True)
+    _install_in_experts(block.modules(), sends_rows)
     try:
         with traced_kernels():
             yield
@@ -98,12 +98,12 @@ def _install(linear: nn.Linear) -> None:
     setattr(linear, "forward", _Fp8Linear(linear).forward)  # noqa: B010 (a method to mypy)
 
 
-def _install_in_experts(modules: Iterable[nn.Module], has_all: bool) -> None:
-    """Let experts multiply in fp8. `has_all`: this rank has all experts of a layer, so tokens are not sent anywhere."""
+def _install_in_experts(modules: Iterable[nn.Module], sends_rows: bool) -> None:
+    """Let experts multiply in fp8. `sends_rows`: a layer's experts are on several ranks, to which rows are sent."""
     for module in modules:
         if isinstance(module, StackedExperts) and _experts_take_part(module):
             module.linear = grouped_multiply
-        elif isinstance(module, SparseMLP) and _experts_take_part(module.experts) and has_all:
+        elif isinstance(module, SparseMLP) and _experts_take_part(module.experts) and not sends_rows:
             module.through = fp8_through_experts
 
 
