@@ -24,11 +24,14 @@ from torch import Tensor, nn
 from weft.models.expert_rows import RowOrder, align_groups, sort_by_expert, through_experts
 from weft.models.experts import StackedExperts
 from weft.parallel import fp8_row_kernel, fp8_rows
-from weft.parallel.fp8_experts import fp8_through_experts, grouped_product, weight_product
+from weft.parallel.fp8_experts import fp8_through_experts
+from weft.parallel.fp8_grouped import ROWS_MULTIPLE
+from weft.parallel.fp8_product_kernel import Launch
 from weft.parallel.fp8_products import grouped_multiply
 
 operations = torch.ops.weft
 CALLS = 10
+LAUNCHES = (Launch(128, 4, 2), Launch(128, 4, 3), Launch(256, 8, 3), Launch(256, 8, 4), Launch(256, 8, 3, 132))
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,13 @@ class Layer:
         order = sort_by_expert(chosen, shape.num_experts)
         gradient *= 1e-4 * torch.randn(shape.num_tokens, 1, device=device).exp()  # some tokens matter more than others
         return Layer(
-            shape, experts, tokens.requires_grad_(), weights.requires_grad_(), gradient, order, align_groups(order, 16)
+            shape,
+            experts,
+            tokens.requires_grad_(),
+            weights.requires_grad_(),
+            gradient,
+            order,
+            align_groups(order, ROWS_MULTIPLE),
         )
 
 
@@ -100,39 +109,102 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
+@dataclass(frozen=True)
+class Operands:
+    """The operands of a layer's products: rows and gradients of their results, in bf16 and in fp8."""
+
+    weight: Tensor
+    rows: Tensor
+    given: Tensor
+    ends: Tensor
+
+    def bf16(self) -> dict[str, Callable[[], Tensor]]:
+        """The three products in bf16."""
+        return {
+            "forward": lambda: torch._grouped_mm(self.rows, self.weight.transpose(1, 2), offs=self.ends),
+            "of rows": lambda: torch._grouped_mm(self.given, self.weight, offs=self.ends),
+            "of weights": lambda: torch._grouped_mm(self.given.t(), self.rows, offs=self.ends),
+        }
+
+    def fp8(self) -> dict[str, tuple[Tensor, ...]]:
+        """The operands of the three products in fp8."""
+        num_experts, outputs, inputs = self.weight.shape
+        (a, sa), (g, sg) = operations.quantise_rows(self.rows), operations.quantise_rows(self.given)
+        b, sb = operations.quantise_rows(self.weight.flatten(0, 1))
+        ones = sb.new_full((num_experts * outputs,), 256.0)
+        turned = operations.turn_rows(self.weight.flatten(0, 1), None, 1, ones, num_experts)
+        left, right = (operations.turn_rows(one, None, 1, None, 1)[0] for one in (g, a))
+        return {
+            "forward": (a, sa, b.view(self.weight.shape), sb.view(num_experts, outputs), self.ends),
+            "of rows": (g, sg, turned, sb.new_full((num_experts, inputs), 1 / 256), self.ends),
+            "of weights": (left, right, ones[:num_experts], self.ends),
+        }
+
+
+def torchs(args: tuple[Tensor, ...], is_fast: bool) -> Tensor:
+    """torch's product of the operands of `fp8_rows_mm` or `fp8_weights_mm`."""
+    *_, ends = args
+    if len(args) == 5:
+        left, scale, right, scales = args[0], args[1], args[2].transpose(1, 2), args[3]
+    else:
+        left, right = args[0], args[1].t()
+        scale = args[2][:, None].expand(-1, len(left)).flatten()
+        scales = args[2].new_ones(len(ends) * right.shape[1])
+    return torch._scaled_grouped_mm(
+        left, right, scale, scales, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=is_fast
+    )
+
+
+def accuracy(found: Tensor, args: tuple[Tensor, ...]) -> str:
+    """The error and the bias of the first group's product, against float64 of the same numbers."""
+    end = int(args[-1][0])
+    if len(args) == 5:
+        a, sa, b, sb, _ = args
+        exact = (a[:end].double() * sa[:end, None]) @ (b[0].double() * sb[0][:, None]).t()
+        found = found[:end]
+    else:
+        exact = args[0][:, :end].double() @ args[1][:, :end].double().t() * args[2][0]
+        found = found[0]
+    bias = float((found.double() * exact).sum() / exact.square().sum() - 1)
+    return f"error {error(found, exact):.5f} bias {bias:+.5f}"
+
+
+def _name(launch: Launch) -> str:
+    return f"{launch.columns}/{launch.num_warps}/{launch.num_stages}/{launch.num_programs}"
+
+
 def products(layer: Layer) -> Iterator[tuple[str, float]]:
-    """(name, milliseconds) of the six grouped products, in bf16 and in fp8, accumulated fast or not."""
+    """(name, milliseconds) of the six grouped products: in bf16, in fp8 by torch, and by weft's kernel as launched."""
+    from weft.parallel import fp8_product_kernel as kernel
+
     shape, ends = layer.shape, layer.aligned.ends
     assert ends is not None
-    num_rows = len(layer.aligned.sources)
-    gate_up, down = (one.detach() for one in layer.experts.parameters())
-    for name, weight in (("gate_up", gate_up), ("down", down)):
-        num_experts, outputs, inputs = weight.shape
-        rows, given = (torch.randn(num_rows, n, device=weight.device).bfloat16() for n in (inputs, outputs))
-        flops = 2.0 * shape.num_tokens * shape.k * inputs * outputs
-        calls: dict[str, Callable[[], object]] = {
-            "bf16 forward": lambda rows=rows, weight=weight: torch._grouped_mm(rows, weight.transpose(1, 2), offs=ends),
-            "bf16 of rows": lambda given=given, weight=weight: torch._grouped_mm(given, weight, offs=ends),
-            "bf16 of weights": lambda given=given, rows=rows: torch._grouped_mm(given.t(), rows, offs=ends),
-        }
-        (a, sa), (g, sg) = operations.quantise_rows(rows), operations.quantise_rows(given)
-        b, sb = operations.quantise_rows(weight.flatten(0, 1))
-        b, sb = b.view(weight.shape), sb.view(weight.shape[:2])
-        ones = torch.ones(num_experts * outputs, device=weight.device)
-        turned = operations.turn_rows(weight.flatten(0, 1), None, 1, ones, num_experts)
-        st = torch.ones(num_experts, inputs, device=weight.device)
-        left, right = (operations.turn_rows(one, None, 1, None, 1) for one in (g, a))
-        for fast in (True, False):
-            calls[f"fp8 forward {fast}"] = lambda f=fast, a=a, sa=sa, b=b, sb=sb: grouped_product(a, sa, b, sb, ends, f)
-            calls[f"fp8 of rows {fast}"] = lambda f=fast, g=g, sg=sg, t=turned, s=st: grouped_product(
-                g, sg, t, s, ends, f
-            )
-            calls[f"fp8 of weights {fast}"] = lambda f=fast, p=left, q=right, s=ones[:num_experts]: weight_product(
-                p, q, s, ends, f
-            )
-        for kind, call in calls.items():
+    num_rows, used = len(layer.aligned.sources), int(ends[-1])
+    for name, weight in ((name, one.detach()) for name, one in layer.experts.named_parameters()):
+        rows, given = (torch.randn(num_rows, n, device=weight.device).bfloat16() for n in weight.shape[:0:-1])
+        operands = Operands(weight, rows, given, ends)
+        flops = 2.0 * shape.num_tokens * shape.k * weight[0].numel()
+
+        def told(kind: str, call: Callable[[], Tensor], more: str, name: str = name, flops: float = flops) -> Any:
             took = milliseconds(call)
-            yield f"{name} {kind} {flops / took / 1e9:.0f} TFLOP/s", took
+            return f"{name} {kind} {flops / took / 1e9:.0f} TFLOP/s {more}", took
+
+        for kind, call in operands.bf16().items():
+            yield told(f"{kind} bf16", call, "")
+        for kind, args in operands.fp8().items():
+            for fast in (True, False):
+                more = accuracy(torchs(args, fast), args)
+                yield told(f"{kind} torch {'fast' if fast else ''}", lambda a=args, f=fast: torchs(a, f), more)
+            product = kernel.fp8_rows_mm if len(args) == 5 else kernel.fp8_weights_mm
+            for launch in LAUNCHES:
+                kernel.ROWS_LAUNCH = kernel.WEIGHTS_LAUNCH = launch
+                try:
+                    more = accuracy(product(*args), args)
+                    yield told(f"{kind} {_name(launch)}", lambda p=product, a=args: p(*a), more)
+                except Exception as problem:
+                    yield f"{name} {kind} {_name(launch)} {str(problem).strip().splitlines()[0][:80]}", 0.0
+        del operands, rows, given
+    print(f"rows used: {used} of {num_rows}")
 
 
 def row_calls(layer: Layer) -> dict[str, tuple[str, tuple[Any, ...], float]]:

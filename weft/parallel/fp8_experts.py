@@ -8,7 +8,7 @@ Weights are rounded by rows in the forward, and by experts in the backward, wher
 
 Gradients of weights sum over rows, which have scales of their own. Those of both operands and the row's weight become
 one factor of the row, and the operand that is not only transposed is multiplied by it, relative to the largest factor
-of the expert (`row_factors`). So it is rounded as with one scale for each expert. The kernel sums over multiples of 16
+of the expert (`row_factors`). So it is rounded as with one scale for each expert. The kernels take multiples of 128
 rows, hence experts get rows of zeros behind theirs (`align_groups`).
 """
 
@@ -24,8 +24,7 @@ from torch.autograd import Function
 from weft.inspection.first_order import first_order
 from weft.models.expert_rows import RowOrder, align_groups, through_experts
 from weft.models.experts import StackedExperts
-from weft.models.grouped_matmul import grouped_linear
-from weft.parallel.fp8_products import MULTIPLE, has_kernels
+from weft.parallel.fp8_grouped import ROWS_MULTIPLE
 from weft.parallel.fp8_rows import DTYPE, SMALLEST_SCALE
 
 operations = torch.ops.weft
@@ -36,7 +35,7 @@ def fp8_through_experts(tokens: Tensor, weights: Tensor, order: RowOrder, expert
     gate_up, down = experts.gate_up_proj, experts.down_proj
     if order.ends is None or gate_up.dtype != torch.bfloat16 or len(tokens) == 0:
         return through_experts(tokens, weights, order, experts)
-    aligned = align_groups(order, MULTIPLE)
+    aligned = align_groups(order, ROWS_MULTIPLE)
     out: Tensor = _Fp8Experts.apply(tokens, weights, gate_up, down, aligned.sources, aligned.places, aligned.ends)
     return out
 
@@ -97,12 +96,18 @@ class _Fp8Experts(Function):
         if ctx.needs_input_grad[2]:
             taken_scale = F.pad(small_scale, (0, 1), value=SMALLEST_SCALE)[sources // k]
             factors, largest = operations.row_factors(widened_scale, taken_scale, ends)
-            left = operations.turn_rows(of_widened, None, 1, factors, 1)
-            of_gate_up = weight_product(left, operations.turn_rows(small, sources, k, None, 1), largest, ends)
+            left, right = (
+                operations.turn_rows(of_widened, None, 1, factors, 1),
+                operations.turn_rows(small, sources, k, None, 1),
+            )
+            of_gate_up = operations.fp8_weights_mm(left[0], right[0], largest, ends)
         if ctx.needs_input_grad[3]:
             factors, largest = operations.row_factors(scale * row_weights, gated_scale, ends)
-            left = operations.turn_rows(gradient, sources, k, factors / scale, 1)
-            of_down = weight_product(left, operations.turn_rows(gated, None, 1, None, 1), largest, ends)
+            left, right = (
+                operations.turn_rows(gradient, sources, k, factors / scale, 1),
+                operations.turn_rows(gated, None, 1, None, 1),
+            )
+            of_down = operations.fp8_weights_mm(left[0], right[0], largest, ends)
         of_weights = of_row_weights[places].view_as(weights).to(weights.dtype)
         return of_tokens, of_weights, of_gate_up, of_down, None, None, None
 
@@ -117,7 +122,7 @@ def _product(rows: Tensor, scale: Tensor, weight: Tensor, ends: Tensor) -> tuple
     """Returns rows in fp8 times the weight [groups, out, in] of their group, and the largest scale of each group."""
     values, scales = operations.quantise_rows(weight.flatten(0, 1))
     scales = scales.view(weight.shape[:2])
-    return grouped_product(rows, scale, values.view(weight.shape), scales, ends, is_fast=True), scales.amax(1)
+    return operations.fp8_rows_mm(rows, scale, values.view(weight.shape), scales, ends), scales.amax(1)
 
 
 def _gradient_product(rows: Tensor, scale: Tensor, weight: Tensor, largest: Tensor, ends: Tensor) -> Tensor:
@@ -126,33 +131,5 @@ def _gradient_product(rows: Tensor, scale: Tensor, weight: Tensor, largest: Tens
     factors = (1 / largest).repeat_interleave(outputs, output_size=num_groups * outputs)
     turned = operations.turn_rows(weight.flatten(0, 1), None, 1, factors, num_groups)
     scales = largest[:, None].expand(-1, inputs).contiguous()
-    return grouped_product(rows, scale, turned, scales, ends, is_fast=False)
-
-
-def weight_product(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor, is_fast: bool = False) -> Tensor:
-    """Returns for each group the product of left [1, out, rows] and right [1, in, rows], times its scale [groups]."""
-    a, b = left[0], right[0]
-    if not has_kernels(left):
-        return (torch._grouped_mm(a.float(), b.float().t(), offs=ends) * scale[:, None, None]).to(torch.bfloat16)
-    return torch._scaled_grouped_mm(
-        a,
-        b.t(),
-        scale[:, None].expand(-1, len(a)).flatten(),
-        torch.ones(len(scale) * len(b), device=scale.device),
-        offs=ends,
-        out_dtype=torch.bfloat16,
-        use_fast_accum=is_fast,
-    )
-
-
-def grouped_product(left: Tensor, scale: Tensor, right: Tensor, scales: Tensor, ends: Tensor, is_fast: bool) -> Tensor:
-    """Returns left [rows, k], sorted by group, times right [groups, n, k] of their group transposed: [rows, n] in bf16.
-
-    Both are in fp8, with scales [rows] and [groups, n]. `is_fast` is as in `fp8_products.scaled_product`.
-    """
-    if not has_kernels(left):
-        product = grouped_linear(left.float() * scale[:, None], right.float() * scales[..., None], ends)
-        return product.to(torch.bfloat16)
-    return torch._scaled_grouped_mm(
-        left, right.transpose(1, 2), scale, scales, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=is_fast
-    )
+    product: Tensor = operations.fp8_rows_mm(rows, scale, turned, scales, ends)
+    return product

@@ -44,7 +44,7 @@ def traced_kernels() -> Iterator[None]:
         _is_traced = False
 
 
-def has_kernels(value: Tensor) -> bool:
+def _has_kernels(value: Tensor) -> bool:
     return value.device.type == "cuda" or _is_traced
 
 
@@ -117,7 +117,7 @@ def scaled_product(left: Tensor, right: Tensor, is_fast: bool) -> Tensor:
     `is_fast` accumulates with fewer bits, which is precise enough for forwards, but not for gradients.
     """
     (a, scale_a), (b, scale_b) = quantise(left), quantise(right)
-    if not has_kernels(left):
+    if not _has_kernels(left):
         return ((a.float() @ b.float().t()) * scale_a * scale_b.t()).to(torch.bfloat16)
     return torch._scaled_mm(
         a, b.t(), scale_a=scale_a, scale_b=scale_b.t(), out_dtype=torch.bfloat16, use_fast_accum=is_fast
@@ -131,7 +131,7 @@ def scaled_grouped_product(left: Tensor, right: Tensor, scale: Tensor, ends: Ten
     `is_fast` is as in `scaled_product`.
     """
     (a, scale_a), b = quantise(left), _rounded(right.float(), scale)
-    if not has_kernels(left):
+    if not _has_kernels(left):
         return grouped_linear(a.float() * scale_a, b.float() * scale, ends).to(torch.bfloat16)
     return torch._scaled_grouped_mm(
         a,
