@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from weft.models.expert_rows import align_groups, sort_by_expert
-from weft.parallel import fp8_row_kernel, fp8_rows
+from weft.parallel import fp8_grouped, fp8_product_kernel, fp8_row_kernel, fp8_rows
+from weft.parallel.fp8_product_kernel import Launch
 
 K, NUM_EXPERTS, NUM_TOKENS, WIDTH = 3, 5, 23, 40
 
@@ -73,6 +74,21 @@ def steps(found: Tensor, expected: Tensor) -> float:
     return float(torch.where(is_power | is_small, 0, (mine - other).abs()).max())
 
 
+def products(launch: Launch) -> dict[str, list[float]]:
+    """Of the products, for three groups of which one has no rows, with rows behind the last."""
+    fp8_product_kernel.ROWS_LAUNCH = fp8_product_kernel.WEIGHTS_LAUNCH = launch
+    ends, num_rows, width, outputs = torch.tensor([128, 128, 384], dtype=torch.int32), 512, 128, 256
+    (left, scale), (right, scales) = (fp8_rows.quantise_rows(torch.randn(n, width)) for n in (num_rows, 3 * outputs))
+    by_rows = (left, scale, right.view(3, outputs, width), scales.view(3, outputs), ends)
+    turned, others = (fp8_rows.quantise_rows(torch.randn(256, num_rows))[0] for _ in range(2))
+    by_weights = (turned, others, torch.rand(3), ends)
+    found = {}
+    for name, args, used in (("fp8_rows_mm", by_rows, 384), ("fp8_weights_mm", by_weights, 3)):
+        mine, other = (getattr(module, name)(*args)[:used] for module in (fp8_product_kernel, fp8_grouped))
+        found[f"{name} {launch.num_programs}"] = [difference(mine, other), difference(mine.roll(1, 0), other)]
+    return found
+
+
 def main() -> None:
     torch.manual_seed(0)
     fp8_row_kernel._TILE, fp8_row_kernel._GROUP_BLOCK = 16, 32
@@ -83,7 +99,7 @@ def main() -> None:
         found[name] = [difference(*pair) for pair in pairs]
     turned = fp8_rows.turn_rows(torch.randn(32, 8), None, 1, torch.ones(32), 2)
     found["other order"] = [difference(turned.float().flip(2).to(fp8_rows.DTYPE), turned)]
-    print(json.dumps(found))
+    print(json.dumps([found, {**products(Launch(256, 8, 3)), **products(Launch(128, 4, 3, 5))}]))
 
 
 if __name__ == "__main__":
