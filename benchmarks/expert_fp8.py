@@ -23,15 +23,13 @@ from torch import Tensor, nn
 
 from weft.models.expert_rows import RowOrder, align_groups, sort_by_expert, through_experts
 from weft.models.experts import StackedExperts
-from weft.parallel import fp8_row_kernel, fp8_rows
+from weft.parallel import fp8_rows
 from weft.parallel.fp8_experts import fp8_through_experts
 from weft.parallel.fp8_grouped import ROWS_MULTIPLE
-from weft.parallel.fp8_product_kernel import Launch
 from weft.parallel.fp8_products import grouped_multiply
 
 operations = torch.ops.weft
 CALLS = 10
-LAUNCHES = (Launch(128, 4, 2), Launch(128, 4, 3), Launch(256, 8, 3), Launch(256, 8, 4), Launch(256, 8, 3, 132))
 
 
 @dataclass(frozen=True)
@@ -169,14 +167,8 @@ def accuracy(found: Tensor, args: tuple[Tensor, ...]) -> str:
     return f"error {error(found, exact):.5f} bias {bias:+.5f}"
 
 
-def _name(launch: Launch) -> str:
-    return f"{launch.columns}/{launch.num_warps}/{launch.num_stages}/{launch.num_programs}"
-
-
 def products(layer: Layer) -> Iterator[tuple[str, float]]:
-    """(name, milliseconds) of the six grouped products: in bf16, in fp8 by torch, and by weft's kernel as launched."""
-    from weft.parallel import fp8_product_kernel as kernel
-
+    """(name, milliseconds) of the six grouped products: in bf16, in fp8 by torch, and by weft's kernel."""
     shape, ends = layer.shape, layer.aligned.ends
     assert ends is not None
     num_rows, used = len(layer.aligned.sources), int(ends[-1])
@@ -192,17 +184,11 @@ def products(layer: Layer) -> Iterator[tuple[str, float]]:
         for kind, call in operands.bf16().items():
             yield told(f"{kind} bf16", call, "")
         for kind, args in operands.fp8().items():
-            for fast in (True, False):
+            for fast in (True, False) if weight.is_cuda else ():
                 more = accuracy(torchs(args, fast), args)
                 yield told(f"{kind} torch {'fast' if fast else ''}", lambda a=args, f=fast: torchs(a, f), more)
-            product = kernel.fp8_rows_mm if len(args) == 5 else kernel.fp8_weights_mm
-            for launch in LAUNCHES:
-                kernel.ROWS_LAUNCH = kernel.WEIGHTS_LAUNCH = launch
-                try:
-                    more = accuracy(product(*args), args)
-                    yield told(f"{kind} {_name(launch)}", lambda p=product, a=args: p(*a), more)
-                except Exception as problem:
-                    yield f"{name} {kind} {_name(launch)} {str(problem).strip().splitlines()[0][:80]}", 0.0
+            product = operations.fp8_rows_mm if len(args) == 5 else operations.fp8_weights_mm
+            yield told(f"{kind} weft", lambda p=product, a=args: p(*a), accuracy(product(*args), args))
         del operands, rows, given
     print(f"rows used: {used} of {num_rows}")
 
@@ -268,30 +254,6 @@ def row_operations(layer: Layer) -> Iterator[tuple[str, float]]:
         yield told, took
 
 
-def launches(layer: Layer) -> Iterator[tuple[str, float]]:
-    """(name, milliseconds) of kernels in other launches."""
-    calls = row_calls(layer)
-    kept = fp8_row_kernel._TILE, fp8_row_kernel._TURN_WARPS, fp8_row_kernel._WARP_COLUMNS
-    for tile, warps in ((64, 2), (64, 4), (128, 4), (128, 16)):
-        fp8_row_kernel._TILE, fp8_row_kernel._TURN_WARPS = tile, warps
-        for name in ("turn weights", "turn gathered tokens", "turn of_widened"):
-            operation, args, _ = calls[name]
-            yield (
-                f"{name} tile {tile} warps {warps}",
-                milliseconds(lambda o=operation, a=args: getattr(operations, o)(*a)),
-            )
-    fp8_row_kernel._TILE, fp8_row_kernel._TURN_WARPS, _ = kept
-    for columns in (256, 1024):
-        fp8_row_kernel._WARP_COLUMNS = columns
-        for name in ("quantise weights", "quantise_gated", "quantise_gated_gradient"):
-            operation, args, _ = calls[name]
-            yield (
-                f"{name} {columns} columns a warp",
-                milliseconds(lambda o=operation, a=args: getattr(operations, o)(*a)),
-            )
-    fp8_row_kernel._WARP_COLUMNS = kept[2]
-
-
 def layers(layer: Layer, compiles: bool) -> Iterator[tuple[str, float]]:
     """(name, milliseconds) of forward and backward of the whole layer, and the error of its results and gradients."""
     expected: list[Tensor] = []
@@ -320,7 +282,7 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="try the benchmark itself, also on a CPU")
-    parser.add_argument("--only", nargs="*", default=["products", "rows", "launches", "layers"])
+    parser.add_argument("--only", nargs="*", default=["products", "rows", "layers"])
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=["8x2", "64x8"])
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -331,7 +293,6 @@ def main() -> None:
         parts: dict[str, Callable[[], Iterator[tuple[str, float]]]] = {
             "products": lambda layer=layer: products(layer),
             "rows": lambda layer=layer: row_operations(layer),
-            "launches": lambda layer=layer: launches(layer),
             "layers": lambda layer=layer: layers(layer, device.type == "cuda"),
         }
         for part in arguments.only:

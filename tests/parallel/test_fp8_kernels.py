@@ -41,7 +41,7 @@ def test_operands_are_prepared_as_by_the_plain_functions() -> None:
 
 def test_products_are_those_of_the_plain_functions() -> None:
     _, found = differences()
-    assert len(found) == 4
+    assert len(found) == 2
     for name, (right, of_other_rows) in found.items():
         assert right <= 2**-7, name  # the interpreter's casts to bf16 drop bits
         assert of_other_rows > 0.5, name
