@@ -1,8 +1,9 @@
 """Matmuls in fp8 (`plan.matmul = "fp8"`). Tensor cores run them at twice the rate of bf16. They are not exact.
 
-Linears and experts inside of blocks multiply fp8 numbers (`fp8_products.py`). Embeddings, the head, norms, routers and
-attention are unchanged, and so are experts of transformers' models. The kernels need features in multiples of 16, and
-that of experts a GPU of compute capability 9.0 (H100, H200); other linears and experts stay in bf16.
+Linears inside of blocks multiply fp8 numbers (`fp8_products.py`), and so do experts (`fp8_experts.py`; where they are
+on several ranks or have a capacity, `fp8_products.py`). Embeddings, the head, norms, routers and attention are
+unchanged, and so are experts of transformers' models. The kernels need features in multiples of 16, and that of experts
+a GPU of compute capability 9.0 (H100, H200); other linears and experts stay in bf16.
 """
 
 from __future__ import annotations
