@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor, nn
 
 from weft.models.expert_rows import RowOrder, align_groups, sort_by_expert, through_experts
@@ -303,7 +304,10 @@ def main() -> None:
             except RuntimeError as problem:
                 print(f"{name} {part}: {str(problem).strip().splitlines()[0][:300]}", flush=True)
     if arguments.out:
-        arguments.out.write_text(json.dumps({"device": str(device), "milliseconds": found}, indent=1) + "\n")
+        name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+        versions = {"torch": torch.__version__, "triton": triton.__version__}
+        whole = {"benchmark": "expert_fp8", "device": name, "versions": versions, "milliseconds": found}
+        arguments.out.write_text(json.dumps(whole, indent=1) + "\n")
 
 
 if __name__ == "__main__":
