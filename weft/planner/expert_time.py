@@ -15,7 +15,7 @@ from weft.planner.kernels import CAST_BYTES, FP8_PRODUCT, Kernels
 from weft.profiling.workload import BlockWork
 
 # Bytes for each weight of experts in fp8, (forward, backward): read and written, in backward in the other orientation.
-# If rows are sent to other ranks (`fp8_products.py`), the forward first reads it for the largest.
+# If rows are sent to other ranks (`parallel/fp8_products.py`), the forward first reads it for the largest.
 EXPERT_CAST_BYTES, SENT_CAST_BYTES = (3, 3), (5, 3)
 # A matmul that adds its result to gradients in fp32 reads and writes these after its products. On an H200 this took as
 # long as 6.6 to 9.4 bytes for each element with 256 to 1,024 rows, and 3.3 to 6.7 with 2,048 and 4,096
