@@ -61,12 +61,14 @@ def test_experts_train_in_fp8(tmp_path: Path, weft: Weft, monkeypatch: pytest.Mo
     """On a CPU numbers are rounded as on a GPU. Experts on several ranks multiply in fp8, too."""
     monkeypatch.chdir(tmp_path)
     run_file, found = fp8_run_file(tmp_path), {}
-    for name, plan in {"bf16": FP8[:2], "fp8": FP8, "ranks": (*FP8, "plan.expert=2")}.items():
+    plans = {"bf16": FP8[:2], "fp8": FP8, "ranks": (*FP8, "plan.expert=2")}
+    plans["sharded"] = (*FP8, "plan.shard.degree=2", "plan.shard.stage=3", "plan.memory.recompute=full")
+    for name, plan in plans.items():
         left = weft("train", run_file, f"folder={name}", *plan, "train.steps=3", "--no-verify")
         assert left.status == 0, left.err
         found[name] = losses(Path(name))
     assert found["fp8"][-1] < found["fp8"][0]
-    for name in ("fp8", "ranks"):
+    for name in ("fp8", "ranks", "sharded"):
         assert found[name] != found["bf16"]
         assert found[name] == pytest.approx(found["bf16"], rel=0.02)
 
