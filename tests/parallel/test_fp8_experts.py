@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from test_experts import CONFIG
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from weft.models.expert_rows import RowOrder, align_groups, fill_slots, sort_by_expert, through_experts
 from weft.models.experts import StackedExperts
@@ -182,6 +184,17 @@ def test_other_experts_compute_as_before() -> None:
         assert torch.equal(
             fp8_through_experts(rows, weights, order, layer), through_experts(rows, weights, order, layer)
         )
+
+
+def test_recompute_gives_the_same_bits() -> None:
+    torch.manual_seed(0)
+    experts, order = made(), sort_by_expert(routed(), NUM_EXPERTS)
+    tokens, weights = torch.randn(NUM_TOKENS, HIDDEN).bfloat16(), torch.rand(NUM_TOKENS, K)
+    given = torch.randn(NUM_TOKENS, HIDDEN).bfloat16()
+    again = partial(checkpoint, fp8_through_experts, use_reentrant=False)
+    first, second = (results(one, experts, tokens, weights, order, given) for one in (fp8_through_experts, again))
+    for name in NAMES:
+        assert torch.equal(first[name], second[name]), name
 
 
 @pytest.mark.soak

@@ -79,10 +79,9 @@ class _Fp8Experts(Function):
     @first_order("matmul = 'fp8'")
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        (small, small_scale, widened, gated, gated_scale, weights, gate_up, down, widest, highest) = ctx.saved_tensors[
-            :10
-        ]
-        sources, places, ends = ctx.saved_tensors[10:]
+        saved = ctx.saved_tensors  # once: recompute allows no second time
+        small, small_scale, widened, gated, gated_scale, weights, gate_up, down, widest, highest = saved[:10]
+        sources, places, ends = saved[10:]
         k = weights.shape[1]
         row_weights = F.pad(weights.flatten().float(), (0, 1))[sources]
         values, token_scale = operations.quantise_rows(gradient)

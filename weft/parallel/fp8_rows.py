@@ -79,8 +79,8 @@ def row_factors(left: Tensor, right: Tensor, ends: Tensor) -> tuple[Tensor, Tens
 def turn_rows(rows: Tensor, sources: Tensor | None, k: int, factors: Tensor | None, num_groups: int) -> Tensor:
     """Returns rows in fp8 with each of `num_groups` equal groups transposed: [groups, columns, rows of a group].
 
-    With `sources` [rows] of pairs (`models/expert_rows.py`), the row of pair p is rows[p // k], and zeros for the number
-    of pairs. Rows are multiplied by their `factors`; those with the factor 0 are zeros.
+    With `sources` [rows] of pairs (`models/expert_rows.py`), the row of pair p is rows[p // k], and zeros if p is the
+    number of pairs. Rows are multiplied by their `factors`; those with the factor 0 are zeros.
     """
     values = rows.float()
     if sources is not None:
