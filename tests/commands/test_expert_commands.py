@@ -40,6 +40,39 @@ def test_a_run_is_trained_and_goes_on_under_other_degrees(run_file: Path, weft: 
     assert losses(Path("run")) == pytest.approx(losses(Path("one")), rel=1e-4)
 
 
+FP8 = ("plan.precision=bf16", "plan.exact=false", "plan.matmul=fp8")
+
+
+def fp8_run_file(folder: Path) -> Path:
+    lines = RUN_FILE.replace("moe_intermediate_size = 8", "moe_intermediate_size = 16").splitlines()
+    return write_run_file(folder, "\n".join(line for line in lines if not line.startswith("capacity")))
+
+
+def test_experts_in_fp8_are_refused_in_words(tmp_path: Path, weft: Weft, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    left = weft("train", fp8_run_file(tmp_path), "folder=no", "plan.matmul=fp8", "--no-verify")
+    assert left.status == 2
+    assert "exact = true; use 'bf16' and exact = false" in " ".join(left.err.split())
+    assert "Traceback" not in left.err
+
+
+@pytest.mark.soak
+def test_experts_train_in_fp8(tmp_path: Path, weft: Weft, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU numbers are rounded as on a GPU. Experts on several ranks multiply in fp8, too."""
+    monkeypatch.chdir(tmp_path)
+    run_file, found = fp8_run_file(tmp_path), {}
+    plans = {"bf16": FP8[:2], "fp8": FP8, "ranks": (*FP8, "plan.expert=2")}
+    plans["sharded"] = (*FP8, "plan.shard.degree=2", "plan.shard.stage=3", "plan.memory.recompute=full")
+    for name, plan in plans.items():
+        left = weft("train", run_file, f"folder={name}", *plan, "train.steps=3", "--no-verify")
+        assert left.status == 0, left.err
+        found[name] = losses(Path(name))
+    assert found["fp8"][-1] < found["fp8"][0]
+    for name in ("fp8", "ranks", "sharded"):
+        assert found[name] != found["bf16"]
+        assert found[name] == pytest.approx(found["bf16"], rel=0.02)
+
+
 def test_verify_proves_folded_experts_and_refuses_in_words(run_file: Path, weft: Weft) -> None:
     left = weft("verify", run_file, "plan.expert=2", *FOLDED, "--json")
     assert left.status == 0, left.err

@@ -41,24 +41,25 @@ def layer_kinds(blocks: Iterable[nn.Module]) -> dict[str, int]:
     return {repr(block): sum(1 for layer in block.modules() if layer._parameters) for block in blocks}
 
 
-def compiled_profile(profile: Profile, matmul: str = "compute") -> Profile:
+def compiled_profile(profile: Profile, matmul: str = "compute", sends_rows: bool = False) -> Profile:
     """Returns the profile of the same model with compiled blocks, under the plan's `matmul`.
 
+    `sends_rows` says that experts in fp8 are on several ranks, which changes what they save.
     Its cache has the given profile under "eager". A profile without a loss is returned unchanged.
     """
     if profile.source is None or not profile.blocks:
         return profile
-    key = f"compiled {matmul}"
+    key = f"compiled {matmul}{' sends rows' * sends_rows}"
     if key not in profile.cache:
-        profile.cache[key] = _compiled(profile, profile.source, matmul)
+        profile.cache[key] = _compiled(profile, profile.source, matmul, sends_rows)
     found: Profile = profile.cache[key]
     return found
 
 
-def _compiled(profile: Profile, source: ProfileSource, matmul: str) -> Profile:
+def _compiled(profile: Profile, source: ProfileSource, matmul: str, sends_rows: bool) -> Profile:
     if needs_pieces(find_blocks(source.model).values()):
         return _in_pieces(profile, source)
-    found = _partitions(source, profile.blocks, matmul)
+    found = _partitions(source, profile.blocks, matmul, sends_rows)
     partitions = {name: one if isinstance(one, Partition) else None for name, one in found.items()}
     failed = {name: one for name, one in found.items() if isinstance(one, str)}
     seen = set[int]()
@@ -102,7 +103,8 @@ def profile_under(profile: Profile, plan: Plan) -> Profile:
     eager: Profile | None = profile.cache.get("eager")
     if eager is None:
         return profile
-    return eager if plan.tensor.y > 1 else compiled_profile(eager, plan.matmul)
+    sends_rows = plan.matmul == "fp8" and plan.num_expert_parts > 1
+    return eager if plan.tensor.y > 1 else compiled_profile(eager, plan.matmul, sends_rows)
 
 
 def _with_partition(
@@ -153,19 +155,27 @@ def _sendable(
     return {**block.sendable, "none": made, "selective": selective}
 
 
-def _partitions(source: ProfileSource, blocks: Sequence[Block], matmul: str) -> dict[str, Partition | str | None]:
+def _partitions(
+    source: ProfileSource, blocks: Sequence[Block], matmul: str, sends_rows: bool
+) -> dict[str, Partition | str | None]:
     """Returns for each block its partition, the reason why tracing failed, or None if it has no backward."""
     modules = find_blocks(source.model)
-    keys = {block.name: (matmul, _key(block, source, modules[block.name])) for block in blocks if _has_backward(block)}
+    keys = {
+        block.name: (matmul, sends_rows, _key(block, source, modules[block.name]))
+        for block in blocks
+        if _has_backward(block)
+    }
     missing = {key: name for name, key in keys.items() if key not in _partition_cache}
     for key, name in missing.items():
-        _partition_cache[key] = _try_partition(modules[name], source.given[name], source.dtype, matmul)
+        _partition_cache[key] = _try_partition(modules[name], source.given[name], source.dtype, matmul, sends_rows)
     return {block.name: _partition_cache[keys[block.name]] if block.name in keys else None for block in blocks}
 
 
-def _try_partition(module: torch.nn.Module, given: Any, dtype: torch.dtype | None, matmul: str) -> Partition | str:
+def _try_partition(
+    module: torch.nn.Module, given: Any, dtype: torch.dtype | None, matmul: str, sends_rows: bool
+) -> Partition | str:
     try:
-        return partition(module, given, dtype, matmul)
+        return partition(module, given, dtype, matmul, sends_rows)
     except Exception as error:  # anything that the user's code or torch's trace may raise; `assumptions` reports it
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

@@ -53,12 +53,15 @@ class _Graphs(NamedTuple):
     num_results: int  # of the forward's outputs, which come first; the others are saved for backward
 
 
-def partition(block: nn.Module, args: Any, dtype: torch.dtype | None, matmul: str = "compute") -> Partition:
+def partition(
+    block: nn.Module, args: Any, dtype: torch.dtype | None, matmul: str = "compute", sends_rows: bool = False
+) -> Partition:
     """Returns the partition of a block that computes in `dtype` with the plan's `matmul`.
 
-    `args` are its arguments (args, kwargs), with `TensorMetadata` for tensors.
+    `args` are its arguments (args, kwargs), with `TensorMetadata` for tensors. `sends_rows`: experts in fp8 are on
+    several ranks.
     """
-    multiplying = traced_as_on_a_gpu(block) if matmul == "fp8" else nullcontext()
+    multiplying = traced_as_on_a_gpu(block, sends_rows) if matmul == "fp8" else nullcontext()
     with FakeTensorMode(allow_non_fake_inputs=True), multiplying:
         named = [*block.named_parameters(), *block.named_buffers()]
         state = [cast(fake(tensor), dtype) for _, tensor in named]

@@ -51,6 +51,24 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> RowOrder:
     return RowOrder(order, places, ends.to(torch.int32))
 
 
+def align_groups(order: RowOrder, multiple: int) -> RowOrder:
+    """Returns the order with rows without a pair behind each expert's, so that experts end at a multiple.
+
+    There are as many rows as any routing needs; those behind the last expert have no pair either.
+    """
+    assert order.ends is not None
+    device, num_pairs = order.ends.device, len(order.sources)
+    ends = order.ends.long()
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    padded = (counts + multiple - 1) // multiple * multiple
+    shifts = (padded - counts).cumsum(0) - (padded - counts)  # rows without a pair before each expert
+    rows = torch.arange(num_pairs, device=device)
+    moved = rows + shifts[torch.searchsorted(ends, rows, right=True)]
+    num_rows = -(-num_pairs // multiple) * multiple + multiple * len(ends)
+    sources = torch.full((num_rows,), num_pairs, device=device).scatter(0, moved, order.sources)
+    return RowOrder(sources, moved[order.places], padded.cumsum(0).to(torch.int32))
+
+
 def fill_slots(experts: Tensor, num_experts: int, capacity: int, priorities: Tensor | None = None) -> RowOrder:
     """Give each pair of tokens and experts [batch, sequence, k] a slot: rows [experts, batch, capacity].
 

@@ -65,11 +65,14 @@ class SparseMLP(nn.Module):
     With `shared_expert_intermediate_size` also a shared expert, weighted per token; with `n_shared_experts` shared
     experts as one MLP of all their widths. With `residual_experts` also a
     dense MLP: [a, b] = softmax(coefficient(token)), and the result is a · experts + b · MLP.
+    `through` sends tokens through the experts, as `through_experts`.
     """
+
+    through: Callable[[Tensor, Tensor, RowOrder, Any], Tensor]
 
     def __init__(self, config: DecoderConfig, layer: int = 0) -> None:
         super().__init__()
-        self.layer, self.capacity = layer, config.capacity
+        self.layer, self.capacity, self.through = layer, config.capacity, through_experts
         self.gate = Router(config, config.num_experts_of(layer))
         self.experts = StackedExperts(config, config.num_experts_of(layer))
         inner = config.shared_expert_intermediate_size
@@ -88,7 +91,7 @@ class SparseMLP(nn.Module):
         """hidden [batch, sequence, hidden] -> the same shape. `keys` [batch]: see `expert_rows.sequence_keys`."""
         weights, experts = self.gate(hidden)
         tokens = hidden.flatten(0, -2)
-        out = through_experts(tokens, weights, self._order(experts, hidden, keys), self.experts)
+        out = self.through(tokens, weights, self._order(experts, hidden, keys), self.experts)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             out = out + self.shared_expert_gate(tokens).sigmoid() * self.shared_expert(tokens)
         if self.shared_experts is not None:

@@ -1,13 +1,14 @@
 """Matmuls in fp8 (`plan.matmul = "fp8"`). Tensor cores run them at twice the rate of bf16. They are not exact.
 
-Linears and experts inside of blocks multiply fp8 numbers (`fp8_products.py`). Embeddings, the head, norms, routers and
-attention are unchanged, and so are experts of transformers' models. The kernels need features in multiples of 16, and
-that of experts a GPU of compute capability 9.0 (H100, H200); other linears and experts stay in bf16.
+Linears inside of blocks multiply fp8 numbers (`fp8_products.py`), and so do experts (`fp8_experts.py`; where they are
+on several ranks or have a capacity, `fp8_products.py`). Embeddings, the head, norms, routers and attention are
+unchanged, and so are experts of transformers' models. The kernels need features in multiples of 16, and that of experts
+a GPU of compute capability 9.0 (H100, H200); other linears and experts stay in bf16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks
 from weft.mesh import Mesh
-from weft.models.experts import StackedExperts
+from weft.models.expert_rows import through_experts
+from weft.models.experts import SparseMLP, StackedExperts
 from weft.models.grouped_matmul import grouped_linear
+from weft.parallel.fp8_experts import fp8_through_experts
 from weft.parallel.fp8_products import MULTIPLE, grouped_multiply, multiply, traced_kernels
 from weft.plan import Plan
 from weft.profiling import Profile
@@ -65,37 +68,44 @@ class Fp8Matmuls(Strategy):
             if _takes_part(linear):
                 _install(linear)
         if capability in (None, EXPERTS_CAPABILITY):
-            for experts in _modules(model):
-                if isinstance(experts, StackedExperts) and _experts_take_part(experts):
-                    experts.linear = grouped_multiply
+            _install_in_experts(_modules(model), sends_rows=plan.num_expert_parts > 1)
         return model
 
 
 @contextmanager
-def traced_as_on_a_gpu(block: nn.Module) -> Iterator[None]:
+def traced_as_on_a_gpu(block: nn.Module, sends_rows: bool = False) -> Iterator[None]:
     """Inside the context, the block's linears and experts can be traced on fake tensors as fp8 matmuls on a GPU.
 
-    The block must be of a model to which no plan was applied.
+    The block must be of a model to which no plan was applied. `sends_rows`: the plan has experts on several ranks.
     """
     linears = [module for module in block.modules() if type(module) is nn.Linear and _takes_part(module)]
-    stacked = [module for module in block.modules() if isinstance(module, StackedExperts)]
-    taking_part = [experts for experts in stacked if _experts_take_part(experts)]
     for linear in linears:
         _install(linear)
-    for experts in taking_part:
-        experts.linear = grouped_multiply
+    _install_in_experts(block.modules(), sends_rows)
     try:
         with traced_kernels():
             yield
     finally:
         for linear in linears:
             del linear.forward
-        for experts in taking_part:
-            experts.linear = grouped_linear
+        for module in block.modules():
+            if isinstance(module, StackedExperts):
+                module.linear = grouped_linear
+            elif isinstance(module, SparseMLP):
+                module.through = through_experts
 
 
 def _install(linear: nn.Linear) -> None:
     setattr(linear, "forward", _Fp8Linear(linear).forward)  # noqa: B010 (a method to mypy)
+
+
+def _install_in_experts(modules: Iterable[nn.Module], sends_rows: bool) -> None:
+    """Let experts multiply in fp8. `sends_rows`: a layer's experts are on several ranks, to which rows are sent."""
+    for module in modules:
+        if isinstance(module, StackedExperts) and _experts_take_part(module):
+            module.linear = grouped_multiply
+        elif isinstance(module, SparseMLP) and _experts_take_part(module.experts) and not sends_rows:
+            module.through = fp8_through_experts
 
 
 def _modules(model: nn.Module) -> Iterator[nn.Module]:

@@ -4,10 +4,11 @@ Each row has its own scale, which maps the row's largest magnitude to the larges
 the dim that the matmul sums over, so each matmul quantises its operands anew. Weights, activations and saved
 activations stay bf16.
 
-Experts multiply rows that are sorted by expert, in fp8 for the forward and for the gradients of rows. The weight of an
-expert has one scale, so its largest magnitude is found once for both, because reading many experts' weights takes long.
-Gradients of their weights are summed over an expert's rows, which may be any number; the kernel takes multiples of 16,
-so these stay in bf16.
+Experts to which rows are sent from other ranks, or which have a capacity, multiply rows that are sorted by expert in
+fp8 for the forward and for the gradients of rows (others: `fp8_experts.py`). The weight of an expert has one scale, so
+its largest magnitude is found once for both, because reading many experts' weights takes long. Gradients of their
+weights are summed over an expert's rows, which may be any number; the kernel takes multiples of 16, so these stay in
+bf16.
 
 On a CPU the operands are rounded in the same way and multiplied in float32, so that tests check the same rounding.
 """
