@@ -21,7 +21,8 @@ from weft.serve.decode_attention_kernel import LOG2E, TOKENS, VARYING, bounds, n
 from weft.serve.early_launch_kernel import early_launch, wait_for_results
 
 _ADDED = 16  # parts that are added up at a time
-_WARPS = 4
+_WARPS, _REGISTERS = 4, 128  # of a program, and of each thread
+_PROGRAMS = 512
 
 
 @triton.jit
@@ -35,6 +36,38 @@ def _rotated(heads, turn, weights_at, eps, HEAD_DIM: tl.constexpr, HAS_NORMS: tl
         weight = tl.load(weights_at).to(tl.float32)
         wide = ((wide * factor).to(heads.dtype).to(tl.float32) * weight).to(heads.dtype).to(tl.float32)
     return tl.sum(wide * turn, 0).to(heads.dtype)
+
+
+@triton.jit
+def _turn(cos_ptr, sin_ptr, position, copy, column, HEAD_DIM: tl.constexpr):
+    """What heads and heads with halves exchanged are multiplied by: [2, 1, WIDTH]."""
+    half: tl.constexpr = HEAD_DIM // 2
+    angle = position.to(tl.int64) * HEAD_DIM + column % half
+    cos, sin = tl.load(cos_ptr + angle).to(tl.float32), tl.load(sin_ptr + angle).to(tl.float32)
+    return tl.where(copy == 0, cos, tl.where(column < half, -sin, sin))
+
+
+@triton.jit
+def _new_token(
+    heads_at, key_head, is_last, exchanged, turn, query_norm_ptr, key_norm_ptr, query_eps, key_eps,
+    NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_NORMS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The queries, the key and the value of a new token: [GROUP_ROWS, WIDTH] each. Key and value are in all rows, so
+    that they lie in registers as queries do; they are 0 if this is not the last part.
+    """
+    group: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
+    row, column = tl.arange(0, GROUP_ROWS)[None, :, None], tl.arange(0, WIDTH)[None, None, :]
+    rows, columns = tl.arange(0, GROUP_ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
+    queries_at = heads_at + (key_head * group + row) * HEAD_DIM + exchanged
+    queries = tl.load(queries_at, mask=(row < group) & (column < HEAD_DIM), other=0.0)
+    num_columns = tl.where(is_last, HEAD_DIM, 0)
+    key_at = heads_at + (NUM_HEADS + key_head) * HEAD_DIM
+    keys = tl.load(key_at + 0 * row + exchanged, mask=(row >= 0) & (column < num_columns), other=0.0)
+    value_at = key_at + NUM_KEY_HEADS * HEAD_DIM + 0 * rows + columns
+    value = tl.load(value_at, mask=(rows >= 0) & (columns < num_columns), other=0.0)
+    query = _rotated(queries, turn, query_norm_ptr + exchanged, query_eps, HEAD_DIM, HAS_NORMS)
+    return query, _rotated(keys, turn, key_norm_ptr + exchanged, key_eps, HEAD_DIM, HAS_NORMS), value
 
 
 @triton.jit
@@ -78,26 +111,54 @@ def _add_parts(
 ):  # fmt: skip
     """The results of the heads of a key head, from the first `num_used` parts of a sequence."""
     head, columns = tl.arange(0, HEADS), tl.arange(0, WIDTH)
-    every = tl.arange(0, NUM_PARTS)
     first_row = request * NUM_PARTS * NUM_HEADS + first_head
-    is_used = (head < group)[:, None] & (every < num_used)[None, :]
-    log_at = log_ptr + first_row + head[:, None] + every[None, :] * NUM_HEADS
-    logs = tl.load(log_at, mask=is_used, other=float("-inf"), cache_modifier=".cg")
-    highest = tl.where(head < group, tl.max(logs, 1), 0.0)
-    total = tl.sum(tl.exp2(logs - highest[:, None]), 1)
+    highest, total = tl.full([HEADS], float("-inf"), tl.float32), tl.zeros([HEADS], tl.float32)
     out = tl.zeros([HEADS, WIDTH], tl.float32)
     for start in range(0, num_used, ADDED):
         part = start + tl.arange(0, ADDED)
         row = first_row + head[:, None] + part[None, :] * NUM_HEADS  # [HEADS, ADDED]
         exists = (head < group)[:, None] & (part < num_used)[None, :]
-        some = tl.load(log_ptr + row, mask=exists, other=float("-inf"), cache_modifier=".cg")
-        place = row[:, :, None] * HEAD_DIM + columns[None, None, :]
         inside = exists[:, :, None] & (columns < HEAD_DIM)[None, None, :]
+        place = row[:, :, None] * HEAD_DIM + columns[None, None, :]
         mixed = tl.load(mixed_ptr + place, mask=inside, other=0.0, cache_modifier=".cg")
-        out += tl.sum(mixed * tl.exp2(some - highest[:, None])[:, :, None], 1)
+        logs = tl.load(log_ptr + row, mask=exists, other=float("-inf"), cache_modifier=".cg")
+        above = tl.maximum(highest, tl.max(logs, 1))
+        safe = tl.where(above == float("-inf"), 0.0, above)
+        weights, kept = tl.exp2(logs - safe[:, None]), tl.exp2(highest - safe)
+        total = total * kept + tl.sum(weights, 1)
+        out = out * kept[:, None] + tl.sum(mixed * weights[:, :, None], 1)
+        highest = above
     out_at = out_ptr + (request * NUM_HEADS + first_head + head[:, None]) * HEAD_DIM + columns[None, :]
     inside = (head < group)[:, None] & (columns < HEAD_DIM)[None, :]
     tl.store(out_at, (out / tl.where(total > 0, total, 1.0)[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _store(
+    mixed, total, highest, mixed_ptr, log_ptr, count_ptr, out_ptr, request, key_head, part, num_used,
+    NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_PARTS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, ADDED: tl.constexpr,
+):  # fmt: skip
+    """Write the result of a sequence that is one part, or that of a part; the last program adds up all parts."""
+    group: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
+    rows, columns, first_head = tl.arange(0, GROUP_ROWS)[:, None], tl.arange(0, WIDTH)[None, :], key_head * group
+    inside = (rows < group) & (columns < HEAD_DIM)
+    if num_used == 1:
+        place = (request * NUM_HEADS + first_head + rows) * HEAD_DIM + columns
+        tl.store(out_ptr + place, mixed.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        row = (request * NUM_PARTS + part) * NUM_HEADS + first_head + rows
+        tl.store(mixed_ptr + row * HEAD_DIM + columns, mixed, mask=inside)
+        log_total = tl.where(total > 0, highest + tl.log2(total), float("-inf"))
+        tl.store(log_ptr + row, log_total[:, None], mask=rows < group)
+        tl.debug_barrier()  # all threads have written before one of them counts the program
+        count_at = count_ptr + request * NUM_KEY_HEADS + key_head
+        if tl.atomic_add(count_at, 1, sem="acq_rel") == num_used - 1:
+            tl.store(count_at, 0)
+            _add_parts(
+                mixed_ptr, log_ptr, out_ptr, request, first_head, num_used, group,
+                NUM_HEADS, HEAD_DIM, NUM_PARTS, HEADS, WIDTH, ADDED,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -110,7 +171,6 @@ def _whole_attention(
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, ADDED: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     request, key_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    group: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
     length = tl.load(length_ptr + request * length_stride)
     begin, end, num_used = bounds(length, part, WINDOW, NUM_PARTS, TOKENS)
     if part >= num_used:
@@ -122,30 +182,21 @@ def _whole_attention(
     key, value = _tile(
         key_ptr, value_ptr, table_at, begin, end, key_head, columns, NUM_KEY_HEADS, HEAD_DIM, BLOCK_SIZE, TOKENS
     )
-    half: tl.constexpr = HEAD_DIM // 2
     copy, column = tl.arange(0, 2)[:, None, None], tl.arange(0, WIDTH)[None, None, :]
-    exchanged = tl.where(copy == 0, column, (column + half) % HEAD_DIM)  # within a head, also for columns past it
-    angle = tl.load(position_ptr + request * position_stride).to(tl.int64) * HEAD_DIM + column % half
-    cos, sin = tl.load(cos_ptr + angle).to(tl.float32), tl.load(sin_ptr + angle).to(tl.float32)
-    turn = tl.where(copy == 0, cos, tl.where(column < half, -sin, sin))
+    exchanged = tl.where(copy == 0, column, column + HEAD_DIM // 2) % HEAD_DIM
+    turn = _turn(cos_ptr, sin_ptr, tl.load(position_ptr + request * position_stride), copy, column, HEAD_DIM)
     slot = tl.load(slot_ptr + request * slot_stride).to(tl.int64) * NUM_KEY_HEADS + key_head
     wait_for_results(IS_EARLY)
 
-    first_head, row = key_head * group, tl.arange(0, GROUP_ROWS)[None, :, None]
-    key_at = projected_ptr + (request * (NUM_HEADS + 2 * NUM_KEY_HEADS) + NUM_HEADS + key_head) * HEAD_DIM
-    query_at = key_at + (first_head - NUM_HEADS - key_head + row) * HEAD_DIM
-    # All rows have the new key and value, so that they lie in registers as queries do.
-    queries = tl.load(query_at + exchanged, mask=(row < group) & (column < HEAD_DIM), other=0.0)
-    num_columns = tl.where(is_last, HEAD_DIM, 0)
-    new_keys = tl.load(key_at + 0 * row + exchanged, mask=(row >= 0) & (column < num_columns), other=0.0)
-    value_at = key_at + NUM_KEY_HEADS * HEAD_DIM + 0 * rows + columns
-    new_value = tl.load(value_at, mask=(rows >= 0) & (columns < num_columns), other=0.0)
-    query = _rotated(queries, turn, query_norm_ptr + exchanged % HEAD_DIM, query_eps, HEAD_DIM, HAS_NORMS)
-    new_key = _rotated(new_keys, turn, key_norm_ptr + exchanged % HEAD_DIM, key_eps, HEAD_DIM, HAS_NORMS)
-    is_written = (rows == 0) & (columns < num_columns)
-    tl.store(key_ptr + slot * HEAD_DIM + 0 * rows + columns, new_key, mask=is_written)
-    tl.store(value_ptr + slot * HEAD_DIM + 0 * rows + columns, new_value, mask=is_written)
-
+    query, new_key, new_value = _new_token(
+        projected_ptr + request * (NUM_HEADS + 2 * NUM_KEY_HEADS) * HEAD_DIM, key_head, is_last, exchanged, turn,
+        query_norm_ptr, key_norm_ptr, query_eps, key_eps,
+        NUM_HEADS, NUM_KEY_HEADS, HEAD_DIM, HAS_NORMS, GROUP_ROWS, WIDTH,
+    )  # fmt: skip
+    is_written = (rows == 0) & (columns < tl.where(is_last, HEAD_DIM, 0))
+    new_place = slot * HEAD_DIM + 0 * rows + columns
+    tl.store(key_ptr + new_place, new_key, mask=is_written)
+    tl.store(value_ptr + new_place, new_value, mask=is_written)
     score = tl.sum(query.to(tl.float32) * new_key.to(tl.float32), 1) * scale
     highest = tl.where(is_last, score, float("-inf"))
     total = tl.full([GROUP_ROWS], 1.0, tl.float32) * tl.where(is_last, 1.0, 0.0)
@@ -161,24 +212,10 @@ def _whole_attention(
             query, key, value, start, end, oldest, highest, total, mixed, scale, TOKENS, WINDOW
         )
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
-    if num_used == 1:
-        inside = (rows < group) & (columns < HEAD_DIM)
-        out_at = out_ptr + (request * NUM_HEADS + first_head + rows) * HEAD_DIM + columns
-        tl.store(out_at, mixed.to(out_ptr.dtype.element_ty), mask=inside)
-    else:
-        inside = (rows < group) & (columns < HEAD_DIM)
-        own_row = (request * NUM_PARTS + part) * NUM_HEADS + first_head + rows
-        tl.store(mixed_ptr + own_row * HEAD_DIM + columns, mixed, mask=inside)
-        log_total = tl.where(total > 0, highest + tl.log2(total), float("-inf"))
-        tl.store(log_ptr + own_row, log_total[:, None], mask=rows < group)
-        tl.debug_barrier()  # all threads have written before one of them counts the program
-        count_at = count_ptr + request * NUM_KEY_HEADS + key_head
-        if tl.atomic_add(count_at, 1, sem="acq_rel") == num_used - 1:
-            tl.store(count_at, 0)
-            _add_parts(
-                mixed_ptr, log_ptr, out_ptr, request, first_head, num_used, group,
-                NUM_HEADS, HEAD_DIM, NUM_PARTS, HEADS, WIDTH, ADDED,
-            )  # fmt: skip
+    _store(
+        mixed, total, highest, mixed_ptr, log_ptr, count_ptr, out_ptr, request, key_head, part, num_used,
+        NUM_HEADS, NUM_KEY_HEADS, HEAD_DIM, NUM_PARTS, GROUP_ROWS, HEADS, WIDTH, ADDED,
+    )  # fmt: skip
 
 
 def whole_attention_by_kernel(
@@ -203,18 +240,16 @@ def whole_attention_by_kernel(
     """
     num_heads, num_key_heads, head_dim = sizes
     num_requests, group = len(projected), num_heads // num_key_heads
-    num_parts = number_of_parts(num_requests, num_key_heads)
+    num_parts = number_of_parts(num_requests, num_key_heads, _PROGRAMS)
     out = projected.new_empty(num_requests, num_heads, head_dim)
     parts, logs = out, out
     if num_parts > 1:
         parts = projected.new_empty(num_requests, num_parts, num_heads, head_dim, dtype=torch.float32)
         logs = projected.new_empty(num_requests, num_parts, num_heads, dtype=torch.float32)
-    query_norm, key_norm = (projected, projected) if norms is None else (norms[0].weight, norms[1].weight)
-    query_eps, key_eps = (0.0, 0.0) if norms is None else (norms[0].eps, norms[1].eps)
+    strides = [one.stride(0) for one in (positions, slots, tables, lengths)]
     _whole_attention[(num_requests, num_key_heads, num_parts)](
         projected,
-        query_norm,
-        key_norm,
+        *((projected, projected) if norms is None else (norms[0].weight, norms[1].weight)),
         *rotary,
         positions,
         slots,
@@ -227,16 +262,9 @@ def whole_attention_by_kernel(
         counts,
         out,
         head_dim**-0.5 * LOG2E,
-        query_eps,
-        key_eps,
-        positions.stride(0),
-        slots.stride(0),
-        tables.stride(0),
-        lengths.stride(0),
-        NUM_HEADS=num_heads,
-        NUM_KEY_HEADS=num_key_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
+        *((0.0, 0.0) if norms is None else (norms[0].eps, norms[1].eps)),
+        *strides,
+        *(num_heads, num_key_heads, head_dim, block_size),
         HAS_NORMS=norms is not None,
         WINDOW=window or 0,
         NUM_PARTS=num_parts,
@@ -247,6 +275,7 @@ def whole_attention_by_kernel(
         ADDED=min(_ADDED, num_parts),
         num_warps=_WARPS,
         num_stages=3,
+        **({"maxnreg": _REGISTERS} if projected.is_cuda and _REGISTERS else {}),
         **early_launch(projected),
     )
     return out
