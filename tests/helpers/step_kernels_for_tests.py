@@ -39,7 +39,7 @@ def whole() -> dict[str, dict[str, float]]:
             ((2, 1, 16), None, 32, False),
             ((3, 1, 8), 21, 32, True),
         ):
-            whole_attention_kernel._PROGRAMS = num_programs
+            whole_attention_kernel._LAUNCH = (num_programs, 4, 128)
             sizes, lengths = (num_heads, num_key_heads, head_dim), torch.tensor(LENGTHS, dtype=torch.int32)
             tables = torch.randperm(48, dtype=torch.int32).reshape(3, 16)[:, :13]  # rows lie apart
             keys, values = (torch.randn(48 * BLOCK_SIZE, num_key_heads, head_dim).to(dtype) for _ in range(2))

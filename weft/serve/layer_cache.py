@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from weft.serve.paged_attention import PagedBatch, attend
 
-MAX_WHOLE_DECODES = 32  # requests of a step whose attention is one kernel
+MAX_WHOLE_DECODES = 16  # requests of a step whose attention is one kernel
 
 
 @dataclass(frozen=True)
