@@ -70,13 +70,12 @@ def plan_command(
         _plan_like(like, (model, run_file, cluster, tokens_per_step, sequence, where, write, report), as_json)
         return
     _refuse_options(model, run_file, cluster, tokens_per_step, sequence, images_per_step, size)
-    from weft.run_file import load_run
-
     changes, path = _changes(overrides or [], cluster, timeline, run_file)
     from weft.commands.console import make_console
     from weft.commands.jobs import command_fork_server
     from weft.commands.plan import JobFile, PlanOptions, named_run, predict_plan, search_plans
     from weft.commands.run_planning import has_layout
+    from weft.run_file import load_run
 
     job = None if write_job is None else JobFile(write_job, run_file, changes)
     options = PlanOptions(where or [], best, write, report, mtbf, mtbf_cluster, what_if, job)
@@ -84,8 +83,7 @@ def plan_command(
         if run_file is not None:
             run = load_run(run_file, changes)
         else:
-            assert model is not None
-            assert cluster is not None
+            assert model is not None and cluster is not None  # noqa: PT018
             run = named_run(model, cluster, tokens_per_step, sequence, images_per_step, size)
         if model is not None or options.is_search or search or not has_layout(run):
             search_plans(run, options, make_console(as_json), as_json)
