@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 
 from weft.planner.kernels import LAUNCH_SECONDS, Kernels
-from weft.serve.layer_cache import CacheFormat
+from weft.serve.layer_cache import MAX_WHOLE_DECODES, CacheFormat
 from weft.serve.loki_cache import LokiChoice, LokiFormat
 from weft.serve.weight_formats import (
     MAX_KERNEL_ROWS,
@@ -29,8 +29,11 @@ DECODING_BYTES, ROUNDING_BYTES = 14, 16
 # of 16 digits and for the count, and read to write the chosen tokens.
 CHOOSING_PASSES = 1 + 16 + 1 + 1
 SCORE_BYTES = 4
-# Kernels of a layer beside those of a plain cache: one that adds keys and values, or two that score and choose.
-MORE_KERNELS = {"plain": 0, "int4": 1, "loki": 2}
+# Kernels of a layer beside its four matmuls: two norms, rotation, attention, and what is between gate and down. For one
+# token, matmuls include norms and what is between. Rotation and attention of few decodes over a plain cache are one.
+SMALL_KERNELS, SMALL_KERNELS_FOR_ONE = 4, 2
+# Others have, beside these, a kernel that adds keys and values, and for Loki two that score and choose.
+MORE_KERNELS = {"plain": 0, "int4": 1, "loki": 3}
 
 
 def packed_product(kernels: Kernels, form: WeightFormat, rows: int, inner: int, columns: int) -> tuple[float, int]:
@@ -49,6 +52,13 @@ def packed_product(kernels: Kernels, form: WeightFormat, rows: int, inner: int, 
         return kernels.product(rows, inner, columns) / 2 + rounding, stored
     decoding = (stored + DECODING_BYTES * inner * columns) / kernels.bytes_per_second
     return kernels.product(rows, inner, columns) + decoding, stored
+
+
+def small_kernels(form: CacheFormat, num_tokens: int, num_decodes: int) -> int:
+    """Kernels of a layer beside its matmuls, in a step of so many tokens."""
+    is_whole = form.name == "plain" and num_tokens == num_decodes <= MAX_WHOLE_DECODES
+    number = SMALL_KERNELS_FOR_ONE if num_tokens == 1 else SMALL_KERNELS
+    return number + MORE_KERNELS[form.name] - is_whole
 
 
 def decode_reads(

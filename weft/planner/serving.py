@@ -20,7 +20,7 @@ from weft.cluster.hardware import Cluster, ring_seconds
 from weft.errors import PlanError
 from weft.plan import Pipe, Plan, Tensor
 from weft.planner.kernels import LAUNCH_SECONDS, Kernels
-from weft.planner.lean_kernels import MORE_KERNELS, decode_reads, packed_product
+from weft.planner.lean_kernels import decode_reads, packed_product, small_kernels
 from weft.planner.micro_batch import LINK_SHARE
 from weft.planner.step import HOST_LINK_SHARE
 from weft.profiling.software import software_for_text
@@ -36,9 +36,6 @@ from weft.serve.weight_formats import weight_format
 
 BLOCK_SIZE = 16
 TOKEN_BUDGET, MAX_RUNNING = 2048, 256  # what `weft serve` uses on a GPU
-# Kernels of a layer beside its four matmuls: two norms, rotation, attention, and what is between gate and down. For one
-# token, matmuls include norms and what is between.
-SMALL_KERNELS, SMALL_KERNELS_FOR_ONE = 4, 2
 # Kernels and copies of a step outside of its layers: two arrays of inputs are copied to the device and to their places,
 # seven kernels find tokens and their embeddings, two choose new tokens and keep them, one copy gives them to the host.
 STEP_KERNELS = 14
@@ -256,8 +253,7 @@ class ServingModel:
             flops += 4 * sizes.head_dim * scores
         moved = num_tokens * len(layers) * kernels.item_bytes * (4 * sizes.hidden + 3 * sizes.inner // x)
         moved += SAMPLING_PASSES * 4 * num_sampled * sizes.vocab * is_last
-        launches = SMALL_KERNELS_FOR_ONE if num_tokens == 1 else SMALL_KERNELS
-        launches += MORE_KERNELS[self._cache_format.name]
+        launches = small_kernels(self._cache_format, num_tokens, num_decodes)
         small = moved / kernels.bytes_per_second + (launches * len(layers) + STEP_KERNELS) * LAUNCH_SECONDS
         by_cause = {
             "weights and matmuls": matmul,
