@@ -1,10 +1,10 @@
 """Predicted and measured step times of four plans on this machine's CPU, with measured and with assumed links.
 
-In each round, `weft bench machine` measures matmuls, memory and links into a cluster file. Then each plan trains for
-some steps by `weft train`, and the median of its step times is compared with two predictions: by the measured file, and
-by the cluster `local`, whose links are assumed. A plan's error is the median of its rounds, so that a machine that
-others use too is measured at several times. Aim: the measured file within 15 %, and better than the assumed one. The
-result has the load of the machine.
+In each round and for each plan, `weft bench machine` measures matmuls, memory and links into a cluster file. Then the
+plan trains for some steps by `weft train`, and the median of its step times is compared with two predictions: by the
+measured file, and by the cluster `local`, whose links are assumed. A plan's error is the median of its rounds, so that
+a machine that others use too is measured at several times. Aim: the measured file within 15 %, and better than the
+assumed one. The result has the load of the machine.
 
     python benchmarks/cpu_plans.py [--steps 30] [--rounds 3]
 """
@@ -75,21 +75,22 @@ def measured_seconds(folder: Path) -> list[float]:
 
 
 def one_round(folder: Path, steps: int) -> tuple[dict[str, dict[str, float]], str]:
-    """By plan: measured and predicted seconds, and errors; and the cluster file."""
+    """By plan: measured and predicted seconds, and errors; and the last cluster file."""
     folder.mkdir()
     machine, run_file = folder / "machine.toml", folder / "run.toml"
     run_file.write_text(RUN_FILE.format(steps=steps, batch=BATCH, sequence=SEQUENCE))
-    weft("bench", "machine", "--ranks", "2", "--write", str(machine))
     rows = {}
     for name, overrides in PLANS.items():
+        machine.unlink(missing_ok=True)
+        weft("bench", "machine", "--ranks", "2", "--write", str(machine))
         given = [f"folder={folder / name.replace(' ', '-')}", *overrides]
+        weft("train", str(run_file), *given)
+        times = measured_seconds(folder / name.replace(" ", "-"))
+        seconds = statistics.median(times)
         found = {}
         for kind, cluster in (("measured_table", str(machine)), ("assumed", "local")):
             run = load_run(run_file, [*given, f"cluster={cluster}"])
             found[kind] = predict(run, run_cluster(run)).step_seconds or 0.0
-        weft("train", str(run_file), *given)
-        times = measured_seconds(folder / name.replace(" ", "-"))
-        seconds = statistics.median(times)
         errors = {f"{kind}_error": value / seconds - 1 for kind, value in found.items()}
         rows[name] = {"seconds": seconds, "fastest_seconds": min(times), **found, **errors}
         print(name, rows[name], flush=True)

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from gpu_for_tests import Case, prove, succeeded, weft, write_run
 from tensor_for_tests import SHIPPED, token_batch
+from test_branch_batch import MODELS as BRANCHED
 from test_expert import batch as routed_batch
 from test_expert import make, make_balanced
 from torch import nn
 
 from weft.launch.fork_server import ForkServer
-from weft.plan import Context, Memory, Pipe, Plan, Shard, Tensor
+from weft.plan import Branch, Context, Memory, Pipe, Plan, Shard, Tensor
 
 TIED = SHIPPED["tied"]
 
@@ -24,6 +25,10 @@ def text(**plan: object) -> Case:
 
 def experts(model: Callable[[], nn.Module] = make_balanced, **plan: object) -> Case:
     return Case(model, routed_batch, Plan(**plan))  # type: ignore[arg-type]
+
+
+def branches(name: str, **plan: object) -> Case:
+    return Case(*BRANCHED[name], Plan(**plan))  # type: ignore[arg-type]
 
 
 CASES: dict[str, Case] = {
@@ -51,6 +56,8 @@ CASES: dict[str, Case] = {
     "expert 2 × shard 2": experts(expert=2, shard=Shard(2, 3), memory=Memory("full")),
     "expert 2 over x 2": experts(expert=2, tensor=Tensor(2), expert_over=("x",)),
     "expert over context 2 × data 2": experts(make, context=Context(2), data=2, expert_over=("context",)),
+    "branch 2, the same batch": branches("inception", branch=Branch(2)),
+    "branch 2, split batch × data 2": branches("inception", branch=Branch(2, "split"), data=2),
     "expert 2 × pipe 2": experts(expert=2, pipe=Pipe(2), micro_batch=1, memory=Memory("full", keep_collectives=True)),
 }
 

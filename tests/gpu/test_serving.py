@@ -31,6 +31,9 @@ pytestmark = pytest.mark.xdist_group("serving")
         {"architecture": "llama", "weights": "int4"},
         {"architecture": "llama", "cache": "int4"},
         {"architecture": "llama", "speculate": "ngram"},
+        {"architecture": "llama", "speculate": "layers=1"},
+        {"architecture": "lstm"},
+        {"architecture": "gru"},
     ],
     ids=lambda options: " ".join(options.values()),
 )
@@ -56,7 +59,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["--weights", "fp8"], ["--weights", "int4"], ["--cache", "int4"], ["--speculate", "ngram"]]
+    "options",
+    [
+        [],
+        ["--weights", "fp8"],
+        ["--weights", "int4"],
+        ["--cache", "int4"],
+        ["--speculate", "ngram"],
+        ["--speculate", "layers=1"],
+    ],
 )
 def test_weft_generate(options: list[str], run: Path) -> None:
     found = succeeded(weft("generate", run, "--tokens", 60, "--temperature", 0, "--json", *options)).json

@@ -212,13 +212,15 @@ def _tokens(
     from weft.serve.engine import Engine, EngineOptions
     from weft.serve.packed_linear import pack_model
     from weft.serve.request import Request
+    from weft.serve.speculation import LAYERS, early_layers
     from weft.serve.weight_formats import FORMATS
 
     model = _small_model(architecture)
     if weights:
         pack_model(model, FORMATS[weights])
     kept = cache_format(cache)
-    options = EngineOptions(context_length=256, cache=kept, block_size=block_size_of(kept), speculate=speculate)  # type: ignore[arg-type]
+    drafts = early_layers(speculate) if speculate and speculate.startswith(LAYERS) else speculate
+    options = EngineOptions(context_length=256, cache=kept, block_size=block_size_of(kept), speculate=drafts)  # type: ignore[arg-type]
     requests = [Request(str(i), tuple((7 * i + j * j) % 512 for j in range(1 + 23 * i)), 40, GREEDY) for i in range(5)]
     return tokens_of(serve_all(Engine(model.eval().to(device), options), requests))
 
@@ -227,6 +229,10 @@ def _small_model(architecture: str) -> nn.Module:
     """The likeliest tokens are likelier than others by more than rounding."""
     from weft.models import DecoderConfig, build, initialise
 
+    if architecture in ("lstm", "gru"):
+        from test_recurrent import tiny_recurrent
+
+        return tiny_recurrent(architecture, vocab_size=512, max_position_embeddings=256)
     sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
     more = {"num_experts": 4, "num_experts_per_tok": 2} if architecture == "mixtral" else {}
     more |= {"sliding_window": 37} if architecture == "mistral" else {}

@@ -76,11 +76,14 @@ def test_attention_over_lean_caches_is_predicted_as_measured_on_an_h200() -> Non
 
 def test_drafts_are_priced_by_their_chance() -> None:
     model = ServingModel(LLAMA_8B, load("h200:1x1"), Plan(), "bf16")
-    sure, likely, unlikely, never = (price_speculation(model, "ngram", chance, 200) for chance in (1, 0.7, 0.3, 0))
+    sure, likely, unlikely, never = (price_speculation(model, "ngram", chance, 200) for chance in (1, 0.7, 0.1, 0))
     assert sure.num_drafts == MAX_DRAFTS
     assert sure.tokens_per_step == MAX_DRAFTS + 1
     assert sure.times_as_fast > likely.times_as_fast > 1 > unlikely.times_as_fast > never.times_as_fast
     assert never.num_drafts == 0
+    for kind in ("ngram", "layers=2"):  # all drafts were accepted
+        found = price_speculation(model, kind, LEAN["speculation"][kind]["accepted"], 64 + 128)
+        assert found.tokens_per_second == pytest.approx(LEAN["speculation"][kind]["tokens_per_second"], rel=0.1)
     few, many = (price_speculation(model, f"layers={number}", 0.9, 200) for number in (2, 16))
     assert sure.tokens_per_second > few.tokens_per_second > many.tokens_per_second
     assert model.decode_seconds(200, 16) < model.decode_seconds(200) < 2 * model.decode_seconds(200, 16)
@@ -149,6 +152,8 @@ def test_weights_in_host_memory_are_priced_by_the_link() -> None:
     assert streamed.alone.tokens_per_second == pytest.approx(
         LEAN["streaming"]["1 requests"]["tokens_per_second"], rel=0.1
     )
+    many = ServingModel(LLAMA_8B, cluster, Plan(), "bf16", ahead=2).simulate([(16, 10)] * 32, streamed.cache_tokens)
+    assert many.tokens_per_second == pytest.approx(LEAN["streaming"]["32 requests"]["tokens_per_second"], rel=0.1)
     few = ServingModel(LLAMA_8B, cluster, Plan(), "bf16", "int4", None, 2).streaming
     assert few is not None
     assert few.break_even_tokens < 0.3 * price.break_even_tokens  # fewer bytes are copied

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-
 import torch
 
 from weft.bench.cluster_file import MeasuredMachine
@@ -77,6 +75,7 @@ def _rates(device: torch.device, limit_seconds: float) -> dict[str, float]:
 def _rates_of_ranks(num_ranks: int, limit_seconds: float) -> dict[str, float]:
     """The rates of one of `num_ranks` processes on a CPU, while all compute at once on their share of its cores, as in
     training. They compete for memory, caches and shared cores, so this is less than a part of what one process reaches.
+    The rates are those of the slowest, for which the others wait in every step.
     """
 
     def rank(_: int) -> dict[str, float]:
@@ -84,4 +83,4 @@ def _rates_of_ranks(num_ranks: int, limit_seconds: float) -> dict[str, float]:
         return _rates(torch.device("cpu"), limit_seconds)
 
     ranks = run_local(rank, num_ranks, TIMEOUT_SECONDS)
-    return {kind: statistics.fmean(one[kind] for one in ranks) for kind in ranks[0]}
+    return {kind: min(one[kind] for one in ranks) for kind in ranks[0]}

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from weft.cluster.cpu_rates import is_cpu
 from weft.cluster.hardware import Cluster
 from weft.commands.console import format_bytes, print_json, say, show_run, show_timeline
 from weft.commands.job_files import refuse_kind, write_job
@@ -29,11 +30,12 @@ from weft.planner.advice import best_levels, better_form, fitting_activations, f
 from weft.planner.answer import Answer, with_more, with_scaling
 from weft.planner.fewer_bytes import fewer_bytes
 from weft.planner.goodput import Failures, cluster_mtbf, failures
-from weft.planner.predict import predict, run_cluster
+from weft.planner.predict import Prediction, predict, run_cluster
 from weft.planner.question import OBJECTIVES, parse_constraints, parse_count
 from weft.planner.report.page import page
 from weft.run_file import Run
 from weft.step.examples import micro_batch_profile
+from weft.train.role_forecast import RoleForecast, forecast_roles
 from weft.train.timeline import refuse_timeline
 
 USUAL_TOKENS = 4 << 20  # of a step, if the command line gives none
@@ -67,6 +69,7 @@ class PlanOptions(NamedTuple):
     mtbf_cluster: str | None = None
     what_if: bool = False
     job: JobFile | None = None
+    roles: bool = False
 
     @property
     def is_search(self) -> bool:
@@ -101,6 +104,8 @@ def search_plans(run: Run, options: PlanOptions, console: Console, as_json: bool
     """Search for plans, print the answer, and write the files that the options ask for."""
     if options.best not in OBJECTIVES:
         raise ConfigError(f"--best {options.best} is not one of {', '.join(OBJECTIVES)}")
+    if options.roles:
+        raise ConfigError("--roles says what a run file's own plan would gain; give a run file with a [plan]")
     constraints = parse_constraints(options.where)
     cluster = planning_cluster(run)
     mtbf_seconds = options.device_mtbf(cluster)
@@ -161,6 +166,16 @@ def _show_failures(console: Console, cost: Failures | None) -> None:
         say(console, f"[bold]failures[/] {line}")
 
 
+def _roles(run: Run, cluster: Cluster, prediction: Prediction) -> RoleForecast:
+    """Returns what roles would gain, with loading as measured here."""
+    if prediction.step_seconds is None or (is_cpu(cluster) and run.cluster == "local"):
+        raise ConfigError(
+            "--roles compares loading with a step, whose time is not predicted on this machine; give cluster=FILE, "
+            "which weft bench machine --write FILE measures, or train: a run says at its end which role would pay"
+        )
+    return forecast_roles(run, prediction.step_seconds)
+
+
 def predict_plan(
     run: Run, options: PlanOptions, timeline: bool, path: Path | None, console: Console, as_json: bool
 ) -> None:
@@ -173,7 +188,7 @@ def predict_plan(
     failing = _failures(mtbf_seconds, profile.numel, run.plan.precision, cluster, offload)
     prediction, form = predict(run, cluster), better_form(run, cluster)
     levels = best_levels(run, cluster) if cluster.num_nodes > 1 else None
-    less = fewer_bytes(run, cluster)
+    less, roles = fewer_bytes(run, cluster), _roles(run, cluster, prediction) if options.roles else None
     fitting = {
         "offload": fitting_offload(run, cluster),
         "activations": fitting_activations(run, cluster),
@@ -189,6 +204,8 @@ def predict_plan(
         better |= {f"fitting_{name}": getattr(one, name) for name, one in fitting.items() if one is not None}
         if failing is not None:
             better["failures"] = failing.to_json()
+        if roles is not None:
+            better["roles"] = asdict(roles)
         print_json({**found, **prediction.to_json(), **better})
     else:
         show_run(console, run, cluster, profile, prediction)
@@ -199,6 +216,8 @@ def predict_plan(
             say(console, f"{levels.describe()}.")
         if less is not None:
             say(console, f"{less.describe()}.")
+        for line in [] if roles is None else roles.lines(run, not is_cpu(cluster)):
+            say(console, f"[bold]roles[/] {line}")
         for name, one in fitting.items():
             if one is None:
                 continue

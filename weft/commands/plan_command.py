@@ -22,6 +22,7 @@ WriteJobOption = Annotated[
     str | None, typer.Option(help="slurm or kubernetes: write the file that starts the run, beside the run file")
 ]
 WhatIfOption = Annotated[bool, typer.Option("--what-if", help="say what more bandwidth, memory or nodes would change")]
+RolesOption = Annotated[bool, typer.Option("--roles", help="say whether loaders or a validator would pay")]
 TimelineOption = Annotated[
     bool,
     typer.Option("--timeline", help="draw the pipeline's schedule, here or to the FILE.svg (.png, .txt) given"),
@@ -49,6 +50,7 @@ def plan_command(
     mtbf: Annotated[str | None, typer.Option(help="time between failures of a device, e.g. 5y: adds goodput")] = None,
     mtbf_cluster: Annotated[str | None, typer.Option(help="the same of the whole cluster, e.g. 3h")] = None,
     timeline: TimelineOption = False,
+    roles: RolesOption = False,
     serve: Annotated[bool, typer.Option("--serve", help="plan to serve the model, not to train it")] = False,
     requests: Annotated[int, typer.Option(help="with --serve: how many arrive at once", min=1, max=4096)] = 256,
     prompt: Annotated[int, typer.Option(help="with --serve: tokens of a prompt", min=1, max=1 << 20)] = 512,
@@ -78,13 +80,12 @@ def plan_command(
     from weft.run_file import load_run
 
     job = None if write_job is None else JobFile(write_job, run_file, changes)
-    options = PlanOptions(where or [], best, write, report, mtbf, mtbf_cluster, what_if, job)
+    options = PlanOptions(where or [], best, write, report, mtbf, mtbf_cluster, what_if, job, roles)
     with command_fork_server(_no_rank, warms=False):
         if run_file is not None:
             run = load_run(run_file, changes)
         else:
-            assert model is not None and cluster is not None  # noqa: PT018
-            run = named_run(model, cluster, tokens_per_step, sequence, images_per_step, size)
+            run = named_run(str(model), str(cluster), tokens_per_step, sequence, images_per_step, size)
         if model is not None or options.is_search or search or not has_layout(run):
             search_plans(run, options, make_console(as_json), as_json)
         else:

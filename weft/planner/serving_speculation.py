@@ -2,8 +2,8 @@
 
 The chance of a draft to be accepted is given, as only the text and the drafter decide it. With a chance of a and g
 drafts, a step gives 1 + a + ... + a^g tokens on average. The engine drafts one token more while that pays, so the
-number of drafts with the highest rate is taken. Tokens are read before the next step is launched, so the host's own
-time of a step is added to the device's.
+number of drafts with the highest rate is taken. Tokens are read before the next step is launched, so what the host
+does in between is added to the device's time.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from weft.errors import ConfigError
 from weft.planner.serving import HOST_SECONDS, OPERATIONS_PER_LAYER, ServingModel
 from weft.serve.speculation import LAYERS, MAX_DRAFTS, early_layers
 
-# What the host does for a step that is replayed as a CUDA graph: schedule, copy inputs, sample, read. Of a decode of
-# 4.35 ms without drafts, the host of an H200 waited for 3.0 (benchmarks/serve_profile.py).
-HOST_STEP_SECONDS = 1.3e-3
+# What the host does for a step that is replayed as a CUDA graph takes 1.3 ms: of a decode of 4.35 ms without drafts,
+# the host of an H200 waited for 3.0 (benchmarks/serve_profile.py). The device waits for the half before the launch:
+# read, schedule, copy inputs. What follows, sampling, is launched while the device computes. A round of drafts, which
+# is no graph, has about as much beside its layers: inputs and sampling. That it is a half is found on both kinds of
+# drafts together, on an H200.
+HOST_STEP_SECONDS = 1.3e-3 / 2
 
 
 @dataclass(frozen=True)
@@ -65,5 +68,5 @@ def _draft_seconds(model: ServingModel, kind: str, length: int) -> float:
     number, whole = early_layers(kind).number, model.sizes.num_layers
     if not 1 <= number < whole:
         raise ConfigError(f"--speculate {kind}: drafts need at least 1 layer, and fewer than the model's {whole}")
-    host = OPERATIONS_PER_LAYER * number * HOST_SECONDS
+    host = HOST_STEP_SECONDS + OPERATIONS_PER_LAYER * number * HOST_SECONDS
     return max(host, model.decode_seconds(length, number))

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TILE_QUERIES = 16  # tokens of a prompt in a tile, at most; with the heads that share a key head, enough for a matmul
-_TILED_LENGTH = 2048  # of prompts that are attended to in tiles: flash attention needs copies of keys and values
+_TILED_LENGTH = 2048  # of prompts that are attended to in tiles; torch's own flash attention copies keys and values
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -58,11 +58,18 @@ class PagedBatch:
         return to_device(torch.tensor(tiles, dtype=torch.int32).T.contiguous(), self.tokens.device)
 
     @cached_property
-    def ragged_prompts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The slots of all prompts end to end, and where each one's queries and keys begin (cumulative, int32)."""
-        ends = torch.tensor([[0, *self.prompt_queries], [0, *self.prompt_lengths]]).cumsum(1).to(torch.int32)
-        queries, keys = to_device(ends, self.tokens.device)
-        return torch.cat(self.prompt_slots), queries, keys
+    def prompt_starts(self) -> Tensor:
+        """Where the queries of each prompt begin, and where the last ones end (int32)."""
+        return to_device(_starts(self.prompt_queries), self.tokens.device)
+
+    @cached_property
+    def copied_prompts(self) -> tuple[Tensor, Tensor]:
+        """The slots of all tokens of prompts end to end, and where those of each begin in them (int32)."""
+        return torch.cat(self.prompt_slots), to_device(_starts(self.prompt_lengths), self.tokens.device)
+
+
+def _starts(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *numbers]).cumsum(0).to(torch.int32)
 
 
 def tiles_of(
@@ -118,7 +125,7 @@ def attend_prompts(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatc
         _kernel_for_tiles()(query, keys, values, batch.tables, batch.prompt_tiles, batch.block_size, window, out)
         return out
     is_flash = on_gpu and query.shape[-1] % 8 == 0
-    prompt = flash_prompt_attention if is_flash else prompt_attention
+    prompt = _flash_for(query) if is_flash else prompt_attention
     return prompt(query, keys, values, batch, window)
 
 
@@ -132,6 +139,13 @@ def _kernel_for_tiles():  # type: ignore[no-untyped-def]
     from weft.serve.prompt_attention_kernel import prompt_attention_by_kernel
 
     return prompt_attention_by_kernel
+
+
+def _flash_for(query: Tensor):  # type: ignore[no-untyped-def]
+    from weft.serve.paged_flash import has_paged_flash, paged_flash_attention
+
+    has_pages = has_paged_flash(query.device, query.dtype, query.shape[-1])
+    return paged_flash_attention if has_pages else flash_prompt_attention
 
 
 def decode_attention(
@@ -204,12 +218,12 @@ def flash_prompt_attention(
 
     Its causal mask is aligned to the end of the keys, as chunks need it.
     """
-    slots, query_starts, key_starts = batch.ragged_prompts
+    slots, key_starts = batch.copied_prompts
     mixed: Tensor = torch.ops.aten._flash_attention_forward(
         query,
         keys[slots],
         values[slots],
-        query_starts,
+        batch.prompt_starts,
         key_starts,
         max(batch.prompt_queries),
         max(batch.prompt_lengths),

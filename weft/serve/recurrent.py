@@ -30,7 +30,7 @@ State = tuple[Tensor, Tensor]  # hidden and cell [rows, hidden]; a GRU has no ce
 
 
 class FusedLSTM:
-    """One layer of an LSTM, whose parameters become views of one matrix [4 * hidden, input + hidden]."""
+    """One layer of an LSTM, whose weights are one matrix [4 * hidden, input + hidden]."""
 
     def __init__(self, rnn: nn.Module, index: int) -> None:
         self._weight, self._bias, self._width = _joined(rnn, index)
@@ -179,7 +179,8 @@ class RecurrentRows:
             hidden, cell = torch.zeros_like(hidden), torch.zeros_like(cell)
         if len(tokens) >= self._torch_tokens:
             is_lstm = self.model.config.architecture == "lstm"
-            found, after = self.model.rnn(given[None], (hidden, cell) if is_lstm else hidden.contiguous())
+            hidden, cell = hidden.contiguous(), cell.contiguous()
+            found, after = self.model.rnn(given[None], (hidden, cell) if is_lstm else hidden)
             states.hidden[:, row], states.cell[:, row] = (one[:, 0] for one in (after if is_lstm else (after, cell)))
             return found[0]  # type: ignore[no-any-return]
         for index, layer in enumerate(self.layers):
@@ -194,15 +195,17 @@ class RecurrentRows:
 
 
 def _joined(rnn: nn.Module, index: int) -> tuple[Tensor, Tensor, int]:
-    """A layer's weights of input and state side by side, the sum of its biases, and how wide the input is. The
-    parameters of the module become views of the matrix.
+    """A layer's weights of input and state side by side, the sum of its biases, and how wide the input is.
+
+    On a CPU the module's parameters become views of the matrix; cuDNN takes no views, so a GPU holds them twice.
     """
     names = [f"{name}_l{index}" for name in ("weight_ih", "weight_hh")]
     of_input, of_state = (getattr(rnn, name).detach() for name in names)
     joined = torch.cat([of_input, of_state], dim=1)
     width = of_input.shape[1]
-    for name, part in zip(names, (joined[:, :width], joined[:, width:]), strict=True):
-        setattr(rnn, name, nn.Parameter(part, requires_grad=False))
+    if not joined.is_cuda:
+        for name, part in zip(names, (joined[:, :width], joined[:, width:]), strict=True):
+            setattr(rnn, name, nn.Parameter(part, requires_grad=False))
     bias = getattr(rnn, f"bias_ih_l{index}").detach() + getattr(rnn, f"bias_hh_l{index}").detach()
     return joined, bias, width
 
