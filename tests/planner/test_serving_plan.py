@@ -79,7 +79,7 @@ def test_drafts_are_priced_by_their_chance() -> None:
     sure, likely, unlikely, never = (price_speculation(model, "ngram", chance, 200) for chance in (1, 0.7, 0.1, 0))
     assert sure.num_drafts == MAX_DRAFTS
     assert sure.tokens_per_step == MAX_DRAFTS + 1
-    assert sure.times_as_fast > likely.times_as_fast > 1 > unlikely.times_as_fast > never.times_as_fast
+    assert sure.times_as_fast > likely.times_as_fast > 1 > unlikely.times_as_fast >= never.times_as_fast
     assert never.num_drafts == 0
     for kind in ("ngram", "layers=2"):  # all drafts were accepted
         found = price_speculation(model, kind, LEAN["speculation"][kind]["accepted"], 64 + 128)
