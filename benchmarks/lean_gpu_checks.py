@@ -12,12 +12,14 @@ from weft.serve.decode_attention_kernel import decode_attention_by_kernel
 from weft.serve.decode_graph import GraphRecorder
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.four_bit_cache import FourBitFormat, FourBitLayer
+from weft.serve.fused import rotate_and_store
 from weft.serve.layer_cache import CacheSizes
 from weft.serve.loki_cache import LokiChoice, LokiFormat, chosen_attention, chosen_attention_by_kernel, first_dims
 from weft.serve.packed_linear import pack_model
 from weft.serve.paged_attention import PagedBatch, decode_attention
 from weft.serve.request import Request, Sampling
 from weft.serve.weight_formats import FORMATS, AfterProduct
+from weft.serve.whole_attention_kernel import whole_attention_by_kernel
 
 Found = Iterator[tuple[str, float, float]]  # what is compared, the largest difference of the largest number, the most
 
@@ -46,6 +48,27 @@ def attention(device: torch.device) -> Found:
             difference(decode_attention_by_kernel(*given), decode_attention(*given)),
             0.02,
         )
+
+
+def whole_attention(device: torch.device) -> Found:
+    """Rotation, new entries of the cache and attention by one kernel, twice, as it sets its counts back."""
+    for dtype, sizes, window in ((torch.bfloat16, (32, 8, 128), None), (torch.float16, (8, 2, 64), 300)):
+        for some in ([1, 64, 700, 1025, 6000], [1], [2000], [20000]):
+            lengths = torch.tensor(some, dtype=torch.int32, device=device)
+            tables, slots = pages_of(lengths, 16)
+            pages = [torch.randn(tables.numel() * 16, *sizes[1:], dtype=dtype, device=device) for _ in range(2)]
+            plain = [page.clone() for page in pages]
+            projected = torch.randn(len(some), (sizes[0] + 2 * sizes[1]) * sizes[2], dtype=dtype, device=device)
+            angles = torch.randn(max(some), sizes[2] // 2, device=device).repeat(1, 2)
+            given = (projected, sizes, None, (angles.cos().to(dtype), angles.sin().to(dtype)), lengths - 1, slots)
+            counts = torch.zeros(len(some) * sizes[1], dtype=torch.int32, device=device)
+            after = (tables, lengths, 16, window)
+            first, again = (whole_attention_by_kernel(*given, *pages, *after, counts) for _ in range(2))
+            expected = decode_attention(rotate_and_store(*given, *plain), *plain, *after)
+            name = f"whole attention {dtype} {sizes} {window} {some}"
+            yield name, difference(first, expected), 0.02
+            yield f"{name}: pages", max(map(difference, pages, plain)), 0.01
+            yield f"{name}: again", difference(again, first) + float(counts.abs().max()), 0.0
 
 
 def four_bits(device: torch.device) -> Found:
@@ -149,7 +172,7 @@ def check_kernels(device: torch.device) -> None:
     """Print each comparison; SystemExit if one is off."""
     torch.manual_seed(0)
     begin, num_bad = time.perf_counter(), 0
-    for compare in (attention, four_bits, chosen, products, engines):
+    for compare in (attention, whole_attention, four_bits, chosen, products, engines):
         try:
             for name, found, most in compare(device):
                 num_bad += not found <= most

@@ -250,7 +250,7 @@ def pools() -> dict[str, dict[str, float]]:
 def decodes() -> dict[str, dict[str, float]]:
     """Of attention of one query of each request over pages: heads, windows, lengths, parts of a sequence."""
     found = {}
-    decode_attention_kernel._TOKENS = 16
+    decode_attention_kernel.TOKENS = 16
     for dtype in (torch.float32, torch.float16):  # the interpreter multiplies no matrices of bf16
         for (num_heads, num_key_heads, head_dim), window, num_programs in (
             ((4, 2, 8), None, 1),
@@ -352,7 +352,7 @@ def four_bits() -> dict[str, dict[str, float]]:
 def chosen() -> dict[str, dict[str, float]]:
     """Of the tokens that Loki chooses, with many equal scores, and of attention to them."""
     found = {}
-    decode_attention_kernel._TOKENS, loki_kernel._TOKENS, loki_kernel._CHUNK = 16, 16, 32
+    decode_attention_kernel.TOKENS, loki_kernel._TOKENS, loki_kernel._CHUNK = 16, 16, 32
     for dtype, (num_heads, num_key_heads, head_dim), window, choice, num_programs in (
         (torch.float32, (4, 2, 8), None, LokiChoice(0.5, 0.3, 2, 1), 1),
         (torch.float32, (3, 1, 24), 40, LokiChoice(0.25, 0.25, 3, 20), 16),

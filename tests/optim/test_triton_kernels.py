@@ -24,14 +24,14 @@ CLOSE, BF16_STEP = 2e-6, 2**-7
 CASES = ("updates", "losses", "labels", "takes", "offsets", "pools", "rows")
 
 
-def differences(case: str) -> dict[str, dict[str, float]]:
+def differences(case: str, program: str = "kernels_for_tests.py") -> dict[str, dict[str, float]]:
     """What kernels and plain functions differ by. All cases of this module are computed by one process."""
-    return _found(CASES if case in CASES else (case,))[case]
+    return _found(CASES if case in CASES else (case,), program)[case]
 
 
 @cache
-def _found(cases: tuple[str, ...]) -> dict[str, dict[str, dict[str, float]]]:
-    program = Path(__file__).parents[1] / "helpers" / "kernels_for_tests.py"
+def _found(cases: tuple[str, ...], name: str) -> dict[str, dict[str, dict[str, float]]]:
+    program = Path(__file__).parents[1] / "helpers" / name
     paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(program), *cases]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=paths)

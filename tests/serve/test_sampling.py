@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.models import save_folder
 from weft.serve.request import Request, Sampling
-from weft.serve.sampling import Sampler, _highest, gumbel_noise
+from weft.serve.sampling import Sampler, gumbel_noise, likeliest
 from weft.serve.scheduler import ActiveRequest
 
 NUM_TOKENS, NUM_DRAWS = 12, 6000
@@ -116,11 +116,8 @@ def test_penalties_are_those_of_transformers_also_after_pre_emption(tmp_path: Pa
     assert found["x"] == ids[0, 4:].tolist() != found["plain"]
 
 
-@pytest.mark.parametrize("shape", [(1, 640), (8, 640), (9, 640), (3, 641)])
-def test_the_highest_logit_is_the_first_of_equal_ones_and_nan_if_one_is(shape: tuple[int, int]) -> None:
-    logits = torch.randint(0, 50, shape).float()  # many are equal
-    highest, tokens = _highest(logits)
-    for row, best, token in zip(logits.tolist(), highest.tolist(), tokens.tolist(), strict=True):
-        assert (best, token) == (max(row), row.index(max(row)))
+def test_the_likeliest_token_is_the_first_of_equal_ones_and_none_of_a_row_with_nan() -> None:
+    logits = torch.randint(0, 50, (3, 641)).float()  # many are equal
+    assert likeliest(logits).tolist() == [row.index(max(row)) for row in logits.tolist()]
     logits[0, 400] = torch.nan
-    assert _highest(logits)[0].isnan().tolist() == [True] + [False] * (shape[0] - 1)
+    assert likeliest(logits).tolist() == [-1] + [row.index(max(row)) for row in logits[1:].tolist()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -55,28 +55,29 @@ def plan_command(
     requests: Annotated[int, typer.Option(help="with --serve: how many arrive at once", min=1, max=4096)] = 256,
     prompt: Annotated[int, typer.Option(help="with --serve: tokens of a prompt", min=1, max=1 << 20)] = 512,
     output: Annotated[int, typer.Option(help="with --serve: tokens of an answer", min=1, max=1 << 16)] = 256,
-    weights: Annotated[str | None, typer.Option(help="with --serve: fp8, int8, int4 or int4-128, for memory")] = None,
-    cache: Annotated[str | None, typer.Option(help="with --serve: keys and values as int4")] = None,
+    weights: Annotated[str | None, typer.Option(help="with --serve: fp8, int8, int4 or int4-128")] = None,
+    cache: Annotated[str | None, typer.Option(help="with --serve: keys and values as int4, or loki=FILE")] = None,
     stream_weights: Annotated[int, typer.Option(help="with --serve: blocks copied ahead from host memory", min=0)] = 0,
+    speculate: Annotated[str | None, typer.Option(help="with --serve: ngram or layers=K, for one request")] = None,
+    accepted: Annotated[float, typer.Option(help="with --speculate: the share of drafts that are accepted")] = 0.7,
     as_json: Json = False,
 ) -> None:
     """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
     if serve:
-        _plan_serving(model, run_file, cluster, (requests, prompt, output), (weights, cache, stream_weights), as_json)
+        ways = {"weights": weights, "cache": cache, "ahead": stream_weights}
+        drafts = None if speculate is None else (speculate, accepted)
+        _plan_serving(model, run_file, cluster, (requests, prompt, output), ways, drafts, as_json)
         return
     if like is not None:
         _plan_like(like, (model, run_file, cluster, tokens_per_step, sequence, where, write, report), as_json)
         return
     _refuse_options(model, run_file, cluster, tokens_per_step, sequence, images_per_step, size)
-    from weft.run_file import check_run_file, load_run
-
-    changes, path = _changes(overrides or [], cluster, timeline)
-    if run_file is not None:
-        check_run_file(run_file, changes)
+    changes, path = _changes(overrides or [], cluster, timeline, run_file)
     from weft.commands.console import make_console
     from weft.commands.jobs import command_fork_server
     from weft.commands.plan import JobFile, PlanOptions, named_run, predict_plan, search_plans
     from weft.commands.run_planning import has_layout
+    from weft.run_file import load_run
 
     job = None if write_job is None else JobFile(write_job, run_file, changes)
     options = PlanOptions(where or [], best, write, report, mtbf, mtbf_cluster, what_if, job, roles)
@@ -106,10 +107,20 @@ def _plan_like(name: str, others: tuple[object, ...], as_json: bool) -> None:
         plan_like(name, make_console(as_json), as_json)
 
 
-def _changes(overrides: list[str], cluster: str | None, timeline: bool) -> tuple[list[str], Path | None]:
-    """What is changed of a run file, and the file that --timeline is written to, if one is named behind the changes."""
+def _changes(
+    overrides: list[str], cluster: str | None, timeline: bool, run_file: Path | None
+) -> tuple[list[str], Path | None]:
+    """What is changed of a run file, and the file that --timeline is written to, if one is named behind the changes.
+
+    The run file, if there is one, is checked with them.
+    """
+    from weft.run_file import check_run_file
+
     changes, path = split_off_file(overrides) if timeline else (overrides, None)
-    return [*changes, *([] if cluster is None else [f"cluster={cluster}"])], path
+    changes = [*changes, *([] if cluster is None else [f"cluster={cluster}"])]
+    if run_file is not None:
+        check_run_file(run_file, changes)
+    return changes, path
 
 
 def _plan_serving(
@@ -117,7 +128,8 @@ def _plan_serving(
     run_file: Path | None,
     cluster: str | None,
     sizes: tuple[int, int, int],
-    formats: tuple[str | None, str | None, int],
+    ways: dict[str, Any],
+    drafts: tuple[str, float] | None,
     as_json: bool,
 ) -> None:
     """Plan to serve a model of the catalog, or that of a run file."""
@@ -129,13 +141,12 @@ def _plan_serving(
     from weft.run_file import load_run
 
     console, workload = make_console(as_json), ServingWorkload.of(*sizes)
-    kept, ahead = dict(zip(("weights", "cache"), formats[:2], strict=True)), formats[2]
     if run_file is not None:
         run = load_run(run_file)
-        plan_serving(run.name, run.model, cluster or run.cluster, workload, kept, ahead, console, as_json)
+        plan_serving(run.name, run.model, cluster or run.cluster, workload, ways, drafts, console, as_json)
     else:
         assert model is not None
-        plan_serving(model, load_model(model), cluster or "local", workload, kept, ahead, console, as_json)
+        plan_serving(model, load_model(model), cluster or "local", workload, ways, drafts, console, as_json)
 
 
 def _refuse_two_models(model: str | None, run_file: Path | None, sizes: tuple[object, ...]) -> None:

@@ -13,9 +13,21 @@ from weft.cluster.cpu_rates import with_assumed_rates
 from weft.cluster.hardware import Cluster, load
 from weft.commands.console import print_json
 from weft.errors import ConfigError, PlanError
-from weft.planner.serving import MAX_RUNNING, TOKEN_BUDGET, ServingPrediction, ServingWorkload, search_serving
+from weft.planner.serving import (
+    MAX_RUNNING,
+    TOKEN_BUDGET,
+    ServingModel,
+    ServingPrediction,
+    ServingWorkload,
+    search_serving,
+)
+from weft.planner.serving_speculation import SpeculationPrice, price_speculation
 
 NUM_SHOWN = 8
+NOT_PRICED = (
+    "Not priced: --speculate FOLDER, --sums (sums over ranks are the library's), --head graph, --adapter, and LSTM and "
+    "GRU models."
+)
 
 
 def plan_serving(
@@ -23,39 +35,60 @@ def plan_serving(
     config: ModelConfig,
     cluster_name: str,
     workload: ServingWorkload,
-    formats: dict[str, str | None],
-    ahead: int,
+    ways: dict[str, Any],
+    drafts: tuple[str, float] | None,
     console: Console,
     as_json: bool,
 ) -> None:
     """Find the best layout to serve a model, and show it with others. Raises PlanError if none fits.
 
-    `formats` are those of weights and cache, as options of `weft serve` name them; None: as usual. `ahead`
-    is --stream-weights.
+    `ways` are the formats of `weights` and `cache`, as options of `weft serve` name them, or None; and `ahead`, which
+    is --stream-weights. `drafts` are --speculate and the share of drafts that are accepted.
     """
     if not isinstance(config, LanguageConfig):
         raise ConfigError(f"--serve is for models of text; {name} is a model of images")
     cluster = with_assumed_rates(load(cluster_name))
     precision = "bf16" if "bf16" in cluster.node.device.peak_flops else "fp32"
     with console.status("planning"):
-        found, refused = search_serving(config, cluster, workload, precision, **formats, ahead=ahead)
+        found, refused = search_serving(config, cluster, workload, precision, **ways)
     if not found:
         raise PlanError(f"no layout serves {name} on {cluster_name}; the last one: {refused[-1]}")
+    price = None
+    if drafts is not None:
+        prompt, output = workload.lengths[0]
+        one = ServingModel(config, cluster, found[0].plan, precision, **ways)
+        price = price_speculation(one, *drafts, prompt + output // 2)
     if as_json:
         plans = [_as_json(one) for one in found]
-        about = {"model": name, "cluster": cluster_name, "precision": precision, "refused": refused}
-        about |= {key: value or precision for key, value in formats.items()}
+        about: dict[str, Any] = {"model": name, "cluster": cluster_name, "precision": precision, "refused": refused}
+        about |= {key: ways[key] or precision for key in ("weights", "cache")}
+        about |= {} if price is None else {"speculation": {**asdict(price), "times_as_fast": price.times_as_fast}}
         print_json({**about, "requests": len(workload.lengths), "why": explain(found, cluster), "plans": plans})
         return
     _show(name, cluster_name, found, workload, console)
     lines = explain(found, cluster)
-    for key, value in formats.items():
-        lines[-1] += f" --{key} {value}" if value is not None else ""
-    lines[-1] += f" --stream-weights {ahead}" if ahead else ""
-    if formats["weights"] is not None:
-        lines.append(f"Memory is that of {formats['weights']} weights; times are those of {precision} weights.")
+    for key, option in (("weights", "weights"), ("cache", "cache"), ("ahead", "stream-weights")):
+        lines[-1] += f" --{option} {ways[key]}" if ways[key] else ""
+    if price is not None:
+        lines[-1] += f" --speculate {price.kind}"
+        lines.insert(-1, _of_drafts(price))
+    lines.append(NOT_PRICED)
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def _of_drafts(price: SpeculationPrice) -> str:
+    """A sentence about what drafts give."""
+    given = f"Drafts by {price.kind}, of which {price.chance:.0%} are accepted: one request alone gets"
+    if price.times_as_fast < 1:
+        return (
+            f"{given} {price.tokens_per_second:,.0f} tokens/s and {price.tokens_per_second_without:,.0f} without, so "
+            f"they do not pay. Under load they are not priced."
+        )
+    return (
+        f"{given} {price.tokens_per_second:,.0f} tokens/s, {price.times_as_fast:.1f} times as many as without, with "
+        f"{price.num_drafts} drafts a step. Under load they are not priced."
+    )
 
 
 def explain(found: list[ServingPrediction], cluster: Cluster) -> list[str]:

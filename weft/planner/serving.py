@@ -20,6 +20,7 @@ from weft.cluster.hardware import Cluster, ring_seconds
 from weft.errors import PlanError
 from weft.plan import Pipe, Plan, Tensor
 from weft.planner.kernels import LAUNCH_SECONDS, Kernels
+from weft.planner.lean_kernels import decode_reads, packed_product, small_kernels
 from weft.planner.micro_batch import LINK_SHARE
 from weft.planner.step import HOST_LINK_SHARE
 from weft.profiling.software import software_for_text
@@ -31,22 +32,16 @@ from weft.serve.rank_part import RankPlace, block_bytes, part_bytes, refuse_plan
 from weft.serve.request import Request
 from weft.serve.scheduler import ActiveRequest, ScheduledChunk, Scheduler
 from weft.serve.traffic import ServedSizes, step_calls
-from weft.serve.weight_formats import MAX_KERNEL_ROWS, MAX_TOKEN_BYTES, Grouped, RowFp8, weight_bytes, weight_format
+from weft.serve.weight_formats import weight_format
 
 BLOCK_SIZE = 16
 TOKEN_BUDGET, MAX_RUNNING = 2048, 256  # what `weft serve` uses on a GPU
-# Kernels of a layer beside its four matmuls: two norms, rotation, attention, and what is between gate and down. For one
-# token, matmuls include norms and what is between.
-SMALL_KERNELS, SMALL_KERNELS_FOR_ONE = 4, 2
+# Kernels and copies of a step outside of its layers: two arrays of inputs are copied to the device and to their places,
+# seven kernels find tokens and their embeddings, two choose new tokens and keep them, one copy gives them to the host.
+STEP_KERNELS = 14
 # Host time of a step that is not a CUDA graph: torch issues about so many operations for each layer.
 OPERATIONS_PER_LAYER, HOST_SECONDS = 14, 10e-6
 SAMPLING_PASSES = 4  # over the logits, in float32
-# By bits, the share of the memory rate of other kernels at which those for codes in groups read (measured on an H200).
-# Those for one token multiply bytes as fast as memory gives them, and start while the kernel before them ends.
-GROUPED_RATE, TOKEN_RATE = {4: 0.88, 8: 0.74}, {4: 0.88, 8: 1.0}
-TOKEN_LAUNCH_SECONDS = 2.2e-6
-# Bytes that plain functions move for each weight that is decoded, and for each input that is rounded to float8.
-DECODING_BYTES, ROUNDING_BYTES = 14, 16
 ALONE_OUTPUT = 32  # tokens for which one request alone is predicted
 
 
@@ -214,6 +209,20 @@ class ServingModel:
         num_sampled = sum(chunk.samples for chunk in chunks)
         return self._step(stage, len(decodes), sum(chunk.end for chunk in decodes), prompts, num_sampled)
 
+    def decode_seconds(self, length: int, num_layers: int | None = None) -> float:
+        """Seconds of a decode of one request with so many tokens, by all layers or the first of them and the head."""
+        seconds = self._step(0, 1, length, (), 1).seconds
+        if num_layers is None:
+            return seconds
+        head = self.kernels.product(1, self.sizes.hidden, self.sizes.vocab)
+        return head + (seconds - head) * num_layers / self.sizes.num_layers
+
+    def draft_check_seconds(self, num_drafts: int, length: int) -> float:
+        """Seconds of a step of one request that computes a token and so many drafts, and samples after each."""
+        if num_drafts == 0:
+            return self.decode_seconds(length)
+        return self._step(0, 0, 0, ((1 + num_drafts, length + num_drafts),), 1 + num_drafts).seconds
+
     def _step(
         self, stage: int, num_decodes: int, num_cached: int, prompts: tuple[tuple[int, int], ...], num_sampled: int
     ) -> _StageStep:
@@ -234,16 +243,18 @@ class ServingModel:
             matmul += kernels.product(num_sampled, sizes.hidden // plan.tensor.y, columns)
             flops += 2 * num_sampled * sizes.hidden * columns
             num_read += kernels.item_bytes * sizes.hidden * columns // plan.tensor.y
-        cache = num_cached * self.cache_bytes(stage)
-        attention = cache / kernels.bytes_per_second
+        heads = (sizes.num_heads // x, sizes.key_heads(x), sizes.head_dim)
+        attention, cache = (
+            len(layers) * one for one in decode_reads(kernels, self._cache_format, num_decodes, num_cached, heads)
+        )
         for computed, end in prompts:
             scores = sizes.num_heads // x * computed * (end - computed / 2) * len(layers)
             attention += kernels.attention(8 * sizes.head_dim * scores, 2 * scores, end)[0]
             flops += 4 * sizes.head_dim * scores
         moved = num_tokens * len(layers) * kernels.item_bytes * (4 * sizes.hidden + 3 * sizes.inner // x)
         moved += SAMPLING_PASSES * 4 * num_sampled * sizes.vocab * is_last
-        launches = SMALL_KERNELS_FOR_ONE if num_tokens == 1 else SMALL_KERNELS
-        small = moved / kernels.bytes_per_second + launches * len(layers) * LAUNCH_SECONDS
+        launches = small_kernels(self._cache_format, num_tokens, num_decodes)
+        small = moved / kernels.bytes_per_second + (launches * len(layers) + STEP_KERNELS) * LAUNCH_SECONDS
         by_cause = {
             "weights and matmuls": matmul,
             "attention and its cache": attention,
@@ -269,21 +280,7 @@ class ServingModel:
             seconds, stored = kernels.product(rows, inner, columns), kernels.item_bytes * inner * columns
             starts_early = rows == 1 and kernels.device.is_newer  # while the kernel before it ends
             return seconds - LAUNCH_SECONDS * starts_early, stored
-        stored = weight_bytes(self._format, columns, inner)
-        if rows <= MAX_KERNEL_ROWS:
-            bits = self._format.bits if isinstance(self._format, Grouped) else 8
-            is_token = rows == 1 and inner * bits <= 8 * MAX_TOKEN_BYTES
-            rates = TOKEN_RATE if is_token else GROUPED_RATE
-            share = rates[self._format.bits] if isinstance(self._format, Grouped) else 1.0
-            rate = kernels.bytes_per_second * share
-            num_bytes = stored + kernels.item_bytes * rows * (inner + columns)
-            launch = TOKEN_LAUNCH_SECONDS if is_token else LAUNCH_SECONDS
-            return max(2 * rows * inner * columns / kernels.peak, num_bytes / rate) + launch, stored
-        if isinstance(self._format, RowFp8):  # the product of float8 has twice the rate; inputs are rounded for it
-            rounding = ROUNDING_BYTES * rows * inner / kernels.bytes_per_second
-            return kernels.product(rows, inner, columns) / 2 + rounding, stored
-        decoding = (stored + DECODING_BYTES * inner * columns) / kernels.bytes_per_second
-        return kernels.product(rows, inner, columns) + decoding, stored
+        return packed_product(kernels, self._format, rows, inner, columns)
 
     def _products(self, num_tokens: int, has_experts: bool) -> Iterable[tuple[float, int, int, float, bool]]:
         """The matmuls of a layer on one rank: (rows, inner, columns, how many, are their weights packed)."""

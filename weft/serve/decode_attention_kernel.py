@@ -18,11 +18,11 @@ from torch import Tensor
 
 from weft.serve.early_launch_kernel import early_launch, wait_for_results
 
-_TOKENS = 64  # that are loaded at a time
+TOKENS = 64  # that are loaded at a time
 _PROGRAMS = 512  # as many as keep a GPU busy
 _MAX_PARTS = 64
-_LOG2E = 1.4426950408889634
-_VARYING = ("table_stride", "length_stride")  # from step to step: a kernel is not compiled again for some of them
+LOG2E = 1.4426950408889634
+VARYING = ("table_stride", "length_stride")  # from step to step: a kernel is not compiled again for some of them
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def _length(length_ptr, key_head, IS_CHOSEN: tl.constexpr, IS_EARLY: tl.constexp
 
 
 @triton.jit
-def _bounds(length, part, WINDOW: tl.constexpr, NUM_PARTS: tl.constexpr, TOKENS: tl.constexpr):
+def bounds(length, part, WINDOW: tl.constexpr, NUM_PARTS: tl.constexpr, TOKENS: tl.constexpr):
     """The first token of a part of a sequence, the one behind its last, and the number of parts that have tokens."""
     first = 0
     if WINDOW > 0:
@@ -50,7 +50,7 @@ def _bounds(length, part, WINDOW: tl.constexpr, NUM_PARTS: tl.constexpr, TOKENS:
     return begin, tl.minimum(begin + size, length), tl.cdiv(length - first, size)
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=VARYING)
 def _parts(
     query_ptr, key_ptr, value_ptr, table_ptr, length_ptr, chosen_ptr, mixed_ptr, log_ptr, scale,
     query_stride, table_stride, length_stride, chosen_stride,
@@ -61,7 +61,7 @@ def _parts(
     request, key_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     group: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
     length = _length(length_ptr + request * length_stride, key_head, IS_CHOSEN, IS_EARLY)
-    begin, end, num_used = _bounds(length, part, WINDOW, NUM_PARTS, TOKENS)
+    begin, end, num_used = bounds(length, part, WINDOW, NUM_PARTS, TOKENS)
     if part >= num_used:
         return
     rows, columns = tl.arange(0, GROUP_ROWS), tl.arange(0, WIDTH)
@@ -114,7 +114,7 @@ def _sum_of_used_parts(
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     key_head = head // (NUM_HEADS // NUM_KEY_HEADS)
     length = _length(length_ptr + request * length_stride, key_head, IS_CHOSEN, IS_EARLY)
-    _, _, num_used = _bounds(length, 0, WINDOW, NUM_PARTS, TOKENS)
+    _, _, num_used = bounds(length, 0, WINDOW, NUM_PARTS, TOKENS)
     if num_used > 0:
         _add_parts(mixed_ptr, log_ptr, out_ptr, request, head, num_used, NUM_HEADS, HEAD_DIM, NUM_PARTS, WIDTH)
 
@@ -189,7 +189,7 @@ def decode_attention_by_kernel(
         "WINDOW": window or 0,
         "NUM_PARTS": num_parts,
         "WIDTH": max(16, triton.next_power_of_2(head_dim)),
-        "TOKENS": _TOKENS,
+        "TOKENS": TOKENS,
         "IS_CHOSEN": chosen is not None,
         **early_launch(query),
     }
@@ -202,7 +202,7 @@ def decode_attention_by_kernel(
         lengths if chosen is None else chosen,
         parts,
         logs,
-        head_dim**-0.5 * _LOG2E,
+        head_dim**-0.5 * LOG2E,
         query.stride(0),
         tables.stride(0),
         lengths.stride(0),

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.serve.decode_attention_kernel import _LOG2E, _sum_of_parts, number_of_parts
+from weft.serve.decode_attention_kernel import LOG2E, _sum_of_parts, number_of_parts
 from weft.serve.unpacking_kernel import four_bit_numbers
 
 _PROGRAMS = 1024  # as many as fit into a GPU at once
@@ -263,7 +263,7 @@ def four_bit_attention_by_kernel(
         rows,
         parts,
         logs,
-        head_dim**-0.5 * _LOG2E,
+        head_dim**-0.5 * LOG2E,
         query.stride(0),
         tables.stride(0),
         lengths.stride(0),

@@ -62,6 +62,8 @@ def value_groups(head_dim: int) -> int:
 class FourBitLayer:
     """The cache of one block of the model."""
 
+    counts: Tensor | None = None
+
     def __init__(self, sizes: CacheSizes) -> None:
         blocks, heads, dim = sizes.num_blocks, sizes.num_key_heads, sizes.head_dim
         if dim % 2 or sizes.block_size != GROUP:

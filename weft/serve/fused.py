@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.models.attention import RMSNorm, rotate
+from weft.serve.layer_cache import MAX_WHOLE_DECODES
 from weft.serve.packed_linear import PackedLinear
+from weft.serve.paged_attention import PagedBatch
 from weft.serve.weight_formats import FEW_ROWS
 
 Rotary = tuple[Tensor, Tensor]
@@ -115,3 +117,30 @@ def rotate_and_store(
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
     keys[slots], values[slots] = key, value
     return query
+
+
+def is_for_whole_kernel(projected: Tensor, batch: PagedBatch) -> bool:
+    """Is this a step of few decodes alone on a GPU, whose attention is one kernel?"""
+    is_decodes = batch.tiles is None and batch.num_decodes == len(projected) <= MAX_WHOLE_DECODES
+    return is_decodes and _has_kernels(projected)
+
+
+def whole_attention(
+    projected: Tensor,
+    sizes: tuple[int, int, int],
+    norms: tuple[RMSNorm, RMSNorm] | None,
+    rotary: Rotary | None,
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    batch: PagedBatch,
+    window: int | None,
+    counts: Tensor,
+) -> Tensor:
+    """`rotate_and_store`, and the attention of its queries, of decodes alone: [tokens, heads, head_dim]."""
+    from weft.serve.whole_attention_kernel import whole_attention_by_kernel
+
+    assert rotary is not None, "models without rotary positions have no such kernel"
+    pages = (keys, values, batch.tables, batch.lengths, batch.block_size, window)
+    return whole_attention_by_kernel(projected, sizes, norms, rotary, positions, slots, *pages, counts)

@@ -6,6 +6,8 @@ A `CacheFormat` makes one `LayerCache` for each block of the model. A step of a 
     query = rotate_and_store(..., slots, keys, values)
     mixed = layer.attend(query, keys, values, batch, window)
 
+On a GPU, a step of few decodes over plain pages is one kernel instead (`whole_attention_kernel.py`).
+
 Which blocks belong to which request is not a format's business (`blocks.py`). Each format is one file.
 """
 
@@ -19,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.serve.paged_attention import PagedBatch, attend
+
+MAX_WHOLE_DECODES = 16  # requests of a step whose attention is one kernel
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class LayerCache(Protocol):
     """The keys and values of one block of the model."""
 
     pages: Sequence[Tensor]  # each [blocks, ...]; to copy a block is to copy its entry of each
+    counts: Tensor | None  # zeros for `whole_attention_kernel.py`; None: pages are not plain, or `attend` does more
 
     def room(self, batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Slots [tokens], and keys and values [slots, key heads, head_dim] of which these slots are to be written."""
@@ -76,6 +81,8 @@ class PlainLayer:
         shape = (2, sizes.num_blocks, sizes.block_size, sizes.num_key_heads, sizes.head_dim)
         self.pages: Sequence[Tensor] = torch.zeros(shape, dtype=sizes.dtype, device=sizes.device).unbind()
         self._keys, self._values = (page.flatten(0, 1) for page in self.pages)
+        number = MAX_WHOLE_DECODES * sizes.num_key_heads
+        self.counts: Tensor | None = torch.zeros(number, dtype=torch.int32, device=sizes.device)
 
     def room(self, batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor]:
         return batch.slots, self._keys, self._values

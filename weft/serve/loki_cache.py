@@ -87,6 +87,8 @@ class LokiFormat:
 class LokiLayer:
     """The cache of one block of the model."""
 
+    counts: Tensor | None = None
+
     def __init__(self, axes: Tensor, choice: LokiChoice, sizes: CacheSizes) -> None:
         if axes.shape != (sizes.num_key_heads, sizes.head_dim, sizes.head_dim):
             raise ConfigError(

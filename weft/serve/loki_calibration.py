@@ -31,6 +31,7 @@ class RecordedLayer(PlainLayer):
 
     def __init__(self, sizes: CacheSizes, moments: Tensor) -> None:
         super().__init__(sizes)
+        self.counts = None
         self._moments = moments
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:

@@ -23,7 +23,7 @@ from weft.models.attention import RMSNorm
 from weft.models.decoder import Attention, DecoderLayer, rotary_tables
 from weft.models.experts import SparseMLP, SwiGLU
 from weft.models.gpt2 import GPT2MLP, GPT2Layer
-from weft.serve.fused import rotate_and_store
+from weft.serve.fused import is_for_whole_kernel, rotate_and_store, whole_attention
 from weft.serve.layer_cache import CacheFormat, CacheSizes, LayerCache, PlainFormat
 from weft.serve.packed_linear import PackedLinear, join_packed
 from weft.serve.paged_attention import PagedBatch
@@ -154,22 +154,21 @@ class PagedModel:
         for index, (block, layer) in enumerate(zip(self.blocks[: len(cache)], cache, strict=True)):
             if self._streamed is not None:
                 self._streamed.need(index)
-            slots, keys, values = layer.room(batch)
-            query = rotate_and_store(
-                norm_column(residual, block.input_norm, block.projection, self.axes),
-                (block.num_heads, block.num_key_heads, block.head_dim),
-                block.head_norms,
-                self.rotary,
-                batch.positions,
-                slots,
-                keys,
-                values,
-            )
-            mixed = layer.attend(query, keys, values, batch, block.window)
+            projected = norm_column(residual, block.input_norm, block.projection, self.axes)
+            mixed = self._attended(projected, block, batch, layer)
             residual = block.add_mlp(add_row(residual, mixed.flatten(1), block.output, self.axes))
             if self._streamed is not None:
                 self._streamed.done(index)
         return residual
+
+    def _attended(self, projected: Tensor, block: PagedBlock, batch: PagedBatch, layer: LayerCache) -> Tensor:
+        """The attention [tokens, heads, head_dim] of a block. Keys and values of the batch go into its cache."""
+        slots, keys, values = layer.room(batch)
+        sizes = (block.num_heads, block.num_key_heads, block.head_dim)
+        given = (projected, sizes, block.head_norms, self.rotary, batch.positions, slots, keys, values)
+        if layer.counts is not None and self.rotary is not None and is_for_whole_kernel(projected, batch):
+            return whole_attention(*given, batch, block.window, layer.counts)
+        return layer.attend(rotate_and_store(*given), keys, values, batch, block.window)
 
     def stream_weights(self, ahead: int) -> StreamedWeights:
         """Keep the weights of blocks in host memory, and copy those of `ahead` blocks before they are needed."""

@@ -20,7 +20,6 @@ from weft.serve.paged_attention import to_device
 from weft.serve.request import Sampling
 from weft.serve.scheduler import ActiveRequest
 
-_FEW_ROWS, _ROW_PARTS = 8, 64  # of logits whose highest is found in parts
 _ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32)))  # shifts and factors of a 32-bit hash (lowbias32)
 
 
@@ -97,14 +96,13 @@ class Sampler:
         if any(matcher is not None for matcher in matchers):
             allowed = to_device(allowed_tokens(matchers, self.vocab_size), self.device)
             logits = logits.masked_fill(~allowed, -torch.inf)
-        best, tokens = _highest(logits)
+        tokens = likeliest(logits)
         if settings.is_random:
             if settings.has_filter:
                 drawn = _filtered_draw(logits.float(), settings, positions)
             else:
                 drawn = draw(logits, settings.temperature, settings.keys, positions)
-            tokens = torch.where(settings.temperature[:, 0] > 0, drawn, tokens)
-        tokens = torch.where(best.isnan(), -1, tokens)
+            tokens = torch.where((settings.temperature[:, 0] > 0) & (tokens >= 0), drawn, tokens)
         self.last[settings.rows] = tokens
         if settings.has_penalty and self._counts is not None:
             self._counts[settings.rows, tokens] += 1
@@ -133,17 +131,14 @@ def _has_penalty(sampling: Sampling) -> bool:
     return (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
-def _highest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The highest logit of each row and the first token that has it; NaN if a logit is.
+def likeliest(logits: Tensor) -> Tensor:
+    """The first token of each row that has the highest logit; -1 if a logit is NaN."""
+    if logits.is_cuda:
+        from weft.serve.sampling_kernel import likeliest_by_kernel
 
-    Of few rows, parts come first: a GPU finds the highest number of one long row slowly.
-    """
-    if len(logits) > _FEW_ROWS or logits.shape[1] % _ROW_PARTS:
-        whole = logits.max(-1)
-        return whole.values, whole.indices
-    best, places = logits.unflatten(1, (_ROW_PARTS, -1)).max(-1)
-    highest, part = best.max(-1, keepdim=True)
-    return highest[:, 0], (places.gather(1, part) + part * (logits.shape[1] // _ROW_PARTS))[:, 0]
+        return likeliest_by_kernel(logits)
+    best, tokens = logits.max(-1)
+    return torch.where(best.isnan(), -1, tokens)
 
 
 def _settings_of(members: list[ActiveRequest], vocab_size: int, device: torch.device) -> SamplingRows:

@@ -1,7 +1,8 @@
-"""The draw of `sampling.py` without filters as one Triton kernel for GPUs, which reads the logits once.
+"""Sampling on GPUs as Triton kernels, which read the logits once: the likeliest token, and a draw without filters.
 
-A program handles a part of the tokens of one request: it makes their noise, and finds the token with the highest sum of
-logit and noise. The plain function makes the noise in some thirty passes over memory.
+One program finds the likeliest token of a request. For a draw, a program handles a part of the tokens of one request:
+it makes their noise, and finds the token with the highest sum of logit and noise. The plain function makes the noise in
+some thirty passes over memory.
 """
 
 from __future__ import annotations
@@ -12,6 +13,33 @@ import triton.language as tl
 from torch import Tensor
 
 _TOKENS = 4096  # that a program handles
+_ROW_TOKENS, _ROW_WARPS = 8192, 32  # that a program compares at a time, and its warps: all that one of them can have
+
+
+@triton.jit
+def _likeliest(logits_ptr, token_ptr, num_tokens, logits_stride, TOKENS: tl.constexpr):
+    """Each column of TOKENS keeps the first of the highest logits that it meets, or NaN, and where it was."""
+    request, column = tl.program_id(0).to(tl.int64), tl.arange(0, TOKENS)
+    highest, begin = tl.full([TOKENS], float("-inf"), tl.float32), tl.zeros([TOKENS], tl.int32)
+    for start in tl.range(0, num_tokens, TOKENS, loop_unroll_factor=4):
+        at = logits_ptr + request * logits_stride + start + column
+        logits = tl.load(at, mask=start + column < num_tokens, other=float("-inf")).to(tl.float32)
+        begin = tl.where(logits > highest, start, begin)
+        highest = tl.maximum(highest, logits, propagate_nan=tl.PropagateNan.ALL)
+    num_bad = tl.sum((highest != highest).to(tl.int32), 0)
+    found = tl.min(tl.where(highest == tl.max(highest, 0), begin + column, num_tokens), 0)
+    tl.store(token_ptr + request, tl.where(num_bad > 0, -1, found).to(tl.int64))
+
+
+def likeliest_by_kernel(logits: Tensor) -> Tensor:
+    """Equals `sampling.likeliest`: logits [requests, tokens] of any dtype -> tokens [requests]."""
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    assert logits.stride(1) == 1, "the logits of a request lie end to end"
+    size = min(_ROW_TOKENS, triton.next_power_of_2(logits.shape[1]))
+    _likeliest[(len(logits),)](
+        logits, tokens, logits.shape[1], logits.stride(0), TOKENS=size, num_warps=max(1, min(_ROW_WARPS, size // 256))
+    )
+    return tokens
 
 
 @triton.jit

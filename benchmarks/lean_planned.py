@@ -1,0 +1,90 @@
+"""Compares what `weft plan --serve` predicts for lean inference with what was measured on an H200.
+
+    python benchmarks/lean_planned.py              prints a table; needs no GPU
+
+Measurements are those of benchmarks/results/lean-gpu.json. Predictions know the model, the device and the workload, and
+for drafts the share that was accepted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from serve_gpu import LLAMA_8B
+
+from weft.cluster.hardware import load
+from weft.models.catalog import load_model
+from weft.plan import Plan
+from weft.planner.kernels import LAUNCH_SECONDS
+from weft.planner.lean_kernels import MORE_KERNELS, decode_reads
+from weft.planner.serving import ServingModel
+from weft.planner.serving_speculation import price_speculation
+from weft.serve.four_bit_cache import FourBitFormat
+from weft.serve.layer_cache import CacheFormat, PlainFormat
+from weft.serve.loki_cache import LokiFormat
+
+RESULTS = Path(__file__).parent / "results"
+Row = tuple[str, float, float]  # what, predicted, measured
+
+
+def decodes(lean: dict[str, Any]) -> Iterator[Row]:
+    """Tokens a second of one request, by weights."""
+    for kind, measured in lean["weights"].items():
+        model = ServingModel(LLAMA_8B, load("h200:1x1"), Plan(), "bf16", None if kind == "bf16" else kind)
+        found = model.simulate([(16, 256)], model.cache_tokens).tokens_per_second
+        yield f"one request, 8B, {kind}: tokens/s", found, measured["tokens_per_second"]
+    large = ServingModel(load_model("llama3-70b"), load("h200:1x1"), Plan(), "bf16", "int4")  # type: ignore[arg-type]
+    found = large.simulate([(16, 128)], large.cache_tokens).tokens_per_second
+    yield "one request, 70B, int4: tokens/s", found, lean["llama_70b_int4"]["tokens_per_second"]
+
+
+def attention(lean: dict[str, Any]) -> Iterator[Row]:
+    """Milliseconds of one layer's attention, by format of the cache."""
+    kernels = ServingModel(LLAMA_8B, load("h200:1x1"), Plan(), "bf16").kernels
+    number, each = lean["four_bits"]["requests"], lean["four_bits"]["tokens_each"]
+    formats: tuple[tuple[CacheFormat, float], ...] = (
+        (PlainFormat(), lean["four_bits"]["plain_seconds"]),
+        (FourBitFormat(), lean["four_bits"]["seconds"]),
+        (LokiFormat(torch.zeros(1)), lean["loki"]["seconds"]),
+    )
+    for form, measured in formats:
+        seconds, _ = decode_reads(kernels, form, number, number * each, (32, 8, 128))
+        seconds += MORE_KERNELS[form.name] * LAUNCH_SECONDS
+        yield f"attention of {number} × {each:,} tokens, {form.name}: ms", 1e3 * seconds, 1e3 * measured
+
+
+def streaming(lean: dict[str, Any]) -> Iterator[Row]:
+    """Tokens a second with the weights of blocks in host memory."""
+    model = ServingModel(LLAMA_8B, load("h200:1x1"), Plan(), "bf16", ahead=2)
+    for number in (1, 32):
+        found = model.simulate([(16, 10)] * number, model.cache_tokens).tokens_per_second
+        measured = lean["streaming"][f"{number} requests"]["tokens_per_second"]
+        yield f"weights in host memory, {number} at once: tokens/s", found, measured
+
+
+def drafts(lean: dict[str, Any]) -> Iterator[Row]:
+    """Tokens a second of one request with drafts, by the share of them that was accepted."""
+    model = ServingModel(LLAMA_8B, load("h200:1x1"), Plan(), "bf16")
+    for kind, measured in lean["speculation"].items():
+        if isinstance(measured, dict) and "accepted" in measured:
+            found = price_speculation(model, kind, measured["accepted"], 64 + 128)
+            yield f"drafts by {kind}: tokens/s", found.tokens_per_second, measured["tokens_per_second"]
+
+
+def rows() -> list[Row]:
+    lean = json.loads((RESULTS / "lean-gpu.json").read_text())
+    return [row for part in (decodes, attention, streaming, drafts) for row in part(lean)]
+
+
+def main() -> None:
+    print("| | predicted | measured | error |\n|---|---|---|---|")
+    for name, predicted, measured in rows():
+        print(f"| {name} | {predicted:,.4g} | {measured:,.4g} | {predicted / measured - 1:+.0%} |")
+
+
+if __name__ == "__main__":
+    main()

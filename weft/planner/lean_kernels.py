@@ -1,0 +1,91 @@
+"""Times of the kernels of lean inference on one device: products with weights in fewer bits, and the attention of
+decodes over each format of the cache.
+"""
+
+from __future__ import annotations
+
+import math
+
+from weft.planner.kernels import LAUNCH_SECONDS, Kernels
+from weft.serve.layer_cache import MAX_WHOLE_DECODES, CacheFormat
+from weft.serve.loki_cache import LokiChoice, LokiFormat
+from weft.serve.weight_formats import (
+    MAX_KERNEL_ROWS,
+    MAX_TOKEN_BYTES,
+    Grouped,
+    RowFp8,
+    WeightFormat,
+    weight_bytes,
+)
+
+# By bits, the share of the memory rate of other kernels at which those for codes in groups read (measured on an H200,
+# for products). Those for one token multiply bytes as fast as memory gives them, and start while the kernel before them
+# ends.
+GROUPED_RATE, TOKEN_RATE = {4: 0.88, 8: 0.74}, {4: 0.88, 8: 1.0}
+TOKEN_LAUNCH_SECONDS = 2.2e-6
+# Bytes that plain functions move for each weight that is decoded, and for each input that is rounded to float8.
+DECODING_BYTES, ROUNDING_BYTES = 14, 16
+# Passes of Loki's choice over the joint scores of a key head (`serve/loki_kernel.py`): they are written, read for each
+# of 16 digits and for the count, and read to write the chosen tokens.
+CHOOSING_PASSES = 1 + 16 + 1 + 1
+SCORE_BYTES = 4
+# Kernels of a layer beside its four matmuls: two norms, rotation, attention, and what is between gate and down. For one
+# token, matmuls include norms and what is between. Rotation and attention of few decodes over a plain cache are one.
+SMALL_KERNELS, SMALL_KERNELS_FOR_ONE = 4, 2
+# Others have, beside these, a kernel that adds keys and values, and for Loki two that score and choose.
+MORE_KERNELS = {"plain": 0, "int4": 1, "loki": 3}
+
+
+def packed_product(kernels: Kernels, form: WeightFormat, rows: int, inner: int, columns: int) -> tuple[float, int]:
+    """Seconds of a matmul with a weight in fewer bits, and the bytes of the weight."""
+    stored = weight_bytes(form, columns, inner)
+    if rows <= MAX_KERNEL_ROWS:
+        bits = form.bits if isinstance(form, Grouped) else 8
+        is_token = rows == 1 and inner * bits <= 8 * MAX_TOKEN_BYTES
+        rates = TOKEN_RATE if is_token else GROUPED_RATE
+        rate = kernels.bytes_per_second * (rates[form.bits] if isinstance(form, Grouped) else 1.0)
+        num_bytes = stored + kernels.item_bytes * rows * (inner + columns)
+        launch = TOKEN_LAUNCH_SECONDS if is_token else LAUNCH_SECONDS
+        return max(2 * rows * inner * columns / kernels.peak, num_bytes / rate) + launch, stored
+    if isinstance(form, RowFp8):  # the product of float8 has twice the rate; inputs are rounded for it
+        rounding = ROUNDING_BYTES * rows * inner / kernels.bytes_per_second
+        return kernels.product(rows, inner, columns) / 2 + rounding, stored
+    decoding = (stored + DECODING_BYTES * inner * columns) / kernels.bytes_per_second
+    return kernels.product(rows, inner, columns) + decoding, stored
+
+
+def small_kernels(form: CacheFormat, num_tokens: int, num_decodes: int) -> int:
+    """Kernels of a layer beside its matmuls, in a step of so many tokens."""
+    is_whole = form.name == "plain" and num_tokens == num_decodes <= MAX_WHOLE_DECODES
+    number = SMALL_KERNELS_FOR_ONE if num_tokens == 1 else SMALL_KERNELS
+    return number + MORE_KERNELS[form.name] - is_whole
+
+
+def decode_reads(
+    kernels: Kernels, form: CacheFormat, num_decodes: int, num_cached: int, heads: tuple[int, int, int]
+) -> tuple[float, float]:
+    """Seconds of the attention of decodes in one layer without starts of kernels, and the bytes of the cache that it
+    reads. The decodes have `num_cached` tokens together; `heads` are heads, key heads and their size.
+    """
+    num_heads, num_key_heads, head_dim = heads
+    stored = num_cached * form.bytes_per_token(num_key_heads, head_dim, kernels.item_bytes)
+    if form.name == "int4":
+        return stored / (kernels.bytes_per_second * GROUPED_RATE[4]), stored
+    if not isinstance(form, LokiFormat) or not num_decodes:
+        return stored / kernels.bytes_per_second, stored
+    share = _chosen_share(form.choice, num_cached / num_decodes)
+    per_token = num_key_heads * kernels.item_bytes
+    read = num_cached * per_token * (form.choice.num_dims(head_dim) + share * 2 * head_dim)
+    written = num_cached * num_heads * SCORE_BYTES
+    # One program finds the chosen tokens of a key head, and has one processor's share of the memory rate.
+    num_programs, num_processors = num_decodes * num_key_heads, kernels.device.num_processors or 1
+    passes = CHOOSING_PASSES + num_heads // num_key_heads  # each query's scores are read once
+    chosen = math.ceil(num_programs / num_processors) * num_processors * passes * SCORE_BYTES * num_cached / num_decodes
+    return (read + written + chosen) / kernels.bytes_per_second, read
+
+
+def _chosen_share(choice: LokiChoice, length: float) -> float:
+    """The share of a request's tokens that are attended to."""
+    if length < choice.dense_below:
+        return 1.0
+    return min(1.0, max(choice.tokens, (choice.newest + 1) / length))
