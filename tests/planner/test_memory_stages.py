@@ -46,7 +46,7 @@ def all_stages(pipe: Pipe) -> list[Pipe]:
 
 def slowest(plan: Plan) -> float:
     """The seconds of a micro-batch on the slowest rank."""
-    return sum(model().steps._busiest(plan)[0])
+    return sum(model().steps.common_times(plan).busiest)
 
 
 def stages_that_fit(plan: Plan, num_micro_batches: int, limit_bytes: float) -> Plan | None:
