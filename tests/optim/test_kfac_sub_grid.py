@@ -371,3 +371,16 @@ def test_a_rank_without_layers_is_never_asked() -> None:
     ranks.close()
     assert threads.answered.entries()[CURVATURE, "send"].calls == 3 * 3
     assert difference(values(model), reference()) < 1e-12
+
+
+def test_an_error_of_the_inversion_here_is_raised_where_the_answer_is_taken() -> None:
+    mesh = mesh_of(1)
+    model, optimizer = build(mesh, "sub-grid")
+    ranks = (threads := Threads(1)).attach(optimizer)
+    ranks._links[0].lose()
+    with (
+        patch.object(curvature, "invert_message", side_effect=MemoryError("too large")),
+        pytest.raises(MemoryError, match="too large"),
+    ):
+        train(model, optimizer, mesh, range(1))
+    assert threads.said == []

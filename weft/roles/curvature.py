@@ -31,13 +31,14 @@ END = -1  # sent in place of a request's number when there are no more
 _SIZES_KEY = "role/curvature/sizes"
 
 
-class _Request:
-    """The factors of one curvature rank's layers on their way; `answer` is there when `thread` has ended."""
+class _Inversion:
+    """A request to one curvature rank: the factors of its layers. `thread` brings the answer, or an error."""
 
     def __init__(self, sizes: Sequence[FactorSizes], factors: Tensor, answer_numel: int) -> None:
         self.sizes, self.factors = sizes, factors
         self.answer = factors.new_empty(answer_numel)
         self.thread: threading.Thread | None = None
+        self.error: BaseException | None = None
 
 
 class CurvatureRanks:
@@ -58,7 +59,7 @@ class CurvatureRanks:
         self._timeout, self._say = timeout, say
         owners = owners_of(sizes, len(links))
         self._layers = [[index for index, owner in enumerate(owners) if owner == link.number] for link in links]
-        self._number, self._requests = 0, list[_Request]()
+        self._number, self._requests = 0, list[_Inversion]()
         store.set(_SIZES_KEY, _describe([[sizes[index] for index in own] for own in self._layers], dtype))
 
     def ask(self, factors: Sequence[Factors]) -> None:
@@ -71,8 +72,8 @@ class CurvatureRanks:
                 continue
             sizes = [self._sizes[index] for index in layers]
             numel = sum(one.numel + NUM_STATISTICS for one in sizes)
-            request = _Request(sizes, pack_factors([factors[index] for index in layers]), numel)
-            request.thread = threading.Thread(target=self._answer, args=(link, request), daemon=True)
+            request = _Inversion(sizes, pack_factors([factors[index] for index in layers]), numel)
+            request.thread = threading.Thread(target=self._run, args=(link, request), daemon=True)
             request.thread.start()
             self._requests.append(request)
 
@@ -86,6 +87,8 @@ class CurvatureRanks:
         for request, layers in zip(self._requests, filter(None, self._layers), strict=True):
             assert request.thread is not None
             request.thread.join()
+            if request.error is not None:
+                raise request.error
             parts = request.answer.split([one.numel + NUM_STATISTICS for one in request.sizes])
             found |= dict(zip(layers, parts, strict=True))
         self._requests = []
@@ -100,7 +103,14 @@ class CurvatureRanks:
                 with suppress(LostRankError):
                     link.channel.send(torch.tensor([END])).wait(self._timeout)
 
-    def _answer(self, link: RoleLink, request: _Request) -> None:
+    def _run(self, link: RoleLink, request: _Inversion) -> None:
+        """What a thread does: get the answer, or keep the error for `take`."""
+        try:
+            self._answer(link, request)
+        except BaseException as error:
+            request.error = error
+
+    def _answer(self, link: RoleLink, request: _Inversion) -> None:
         """Get a request's answer from its curvature rank, or compute it here if that rank is lost."""
         channel = link.channel
         if channel is not None:
