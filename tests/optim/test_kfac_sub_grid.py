@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from datetime import timedelta
+from functools import wraps
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -50,6 +51,7 @@ from weft.roles.curvature import CURVATURE, CurvatureRanks, serve_curvature
 from weft.roles.links import RoleLink, digest, meet_trainers
 from weft.run_tables import Kfac
 
+pytestmark = pytest.mark.processes
 TIMEOUT = timedelta(seconds=60)
 OWN = digest({"train.seed": "0"})
 OFTEN = replace(OPTIONS, factor_every=1, inverse_every=2)
@@ -62,6 +64,16 @@ def _in_float64() -> Any:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
+
+
+def in_child(test: Callable[..., None]) -> Callable[..., None]:
+    """Runs a test in a forked process: one that has computed inverses in threads cannot fork ranks that compute."""
+
+    @wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        run_local(lambda index: test(*arguments, **named), 1)
+
+    return run
 
 
 class Threads:
@@ -78,6 +90,7 @@ class Threads:
         threading.Thread(target=self._serve, args=(number,), daemon=True).start()
 
     def _serve(self, number: int) -> None:
+        torch.set_num_threads(1)
         (channel,) = meet_trainers(self.store, CURVATURE, number, 1, OWN, self.answered, TIMEOUT)
         send = channel.send
 
@@ -165,7 +178,6 @@ def swapped(given: Tensor, sizes: Sequence[Any], damping: float) -> Tensor:
 inverted = curvature.invert_message
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("degree", [4, pytest.param(8, marks=pytest.mark.soak)])
 def test_sub_grid_equals_inline_and_owner_sharded(degree: int) -> None:
     wanted = reference()
@@ -190,6 +202,7 @@ def test_sub_grid_equals_inline_and_owner_sharded(degree: int) -> None:
 
 
 @pytest.mark.parametrize("swaps", [False, True])
+@in_child
 def test_swapped_inverses_are_found(swaps: bool) -> None:
     mesh, found = mesh_of(1), []
     given = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)) * torch.arange(1.0, 5.0)
@@ -257,7 +270,6 @@ class Valve:
         assert self.permits.acquire(timeout=60)
 
 
-@pytest.mark.processes
 def test_async_goes_on_meanwhile_and_equals_a_replay_of_its_lags() -> None:
     """Answers are let out before updates 3 and 8, each while renewals are due that are skipped."""
 
@@ -296,7 +308,7 @@ def test_async_goes_on_meanwhile_and_equals_a_replay_of_its_lags() -> None:
     assert difference(found, reference()) > 1e-6
 
 
-@pytest.mark.processes
+@in_child
 def test_a_save_waits_for_inverses_and_any_mode_resumes_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """At the save after 5 updates the inverses of update 0 are outstanding."""
     mesh = mesh_of(1)
@@ -328,6 +340,7 @@ def test_a_save_waits_for_inverses_and_any_mode_resumes_it(tmp_path: Path, caplo
 
 
 @pytest.mark.parametrize("mode", ["sub-grid", "sub-grid-async"])
+@in_child
 def test_layers_of_a_lost_rank_are_inverted_by_training_rank_0_until_it_is_back(mode: Any) -> None:
     """The second answer of curvature rank 1 does not come: it dies. It is back before the third."""
     mesh, died = mesh_of(1), list[int]()
@@ -362,6 +375,7 @@ def test_layers_of_a_lost_rank_are_inverted_by_training_rank_0_until_it_is_back(
     assert len(died) == 4
 
 
+@in_child
 def test_a_rank_without_layers_is_never_asked() -> None:
     mesh = mesh_of(1)
     model, optimizer = build(mesh, "sub-grid")
@@ -373,6 +387,7 @@ def test_a_rank_without_layers_is_never_asked() -> None:
     assert difference(values(model), reference()) < 1e-12
 
 
+@in_child
 def test_an_error_of_the_inversion_here_is_raised_where_the_answer_is_taken() -> None:
     mesh = mesh_of(1)
     model, optimizer = build(mesh, "sub-grid")

@@ -67,13 +67,14 @@ class CurvatureRanks:
         assert not self._requests, "an answer is outstanding"
         self._number += 1
         self._find_returned()
+        num_threads = torch.get_num_threads()
         for link, layers in zip(self._links, self._layers, strict=True):
             if not layers:
                 continue
             sizes = [self._sizes[index] for index in layers]
             numel = sum(one.numel + NUM_STATISTICS for one in sizes)
             request = _Inversion(sizes, pack_factors([factors[index] for index in layers]), numel)
-            request.thread = threading.Thread(target=self._run, args=(link, request), daemon=True)
+            request.thread = threading.Thread(target=self._run, args=(link, request, num_threads), daemon=True)
             request.thread.start()
             self._requests.append(request)
 
@@ -103,9 +104,10 @@ class CurvatureRanks:
                 with suppress(LostRankError):
                     link.channel.send(torch.tensor([END])).wait(self._timeout)
 
-    def _run(self, link: RoleLink, request: _Inversion) -> None:
+    def _run(self, link: RoleLink, request: _Inversion, num_threads: int) -> None:
         """What a thread does: get the answer, or keep the error for `take`."""
         try:
+            torch.set_num_threads(num_threads)  # as in the thread that asks: OpenMP has a number for each
             self._answer(link, request)
         except BaseException as error:
             request.error = error
