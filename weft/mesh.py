@@ -14,6 +14,8 @@ combines several:
 
 A hierarchical plan gives two levels to every axis that crosses nodes: `data/node` connects ranks with equal local
 indices on different nodes, and `data/local` the ranks inside a node. A node is `ranks_per_node` consecutive ranks.
+If ranks share devices (`plan.ranks_per_device`), `data/leaders` connects the first ranks of all devices, and
+`data/device` the ranks of one device.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from weft.cluster.communication import Communication
 from weft.cluster.hardware import AxisLink, Cluster
 from weft.cluster.rounds import Algorithm
 from weft.comm import Axis, Ledger, all_reduce
+from weft.comm.device_ranks import LEADER, create_page, open_device_ranks
 from weft.errors import LaunchError
 from weft.health.call_order import call_order
 from weft.plan import AXES, Plan, axes_that_split
@@ -92,6 +95,8 @@ class Mesh:
         self._made: dict[tuple[Any, ...], dist.ProcessGroup | None] = {}
         self._levels: dict[str, tuple[Axis, Axis]] = {}
         self.levels: dict[str, Levels] = {}  # how collectives of the axes with two levels are carried out
+        if plan.ranks_per_device > 1:
+            self._share_devices()
         if plan.hierarchical and found > 1:
             self._make_levels(self._agree(ranks_per_node), cluster)
 
@@ -189,6 +194,11 @@ class Mesh:
         return self.rank == 0
 
     @property
+    def is_leader(self) -> bool:
+        """Is this the first of the ranks that share its device?"""
+        return self.rank % self.plan.ranks_per_device == 0
+
+    @property
     def is_first_of_stage(self) -> bool:
         """Is this the first rank with its coordinate on `pipe`?"""
         return not any(index for axis, index in self.coordinates.items() if axis != "pipe")
@@ -227,18 +237,48 @@ class Mesh:
         group: dist.ProcessGroup = dist.new_group(timeout=timeout, group_desc="world with shadows")
         return group
 
-    def _group_among(self, rows: Tensor, description: str, label: str = "") -> dist.ProcessGroup | None:
+    def _group_among(
+        self, rows: Tensor, description: str, label: str = "", backend: str | None = None
+    ) -> dist.ProcessGroup | None:
         """Returns this rank's group among rows of ranks [groups, members]. It is created once per rows and label."""
         key = (label, *sorted(tuple(row) for row in rows.tolist()))
         if key not in self._made:
             self._made[key] = None
             for row in key[1:]:  # every rank creates all groups, in the same order
-                group = dist.new_group(list(row), group_desc=description)
+                group = dist.new_group(list(row), group_desc=description, backend=backend)
                 if self.rank in row:
                     self._made[key] = group
         return self._made[key]
 
     # --- two levels
+
+    def _share_devices(self) -> None:
+        """Connect the ranks of this rank's device, and the leaders of all devices."""
+        per_device = self.plan.ranks_per_device
+        device, local = divmod(self.rank, per_device)
+        if self.num_local_ranks % per_device:
+            raise LaunchError(
+                f"plan.ranks_per_device = {per_device}, and a host has {self.num_local_ranks} ranks, which do not fill "
+                f"devices; start a multiple of {per_device} on each host"
+            )
+        world = dist.group.WORLD
+        assert world is not None
+        pages = torch.zeros(self.plan.num_ranks, dtype=torch.int64)
+        if local == LEADER:
+            pages[self.rank] = create_page(per_device)
+        all_reduce(pages, Axis("world", self.plan.num_ranks, self.rank, world, Ledger())).wait()
+        page = int(pages[self.rank - local])
+        ranks = open_device_ranks(page, local, per_device, self.device, _timeout_seconds(world))
+        self.levels = level_degrees(self.plan, None)
+        leaders, num_devices = None, self.plan.num_ranks // per_device
+        if num_devices > 1:
+            firsts = torch.arange(0, self.plan.num_ranks, per_device).view(1, -1)
+            leaders = self._group_among(firsts, "leaders of devices", "leaders", _leaders_backend(self.device))
+        for name in self.levels:
+            self._levels[name] = (
+                Axis(f"{name}/leaders", num_devices, device, leaders, self.ledger),
+                Axis(f"{name}/device", per_device, local, None, self.ledger, device_ranks=ranks),
+            )
 
     def _agree(self, ranks_per_node: int | None) -> int | None:
         """Returns `ranks_per_node` if all ranks give the same number, else None.
@@ -327,6 +367,9 @@ def level_degrees(plan: Plan, ranks_per_node: int | None, cluster: Cluster | Non
 
     `cluster` has the links or times by which `plan.communication.between = "fastest"` chooses.
     """
+    if plan.ranks_per_device > 1:
+        shape = (plan.data // plan.ranks_per_device, plan.ranks_per_device)
+        return {name: Levels(*shape, axis=name, shares_device=True) for name in _names(plan)}
     if not plan.hierarchical or ranks_per_node is None:
         return {}
     between, found = plan.communication.between, {}
@@ -337,6 +380,18 @@ def level_degrees(plan: Plan, ranks_per_node: int | None, cluster: Cluster | Non
         links = None if cluster is None else _level_links(plan, name, degrees, ranks_per_node, cluster)
         found[name] = Levels(*degrees, between, name, links, () if cluster is None else cluster.collectives)
     return found
+
+
+def _timeout_seconds(group: dist.ProcessGroup) -> float:
+    """The limit of waits in a group. Back-ends other than Gloo and NCCL may not state theirs."""
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    timeout = getattr(options, "_timeout", None) or dist.default_pg_timeout
+    return float(timeout.total_seconds())
+
+
+def _leaders_backend(device: torch.device) -> str | None:
+    """The back-end between leaders: NCCL between GPUs, of which each has one leader; else that of the world group."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else None
 
 
 def level_axes(num_nodes: int, device: torch.device) -> dict[Algorithm, Axis]:

@@ -369,6 +369,7 @@ def test_ring_formulas() -> None:
         "reduce_scatter": 3 * 0.5 + 3 / 4 * 100 / 10,
         "all_to_all": 3 * 0.5 + 3 / 4 * 100 / 10,
         "broadcast": 3 * 0.5 + 100 / 10,
+        "reduce": 3 * 0.5 + 100 / 10,
         "send": 0.5 + 100 / 10,
     }
     assert {op: ring_seconds(op, 100, 4, 10, 0.5) for op in clusters.OPS} == expected

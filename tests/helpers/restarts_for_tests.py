@@ -34,6 +34,7 @@ OVERRIDES += ["restart.limit=1", "restart.hang_seconds=10"]
 RESTARTED_LAYOUTS = {
     "data 2 x shard 2": ["plan.data=2", "plan.shard=2"],
     "pipe 4": ["plan.pipe=4", "plan.micro_batch=4"],
+    "data 4, 2 per device": ["plan.data=4", "plan.ranks_per_device=2"],
 }
 
 

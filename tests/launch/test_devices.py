@@ -155,7 +155,7 @@ def step(clock: Clock, time: Time, number: int, seconds: float) -> Moment:
 
 def test_numbers_that_are_read_a_step_late_are_of_their_own_step(time: Time) -> None:
     """As on a GPU: the last two steps are read at once, and each has its own time."""
-    clock = Clock(0, units_per_step=100, num_ranks=2, flops_per_step=1e12, peak=2e12)
+    clock = Clock(0, units_per_step=100, num_devices=2, flops_per_step=1e12, peak=2e12)
     moments = [step(clock, time, number, seconds) for number, seconds in ((1, 30.0), (2, 1.0), (3, 2.0))]
     first, second, third = (clock.read(number, moment) for number, moment in enumerate(moments, start=1))
     assert (first.step_seconds, first.is_start) == (30.0, True)

@@ -70,7 +70,7 @@ BAD_TABLES = {
     'memory = { recompute = "selectiv" }': "'plan.memory.recompute' = 'selectiv' (a string) but it expects one of "
     "'none', 'selective', 'full'; did you mean 'selective'?",
     "zzz = 1": "unknown key 'plan.zzz'; known: branch, communication, context, data, exact, expert, expert_over, "
-    "hierarchical, matmul, memory, micro_batch, pipe, precision, shard, statistics, tensor",
+    "hierarchical, matmul, memory, micro_batch, pipe, precision, ranks_per_device, shard, statistics, tensor",
     'data = "2"': "'plan.data' = '2' (a string) but it expects an integer",
     "data = 2.5": "'plan.data' = 2.5 (a number) but it expects an integer",
     "data = true": "'plan.data' = True (true or false) but it expects an integer",

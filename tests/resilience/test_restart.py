@@ -30,7 +30,7 @@ from weft.launch.local_ranks import LocalError
 
 pytestmark = pytest.mark.processes
 
-SAMPLE = {"data 2 x shard 2": [(2, 5)], "pipe 4": [(1, 2), (0, 7)]}
+SAMPLE = {"data 2 x shard 2": [(2, 5)], "pipe 4": [(1, 2), (0, 7)], "data 4, 2 per device": [(3, 5), (0, 4)]}
 
 
 def kill_all(layout: str, kills: list[tuple[int, int]], folder: Path, capfd: pytest.CaptureFixture[str]) -> list[float]:

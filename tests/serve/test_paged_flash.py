@@ -18,7 +18,8 @@ import torch
 import torch.nn.attention.varlen as varlen
 from torch import Tensor
 
-from weft.serve import paged_attention, paged_flash
+from weft.serve import paged_attention
+from weft.serve import paged_flash_kernel as paged_flash
 from weft.serve.paged_attention import PagedBatch, prompt_attention
 
 CPU = torch.device("cpu")

@@ -7,6 +7,9 @@ For N nodes with L ranks each, and W bytes of the whole tensor (of one rank's te
     ring      two levels, with messages in a ring between nodes
     doubling  two levels, with messages over doubling distances between nodes
 
+If L ranks share each of N devices, an all-reduce is a reduction to the first rank of the device, its leader, an
+all-reduce over leaders, which only they call, and a broadcast on the device. Other operations are flat.
+
 `calls_of` is the one description of the calls: the runtime makes them, the ledger counts them, and their prices add up
 to the time that is compared. Times are those that `weft bench` measured for the same operation, nodes and ranks, read
 between the two nearest sizes; without them, they follow from the links of the cluster.
@@ -33,7 +36,9 @@ UNEVEN = {("expert", "all_to_all"), ("experts", "all_to_all")}
 
 
 class LevelCall(NamedTuple):
-    """A call of an operation: over the whole axis (level ""), "node" or "local". Messages are calls of "send"."""
+    """A call of an operation: over the whole axis (level ""), "node" or "local", or "leaders" or "device". Messages are
+    calls of "send".
+    """
 
     level: str
     operation: str
@@ -42,8 +47,8 @@ class LevelCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Levels:
-    """How collectives of one axis use its nodes. `links` has the link of the axis (""), of "node" and of "local";
-    without links, "fastest" is "library".
+    """How collectives of one axis use its nodes, or the devices that ranks share (`shares_device`). `links` has the
+    link of the axis (""), of "node" and of "local"; without links, "fastest" is "library".
     """
 
     num_nodes: int
@@ -52,10 +57,11 @@ class Levels:
     axis: str = ""
     links: Mapping[str, AxisLink] | None = field(default=None, hash=False)
     measured: tuple[MeasuredCollective, ...] = ()
+    shares_device: bool = False
 
     def algorithm(self, operation: str, num_bytes: int) -> Algorithm:
         """The algorithm of one call. It is a function of the operation and its bytes, so all ranks choose alike."""
-        if operation not in OPERATIONS or (self.axis, operation) in UNEVEN:
+        if operation not in OPERATIONS or self.shares_device or (self.axis, operation) in UNEVEN:
             return "flat"
         if operation == "all_reduce" and num_bytes < ALIGNMENT_BYTES * self.num_nodes * self.num_local:
             return "flat"  # so few bytes per rank that several operations would only add latency
@@ -64,6 +70,13 @@ class Levels:
         if self.links is None:
             return "library"
         return min(ALGORITHMS, key=lambda one: self.seconds(one, operation, num_bytes))
+
+    def calls(self, operation: str, num_bytes: int) -> tuple[LevelCall, ...]:
+        """The calls that replace one call of the flat operation."""
+        if self.shares_device and operation == "all_reduce":
+            between = [LevelCall("leaders", operation, num_bytes)] if self.num_nodes > 1 else []
+            return (LevelCall("device", "reduce", num_bytes), *between, LevelCall("device", "broadcast", num_bytes))
+        return calls_of(self.algorithm(operation, num_bytes), operation, num_bytes, self.num_nodes, self.num_local)
 
     def seconds(self, algorithm: Algorithm, operation: str, num_bytes: float) -> float:
         """The time of one operation by an algorithm: measured, or by the links of the levels."""

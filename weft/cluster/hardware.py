@@ -6,7 +6,7 @@ The planner uses two functions:
 
 - `Cluster.axis_link`: the bandwidth and latency that one rank of an axis gets, inside or across nodes;
 - `ring_seconds`: the time of a collective on such a link (latency a, bandwidth B, degree p, n bytes):
-  all-reduce 2(p-1)a + 2(p-1)/p n/B; all-gather, reduce-scatter and all-to-all half of that; broadcast
+  all-reduce 2(p-1)a + 2(p-1)/p n/B; all-gather, reduce-scatter and all-to-all half of that; broadcast and reduce
   (p-1)a + n/B; send a + n/B. See Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
   Operations in MPICH" (2005).
 
@@ -31,7 +31,7 @@ from weft.schema import build_dataclass, nearest, nearest_of_all, read_toml
 
 CATALOG = Path(__file__).parent / "catalog"
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
-OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send")
 
 # Assumed, to be replaced by measurement: rates of shared memory or loopback between processes of one machine.
 LOOPBACK_BYTES_PER_SECOND = 5e9
@@ -204,7 +204,7 @@ def ring_seconds(
     hops = (degree - 1) * latency_seconds
     if op == "send":
         return latency_seconds + whole
-    if op == "broadcast":
+    if op in ("broadcast", "reduce"):
         return hops + whole
     one_pass = hops + whole * (degree - 1) / degree
     return 2 * one_pass if op == "all_reduce" else one_pass

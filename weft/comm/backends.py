@@ -2,7 +2,8 @@
 
 Several ranks may share a GPU, to prove a plan on the device where it will run. NCCL supports that from 2.30 on, if an
 environment variable asks for it. With an older NCCL, Gloo is used, through host memory. Both give correct results, but
-their speed is not representative.
+their speed is not representative. Sums over ranks that a plan puts on one GPU (`plan.ranks_per_device`) go another way
+(`device_sum.py`).
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ USUAL_QUEUES, MOST_QUEUES = 8, 32  # CUDA's default and largest number of queues
 DeviceType = Literal["cpu", "cuda"]
 
 
-def choose_backend(device: DeviceType, num_local_ranks: int) -> str:
+def choose_backend(device: DeviceType, num_local_ranks: int, ranks_per_device: int = 1) -> str:
     """The back-end of the world group for `num_local_ranks` ranks on this host, as `init_process_group` takes it."""
     if device == "cpu":
         return register_mpi() if wants_mpi(os.environ) else "gloo"
-    if num_local_ranks <= torch.cuda.device_count():
+    if num_local_ranks <= torch.cuda.device_count() and ranks_per_device == 1:
         return "cpu:gloo,cuda:nccl"
     if nccl_shares_gpus():
         os.environ.setdefault(SHARING_VARIABLE, "1")

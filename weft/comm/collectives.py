@@ -18,6 +18,7 @@ from torch import Tensor
 
 from weft.cluster.collective_choice import Levels
 from weft.cluster.small_choice import SmallChoice
+from weft.comm.device_ranks import DeviceRanks
 from weft.comm.ledger import Ledger
 from weft.comm.recorder import RECEIVE
 
@@ -43,8 +44,8 @@ class Axis:
     If collectives of the axis run in two levels, `levels` has an axis between nodes, among ranks of equal local index,
     and an axis inside the node, and `choice` says which algorithm each operation uses. `small` says which sums of small
     tensors are one or two other calls (`small_reduce.py`). On a `dry` axis nothing is sent: calls are counted, and
-    their outputs stay unchanged. `through_host` says which tensors are copied to the host before an operation, and back
-    after it.
+    their outputs stay unchanged. `device_ranks` are the ranks of the axis, if they share one device. `through_host`
+    says which tensors are copied to the host before an operation, and back after it.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Axis:
     choice: Levels | None = None
     small: SmallChoice | None = None
     dry: bool = False
+    device_ranks: DeviceRanks | None = None
     through_host: Callable[[dist.ProcessGroup | None, Tensor], bool] = sends_from_host
 
 
@@ -162,7 +164,7 @@ def all_reduce(tensor: Tensor, axis: Axis, reduction: Reduction = "sum") -> Pend
     """Reduce `tensor` in place over the axis."""
     if axis.degree == 1:
         return Pending(None, axis, "all_reduce")
-    _record(axis, "all_reduce", tensor)
+    record(axis, "all_reduce", tensor)
     if axis.dry:
         return Pending(None, axis, "all_reduce")
     copies = _HostCopies(axis)
@@ -177,7 +179,7 @@ def all_gather(whole: Tensor, part: Tensor, axis: Axis) -> Pending:
         if whole.data_ptr() != part.data_ptr():
             whole.copy_(part)
         return Pending(None, axis, "all_gather")
-    _record(axis, "all_gather", whole)
+    record(axis, "all_gather", whole)
     if axis.dry:
         return Pending(None, axis, "all_gather")
     copies = _HostCopies(axis)
@@ -192,7 +194,7 @@ def reduce_scatter(part: Tensor, whole: Tensor, axis: Axis, reduction: Reduction
         if whole.data_ptr() != part.data_ptr():
             part.copy_(whole)
         return Pending(None, axis, "reduce_scatter")
-    _record(axis, "reduce_scatter", whole)
+    record(axis, "reduce_scatter", whole)
     copies = _HostCopies(axis)
     ours, given = copies.to_receive(part), copies.to_send(whole)
     work = _REDUCE_SCATTER(ours, given, _REDUCTIONS[reduction], group=axis.group, async_op=True)
@@ -210,7 +212,7 @@ def all_to_all(
     if axis.degree == 1:
         received.copy_(sent)
         return Pending(None, axis, "all_to_all")
-    _record(axis, "all_to_all", sent, is_equal=rows is None)
+    record(axis, "all_to_all", sent, is_equal=rows is None)
     copies = _HostCopies(axis)
     ours, given = copies.to_receive(received), copies.to_send(sent)
     received_rows, sent_rows = (None, None) if rows is None else map(list, rows)
@@ -227,7 +229,7 @@ def shift(received: Sequence[Tensor], sent: Sequence[Tensor], axis: Axis, by: in
         return Pending(None, axis, "send")
     after, before = (axis.index + by) % axis.degree, (axis.index - by) % axis.degree
     for tensor in sent:
-        _record(axis, "send", tensor, after)
+        record(axis, "send", tensor, after)
     for tensor in received:
         _record_receive(axis, tensor, before)
     return _send_and_receive(
@@ -240,7 +242,7 @@ def exchange(received: Sequence[tuple[int, Tensor]], sent: Sequence[tuple[int, T
     at most one per peer.
     """
     for peer, tensor in sent:
-        _record(axis, "send", tensor, peer)
+        record(axis, "send", tensor, peer)
     for peer, tensor in received:
         _record_receive(axis, tensor, peer)
     if axis.dry or not (received or sent):
@@ -254,7 +256,7 @@ def send(tensor: Tensor, axis: Axis, peer: int, what: str) -> Pending:
 
     Receives from a peer complete in the order in which it sent.
     """
-    _record(axis, "send", tensor, peer)
+    record(axis, "send", tensor, peer)
     copies = _HostCopies(axis)
     work = dist.isend(copies.to_send(tensor), group=axis.group, group_dst=peer)
     return Pending(work, axis, what, peer, copies)
@@ -272,7 +274,7 @@ def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending:
     """Copy the tensor of the rank with index `source` to every rank of the axis."""
     if axis.degree == 1:
         return Pending(None, axis, "broadcast")
-    _record(axis, "broadcast", tensor)
+    record(axis, "broadcast", tensor)
     copies = _HostCopies(axis)
     work = dist.broadcast(copies.to_reduce(tensor), group=axis.group, group_src=source, async_op=True)
     return Pending(work, axis, "broadcast", copies=copies)
@@ -305,7 +307,7 @@ def _peers(axis: Axis, peer: int | None) -> list[int]:
     return [ranks[peer]] if peer is not None else [rank for index, rank in enumerate(ranks) if index != axis.index]
 
 
-def _record(axis: Axis, operation: str, whole: Tensor, peer: int | None = None, is_equal: bool = True) -> None:
+def record(axis: Axis, operation: str, whole: Tensor, peer: int | None = None, is_equal: bool = True) -> None:
     """Count a call, to the rank at index `peer` of the axis if it is a message. `is_equal`: all ranks of the axis give
     as many bytes.
     """

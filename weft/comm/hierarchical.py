@@ -14,7 +14,9 @@ messages are used (`node_messages.py`), as `cluster/collective_choice.py` says f
 needs a second buffer of W bytes while an operation runs, and what follows the first operation starts when the caller
 waits. See PCCL (arXiv 2504.18658).
 
-An axis has `levels` if its mesh found such nodes. Other axes, and small all-reduces, use the flat collective.
+An axis has `levels` if its mesh found such nodes. Other axes, and small all-reduces, use the flat collective. If ranks
+share devices, the levels are the leaders of devices and the ranks of a device (`device_sum.py`): all-reduces of any
+size use them, other operations are flat.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from weft.cluster.collective_choice import Levels, calls_of, padded_bytes
+from weft.cluster.collective_choice import Levels, padded_bytes
 from weft.cluster.rounds import MESSAGES, Algorithm
 from weft.comm import collectives, node_messages
 from weft.comm.collectives import Axis, Pending, Reduction
+from weft.comm.device_sum import DeviceSum
 from weft.comm.ledger import Key, Traffic, Traffics, add_traffic
 from weft.comm.small_reduce import small_steps
 
@@ -69,6 +72,8 @@ def all_reduce(tensor: Tensor, axis: Axis, reduction: Reduction = "sum") -> Pend
         strategy = axis.small.strategy(tensor.numel() * tensor.element_size())
         if strategy != "library":
             return Chain(small_steps(tensor, axis, strategy))
+    if axis.levels is not None and (ranks := axis.levels[1].device_ranks) is not None and ranks.takes(tensor):
+        return DeviceSum(tensor, axis.levels, reduction)
     algorithm = _algorithm(axis, "all_reduce", tensor)
     if axis.levels is None or algorithm == "flat":
         return collectives.all_reduce(tensor, axis, reduction)
@@ -166,9 +171,9 @@ def _all_to_all(
 # --- predicted traffic
 
 
-def expand(traffic: Traffics, levels: Mapping[str, Levels]) -> dict[Key, Traffic]:
+def expand(traffic: Traffics, levels: Mapping[str, Levels], is_leader: bool = True) -> dict[Key, Traffic]:
     """Convert traffic of flat collectives to that of two levels, as the ledger counts it. `levels` has the axes whose
-    collectives have two levels.
+    collectives have two levels. `is_leader`: is the rank the first of those that share its device?
     """
     expanded: list[Traffics] = []
     for (axis, operation), value in traffic.items():
@@ -177,8 +182,9 @@ def expand(traffic: Traffics, levels: Mapping[str, Levels]) -> dict[Key, Traffic
             expanded.append({(axis, operation): value})
             continue
         for num_bytes, calls in value.sizes.items():
-            algorithm = own.algorithm(operation, num_bytes)
-            for level, name, each in calls_of(algorithm, operation, num_bytes, own.num_nodes, own.num_local):
+            for level, name, each in own.calls(operation, num_bytes):
+                if level == "leaders" and not is_leader:
+                    continue
                 key = (f"{axis}/{level}" if level else axis, name)
                 expanded.append({key: Traffic(calls, calls * each)})
     return add_traffic(*expanded)

@@ -42,7 +42,14 @@ app = typer.Typer(
     help="Plans, proves and runs the training of networks too large for one device.",
 )
 
+tune_app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    help="Choose a setting of a run by short measurements on this machine.",
+)
 app.add_typer(bench_app, name="bench")
+app.add_typer(tune_app, name="tune")
 
 
 @app.command("init", epilog="Example: weft init run.toml --data my-texts --cluster h100:1x8")
@@ -263,6 +270,33 @@ def doctor_command(
         show_findings(console, findings)
     if not all(row["is_right"] for row in findings.get("gpu_check", {}).get("rows", ())):
         raise SystemExit(1)
+
+
+@tune_app.command(
+    "ranks-per-device",
+    epilog="Example: weft tune ranks-per-device examples/quickstart.toml plan.shard=1 --most 3 --steps 20",
+)
+def ranks_per_device_command(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    most: Annotated[int, typer.Option(help="the largest number of ranks per device to measure", min=1, max=16)] = 4,
+    steps: Annotated[int, typer.Option(help="steps to measure, after the warm-up", min=5)] = 50,
+    warm_up: Annotated[int, typer.Option(help="steps before them", min=1)] = 20,
+    as_json: Json = False,
+) -> None:
+    """Measure 1 to --most ranks per device at the run's global batch, and say which to use (plan.ranks_per_device)."""
+    from weft.run_file import check_run_file, load_run
+
+    check_run_file(run_file, overrides or [])
+    from weft.commands.console import make_console, print_json
+    from weft.commands.jobs import command_fork_server
+    from weft.commands.tune import show, tune
+
+    console = make_console(as_json)
+    with command_fork_server(_run_as_rank) as fork_server:
+        run = load_run(run_file, overrides or [])
+        found = tune(fork_server, run, most, steps, warm_up, console)
+    print_json(asdict(found)) if as_json else show(found, run, console)
 
 
 def _run_as_rank(arguments: list[str]) -> None:

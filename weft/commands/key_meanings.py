@@ -239,6 +239,7 @@ PLAN = {
     "matmul": "fp8: linears and experts of blocks multiply in fp8; needs exact = false",
     "exact": "refuse what changes the mathematics",
     "hierarchical": "collectives across nodes in two levels",
+    "ranks_per_device": "so many ranks of `data` share one device, which sums their gradients first",
     "communication": "how collectives are carried out",
     "communication.between": "what two-level collectives use between nodes",
     "communication.gather": "the bits of parameters that shard gathers; fewer need exact = false",

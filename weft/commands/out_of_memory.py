@@ -53,6 +53,11 @@ def refuse_if_too_large(run: Run, cluster: Cluster, prediction: Prediction) -> N
 def _advice(run: Run, cluster: Cluster, prediction: Prediction) -> str:
     total, limit = prediction.cost.memory_bytes, prediction.memory_limit_bytes
     why = "" if total > limit else "By that it fits: other programs may use the device. "
+    if run.plan.ranks_per_device > 1:
+        return (
+            f"{why}Each of the {run.plan.ranks_per_device} ranks of a device has a whole model and its state: use "
+            f"fewer, by plan.ranks_per_device and plan.data"
+        )
     most = min(limit, int(total * KEPT_FREE))
     found = nearest_fitting(run, cluster, most)
     if found is None:

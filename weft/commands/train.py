@@ -61,7 +61,8 @@ def train_under_launcher(run: Run, rank_info: RankInfo, fresh: bool, as_json: bo
     """
     rank = job_rank(rank_info, run.roles.counts)
     if rank.role == TRAIN:
-        take_device(rank.training, device_type(run), run.train.share_gpus)  # first: predicting initialises CUDA
+        shares = run.train.share_gpus, run.plan.ranks_per_device
+        take_device(rank.training, device_type(run), *shares)  # first: predicting initialises CUDA
     if fresh:
         raise ConfigError("--fresh moves files that other ranks may use; move the run's folder before the launcher")
     if not has_layout(run):

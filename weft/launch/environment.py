@@ -266,28 +266,37 @@ def _numbers(ranges: str, nodelist: str) -> list[str]:
     return numbers
 
 
-def take_device(rank_info: RankInfo, device: DeviceType, share_gpus: bool = False) -> torch.device:
+def take_device(
+    rank_info: RankInfo, device: DeviceType, share_gpus: bool = False, ranks_per_device: int = 1
+) -> torch.device:
     """Returns this rank's device and makes it torch's current device. Call it before anything initialises CUDA:
     otherwise every rank of a host would hold memory on the host's first GPU.
+
+    `ranks_per_device` consecutive ranks share a GPU.
     """
     if device == "cpu":
         return torch.device("cpu")
     prepare_cuda(_num_sharing(rank_info))
-    own = torch.device("cuda", _cuda_index(rank_info, share_gpus))
+    own = torch.device("cuda", _cuda_index(rank_info, share_gpus, ranks_per_device))
     torch.cuda.set_device(own)
     return own
 
 
 def init_process_group(
-    rank_info: RankInfo, device: DeviceType, timeout: timedelta, share_gpus: bool = False, store: Store | None = None
+    rank_info: RankInfo,
+    device: DeviceType,
+    timeout: timedelta,
+    share_gpus: bool = False,
+    store: Store | None = None,
+    ranks_per_device: int = 1,
 ) -> torch.device:
     """Join the world group and return this rank's device. `timeout` limits the rendezvous and every collective.
 
     `store` is that of `join_job`, if the job has more processes than the world.
     """
-    rank_device = take_device(rank_info, device, share_gpus)
+    rank_device = take_device(rank_info, device, share_gpus, ranks_per_device)
     store = join_job(rank_info, timeout) if store is None else PrefixStore("world", store)
-    backend = choose_backend(device, _num_sharing(rank_info) if device == "cuda" else 1)
+    backend = choose_backend(device, _num_sharing(rank_info) if device == "cuda" else 1, ranks_per_device)
     dist.init_process_group(
         backend,
         store=store,
@@ -386,16 +395,26 @@ def _sees_own_gpu_only(rank_info: RankInfo) -> bool:
     return rank_info.launcher in ("slurm", "mpi") and torch.cuda.device_count() == 1
 
 
-def _cuda_index(rank_info: RankInfo, share_gpus: bool = False) -> int:
-    num_devices = torch.cuda.device_count()
+def _cuda_index(rank_info: RankInfo, share_gpus: bool = False, ranks_per_device: int = 1) -> int:
+    num_devices, index = torch.cuda.device_count(), rank_info.local_rank // ranks_per_device
+    if _sees_own_gpu_only(rank_info) and rank_info.num_local_ranks > ranks_per_device > 1:
+        raise LaunchError(
+            f"plan.ranks_per_device = {ranks_per_device}, but each of the {rank_info.num_local_ranks} ranks of this "
+            f"host sees a GPU of its own; let all of them see all GPUs of the host (no --gpus-per-task)"
+        )
     if _sees_own_gpu_only(rank_info):
         return 0
-    if rank_info.local_rank >= num_devices and not share_gpus:
+    if index >= num_devices and ranks_per_device > 1 and not share_gpus:
+        raise LaunchError(
+            f"local rank {rank_info.local_rank} has no GPU: this host shows {num_devices}, for {ranks_per_device} "
+            f"ranks each (plan.ranks_per_device); start no more than {num_devices * ranks_per_device} ranks per host"
+        )
+    if index >= num_devices and not share_gpus:
         raise LaunchError(
             f"local rank {rank_info.local_rank} has no GPU: this host shows {num_devices}; start no more ranks per "
             f"host than it has, train on the CPU, or let ranks share GPUs, for tests only (train.share_gpus=true)"
         )
-    return rank_info.local_rank % num_devices
+    return index % num_devices
 
 
 def _open_store(address: str, port: int, rank_info: RankInfo, timeout: timedelta) -> Store:

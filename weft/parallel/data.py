@@ -6,7 +6,8 @@ trained flat buffer of N elements in slices of N/shard needs one all-reduce of N
 of an element of master state. Software that shards the optimizer state over the replicas, the ranks of `data`, `expert`
 and `context` (for experts those of them that hold the same), reduce-scatters gradients and all-gathers parameters over
 them instead. Gradients that are rounded for the link (`plan.communication.reduce`) go by an all-to-all and an
-all-gather (`comm/rounded.py`).
+all-gather (`comm/rounded.py`). Ranks that share a device (`plan.ranks_per_device`) sum gradients on it first, through
+memory that each of them needs besides (`comm/device_sum.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from weft.cluster.wire_formats import message_bytes
+from weft.comm.device_cells import STAGING_BYTES
 from weft.mesh import Mesh
 from weft.parallel.buffer_traffic import buffer_traffic
 from weft.plan import BatchSplit, Plan
@@ -24,7 +26,7 @@ from weft.profiling import Profile
 from weft.profiling.software import Software
 from weft.profiling.workload import Call
 from weft.sharding.units import units_of
-from weft.strategy import Buffer, Cost, Strategy, Values, refuse_batch_mixers, tally
+from weft.strategy import Buffer, Cost, Strategy, Transient, Values, refuse_batch_mixers, tally
 
 
 class DataAxis(Strategy):
@@ -36,7 +38,8 @@ class DataAxis(Strategy):
         return refuse_batch_mixers(profile, plan, "data", plan.data)
 
     def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
-        return Cost(tally(buffer_traffic(self, profile, plan, split)))
+        staging = Transient(step_bytes=STAGING_BYTES if plan.ranks_per_device > 1 else 0)
+        return Cost(tally(buffer_traffic(self, profile, plan, split)), transient=staging)
 
     def buffer_calls(self, buffer: Buffer, plan: Plan, software: Software) -> Iterable[Call]:
         own = buffer.numel / plan.shard.degree

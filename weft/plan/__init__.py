@@ -86,6 +86,8 @@ class Plan:
     micro-batches of all ranks together.
     `hierarchical`: collectives on axes that cross nodes have two levels, inside each node and between nodes, as
     `communication` says.
+    `ranks_per_device`: so many ranks of `data`, with consecutive numbers, share one device. Their gradients are summed
+    on it, and its first rank sums them with those of other devices.
     `expert_over`: axes over whose ranks the experts of each layer are split, too. All else keeps its own layout.
     """
 
@@ -106,6 +108,7 @@ class Plan:
     hierarchical: bool = False
     communication: Communication = field(default_factory=Communication)
     statistics: Literal["rank", "batch"] = "rank"
+    ranks_per_device: int = 1
 
     def __post_init__(self) -> None:
         if min(self._all_degrees) < 1:  # the search makes thousands of plans, so this names the axis only then
@@ -230,6 +233,7 @@ class Plan:
     def describe_axes(self) -> str:
         """Returns the axes as text, such as `data 2 × shard 4 (stage 3)`, or `1 process`."""
         notes = {"shard": f" (stage {self.shard.stage})", "context": f" ({self.context.kind})"}
+        notes["data"] = f" ({self.ranks_per_device} per device)" if self.ranks_per_device > 1 else ""
         notes["branch"] = " (batch split)" if self.branch.splits_batch else ""
         pipe, cap = self.pipe, "" if self.pipe.in_flight is None else f", {self.pipe.in_flight} in flight"
         notes["pipe"] = f" ({pipe.schedule}{cap}{', named stages' * bool(pipe.split)}{', shadow' * pipe.shadow})"

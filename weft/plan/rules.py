@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from weft.cluster.communication import Communication
 from weft.errors import PlanError
 from weft.plan.tables import HOST_SHARES, Memory, Pipe, Shard, Tensor
 
@@ -27,6 +28,16 @@ class PlanFields(Protocol):
     def exact(self) -> bool: ...
     @property
     def is_viewed(self) -> bool: ...
+    @property
+    def data(self) -> int: ...
+    @property
+    def degrees(self) -> dict[str, int]: ...
+    @property
+    def hierarchical(self) -> bool: ...
+    @property
+    def communication(self) -> Communication: ...
+    @property
+    def ranks_per_device(self) -> int: ...
 
 
 def check_plan(plan: PlanFields) -> None:
@@ -37,6 +48,8 @@ def check_plan(plan: PlanFields) -> None:
         check_recompute_stages(plan, plan.memory.recompute_stages)
     check_folding(plan)
     check_kept(plan)
+    if plan.ranks_per_device != 1:
+        check_ranks_per_device(plan)
 
 
 def check_bits(plan: PlanFields) -> None:
@@ -155,4 +168,32 @@ def check_folding(plan: PlanFields) -> None:
         raise PlanError(
             "plan.tensor.sequence = true gives ranks of x different tokens, so there are no duplicates for "
             "tensor.drop_duplicates = true to drop; use drop_duplicates = false"
+        )
+
+
+def check_ranks_per_device(plan: PlanFields) -> None:
+    """Check that ranks which share a device are replicas, and fill devices."""
+    given = f"plan.ranks_per_device = {plan.ranks_per_device}"
+    if plan.ranks_per_device < 1:
+        raise PlanError(f"{given}; a device has at least 1 rank")
+    if plan.data % plan.ranks_per_device:
+        raise PlanError(
+            f"{given} does not divide data = {plan.data}, the number of ranks; use a multiple of it for data, or "
+            f"another number of ranks per device"
+        )
+    split = [f"{axis} = {degree}" for axis, degree in plan.degrees.items() if degree > 1 and axis != "data"]
+    if split:
+        raise PlanError(
+            f"{given} is for data parallelism alone: ranks of a device sum their gradients on it, and nothing else; "
+            f"given {', '.join(split)}; use 1 there, or ranks_per_device = 1"
+        )
+    if plan.hierarchical:
+        raise PlanError(
+            f"{given} has two levels of its own, the ranks of a device and the devices, and plan.hierarchical = true "
+            f"asks for those of nodes; use one of them"
+        )
+    if plan.communication.reduce != "exact":
+        raise PlanError(
+            f"{given} sums gradients on the device, where no link is, and plan.communication.reduce = "
+            f"'{plan.communication.reduce}' rounds them for links; use 'exact', or ranks_per_device = 1"
         )

@@ -91,7 +91,11 @@ class LevelForm:
 
 
 def best_levels(run: Run, cluster: Cluster) -> LevelForm | None:
-    """Compares flat collectives with the fastest ones over the axes that cross nodes; None if no axis does."""
+    """Compares flat collectives with the fastest ones over the axes that cross nodes; None if no axis does, or if ranks
+    share devices, which have levels of their own.
+    """
+    if run.plan.ranks_per_device > 1:
+        return None
     plan = replace(run.plan, hierarchical=True, communication=replace(run.plan.communication, between="fastest"))
     levels = level_degrees(plan, cluster.node.num_devices, cluster)
     communication = replace(run.plan.communication, between="library")

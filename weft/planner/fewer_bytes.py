@@ -47,10 +47,12 @@ class FewerBytes:
 def fewer_bytes(run: Run, cluster: Cluster) -> FewerBytes | None:
     """Compares a run that sends exact numbers with its rounded and compressed forms.
 
-    None if no rank reduces gradients with another, if the run sends fewer bits already, or if its time is not known.
+    None if no rank reduces gradients with another, if the run sends fewer bits already, if ranks share devices, or if
+    its time is not known.
     """
     plan, sends_less = run.plan, bool(run.plan.communication.rounded) or run.train.compressed is not None
-    if (plan.data == 1 and plan.shard.degree == 1) or sends_less or run.train.kfac is not None:
+    is_other = run.train.kfac is not None or plan.ranks_per_device > 1
+    if (plan.data == 1 and plan.shard.degree == 1) or sends_less or is_other:
         return None
     exact = predict(run, cluster)
     if exact.step_seconds is None or exact.compute_seconds is None:

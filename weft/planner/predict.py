@@ -18,6 +18,7 @@ import torch
 from weft.cluster.collective_choice import between_sizes
 from weft.cluster.cpu_rates import cpu_flops_per_second, is_cpu
 from weft.cluster.hardware import AxisLink, Cluster, load, local_cluster, recognise, ring_seconds
+from weft.cluster.shared_devices import refuse_missing_gpus, with_shared_devices
 from weft.comm import Traffics, add_traffic, expand
 from weft.compile.blocks import wants_compile
 from weft.compile.saved_bytes import assumptions, compiled_profile, needs_pieces, profile_under
@@ -335,11 +336,14 @@ def peak_flops(run: Run, device: torch.device) -> float | None:
 
 def run_cluster(run: Run, num_hosts: int = 1) -> Cluster:
     """The cluster that the run names. "local" is this machine with its share of the ranks, once for each host."""
+    per_device, on_cpu = run.plan.ranks_per_device, run.train.device == "cpu"
     if run.cluster != "local":
-        return load(run.cluster)
-    num_ranks = math.ceil(run.plan.num_ranks / num_hosts)
-    machine = local_cluster(num_ranks, on_cpu=run.train.device == "cpu", share=run.train.share_gpus)
-    return replace(machine, num_nodes=num_hosts)
+        return with_shared_devices(load(run.cluster), per_device)
+    num_devices = math.ceil(run.plan.num_ranks / per_device / num_hosts)
+    if per_device > 1 and not on_cpu:
+        refuse_missing_gpus(num_devices, per_device)
+    machine = local_cluster(num_devices, on_cpu=on_cpu, share=run.train.share_gpus)
+    return replace(with_shared_devices(machine, per_device), num_nodes=num_hosts)
 
 
 def _communication_seconds(traffic: Traffics, plan: Plan, cluster: Cluster) -> dict[str, float]:
@@ -368,6 +372,8 @@ def _span(axis: str, plan: Plan, ranks_per_node: int) -> tuple[int, int]:
     inner, degree = distance_and_degree(plan, axis)
     if level:
         levels = level_degrees(plan, ranks_per_node)[axis]
+        if levels.shares_device:
+            return (levels.num_local, levels.num_nodes) if level == "leaders" else (inner, levels.num_local)
         return (ranks_per_node, levels.num_nodes) if level == "node" else (inner, levels.num_local)
     return inner, degree
 

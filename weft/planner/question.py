@@ -48,7 +48,18 @@ _SHORT = {
     **{name: f"{name}.degree" for name, table in _TABLES.items() if hasattr(table, "degree")},
 }
 # Fields that do not shape a rank's own work. The search chooses all others first, with `memory.recompute`.
-OUTER = ("data", "pipe", "shard", "memory", "matmul", "exact", "hierarchical", "communication", "statistics")
+OUTER = (
+    "data",
+    "pipe",
+    "shard",
+    "memory",
+    "matmul",
+    "exact",
+    "hierarchical",
+    "communication",
+    "statistics",
+    "ranks_per_device",
+)
 _INNER = [field.name for field in fields(Plan) if field.name not in OUTER]
 inner_settings = attrgetter(*_INNER)
 # Those of them that shape a rank's part of the model for one sequence. Axes that only split tokens shorten sequences.

@@ -158,7 +158,7 @@ def _run_rank(case: Case, trial: Trial) -> dict[str, Any]:
     with arithmetic:
         predicted = cost(case.counted, plan, split, mesh.coordinates)
     flat = add_traffic(predicted.traffic, step_traffic(plan))
-    traffic = expand(flat, mesh.levels)
+    traffic = expand(flat, mesh.levels, mesh.is_leader)
     expected_bytes = _plain({key: value * trial.steps for key, value in traffic.items()})
     for key, added in found.routed.added_bytes(case.counted).items():
         expected_bytes["{} {}".format(*key)][1] += added

@@ -142,7 +142,7 @@ def _kernel_for_tiles():  # type: ignore[no-untyped-def]
 
 
 def _flash_for(query: Tensor):  # type: ignore[no-untyped-def]
-    from weft.serve.paged_flash import has_paged_flash, paged_flash_attention
+    from weft.serve.paged_flash_kernel import has_paged_flash, paged_flash_attention
 
     has_pages = has_paged_flash(query.device, query.dtype, query.shape[-1])
     return paged_flash_attention if has_pages else flash_prompt_attention

@@ -7,14 +7,17 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
+from weft.cluster.local_gpus import gpus
 from weft.errors import CheckpointError
 from weft.launch.agent import Restarts, ResumePoint, start_local
 from weft.launch.environment import LOCAL_RUN_ID_PREFIX, RankInfo, is_elastic
 from weft.launch.fork_server import ForkServer
+from weft.launch.mps import shared_gpu_service
 from weft.launch.one_speaker import parent_identity
+from weft.launch.stop_signal import say
 from weft.planner.predict import predict, run_cluster
 from weft.resilience.shared_memory import claim, complete_steps, copies_folder, job_folder
 from weft.run_file import FROZEN_SUFFIX, Run, load_run
@@ -42,7 +45,11 @@ def start_ranks(
     restarts = Restarts(run.restart.limit, run.restart.window_seconds, run.restart.hang_seconds, step_seconds)
     environ = {**(environ or {}), "TORCHELASTIC_RUN_ID": job}
     shadowed = run.plan.pipe.shadow
-    with tempfile.TemporaryDirectory(prefix="weft-run-", ignore_cleanup_errors=True) as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="weft-run-", ignore_cleanup_errors=True) as folder,
+        _gpu_service(run) as service,
+    ):
+        environ = {**environ, **service}
         frozen = Path(folder) / f"run{FROZEN_SUFFIX}"
         given = arguments(frozen) if callable(arguments) else arguments
 
@@ -59,6 +66,13 @@ def start_ranks(
             if held is not None and copies is not None:
                 shutil.rmtree(copies, ignore_errors=True)
                 held.close()
+
+
+def _gpu_service(run: Run) -> AbstractContextManager[dict[str, str]]:
+    """A context in which MPS runs, if ranks share a GPU by the plan."""
+    if run.plan.ranks_per_device == 1 or run.train.device == "cpu" or not gpus():
+        return nullcontext({})
+    return shared_gpu_service(os.environ, lambda message: say(f"weft: {message}"))
 
 
 def _freeze(run: Run, path: Path) -> None:

@@ -94,13 +94,13 @@ class Clock:
         self,
         step: int,
         units_per_step: int,
-        num_ranks: int,
+        num_devices: int,
         flops_per_step: float,
         peak: float | None,
         device: torch.device = torch.device("cpu"),  # noqa: B008 (a value)
     ) -> None:
-        """`flops_per_step` and `peak` are those of one rank. `peak` is None if it is not known."""
-        self._units, self._ranks, self._flops, self._peak = units_per_step, num_ranks, flops_per_step, peak
+        """`flops_per_step` and `peak` are those of one device. `peak` is None if it is not known."""
+        self._units, self._devices, self._flops, self._peak = units_per_step, num_devices, flops_per_step, peak
         self._device, self._first, self._warm = device, step + 1, Moment(device)
         self._has_begun = False
         self.skip(step)
@@ -134,7 +134,7 @@ class Clock:
         rate = self._flops / seconds
         return Rates(
             self._units / seconds,
-            self._units / seconds / self._ranks,
+            self._units / seconds / self._devices,
             rate / 1e12,
             rate / self._peak if self._peak else None,
             seconds,

@@ -65,7 +65,7 @@ def world(run: Run, rank_info: RankInfo, store: Store | None = None) -> Iterator
         yield Mesh(run.plan, torch.device(kind, 0) if kind == "cuda" else torch.device("cpu"))
         return
     timeout = timedelta(seconds=run.train.timeout_seconds)
-    device = init_process_group(rank_info, kind, timeout, run.train.share_gpus, store)
+    device = init_process_group(rank_info, kind, timeout, run.train.share_gpus, store, run.plan.ranks_per_device)
     try:
         # Before groups are made: ranks with different plans would make different groups and wait for each other.
         agree(run_beliefs(run), Axis("world", rank_info.num_ranks, rank_info.rank, None, Ledger()))
@@ -243,4 +243,6 @@ def make_clock(run: Run, mesh: Mesh, step: int) -> Clock:
     split = run.split
     shared_by = run.plan.num_ranks // run.plan.num_batch_ranks  # ranks that compute parts of the same samples
     flops = model_flops(micro_batch_profile(run)) * split.accumulation / shared_by
-    return Clock(step, split.tokens, run.plan.num_ranks, flops, peak_flops(run, mesh.device), mesh.device)
+    per_device = run.plan.ranks_per_device
+    num_devices, peak = run.plan.num_ranks // per_device, peak_flops(run, mesh.device)
+    return Clock(step, split.tokens, num_devices, flops * per_device, peak, mesh.device)

@@ -1,0 +1,64 @@
+"""`weft tune ranks-per-device`: what it measures, what it chooses, and what it leaves out in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from commands_for_tests import caller
+from runs_for_tests import make_run, write_run_file
+
+from weft.commands.tune import Measurement, choose, in_words, with_ranks
+from weft.errors import ConfigError
+
+
+def measured(*rates: float) -> list[Measurement]:
+    """Measurements of 1, 2, .. ranks; a rate of 0 was refused."""
+    rows = enumerate(rates, start=1)
+    return [Measurement(number, rate, 1.0, 1 << 30, "" if rate else "no memory") for number, rate in rows]
+
+
+def test_the_fewest_ranks_that_are_within_3_percent_of_the_fastest_are_chosen() -> None:
+    assert choose(measured(100, 90, 80)) == 1
+    assert choose(measured(100, 102, 101)) == 1  # not worth the memory of another model
+    assert choose(measured(100, 104, 106)) == 2
+    assert choose(measured(100, 95, 150, 151)) == 3  # a loss on the way does not end the search
+    assert choose(measured(0, 90, 120)) == 3
+    with pytest.raises(ConfigError, match="no number of ranks per device can be measured: no memory"):
+        choose(measured(0, 0))
+
+
+def test_the_words() -> None:
+    one, two = measured(1000, 1580)
+    words = "2 per device  1,580 tokens/s, 1.58 × one rank, step 1000.0 ms, 1.00 GiB a rank"
+    assert in_words(two, one, "sequences") == words
+    assert in_words(measured(0)[0], one, "images") == "1 per device  not measured: no memory"
+
+
+def test_the_global_batch_stays(tmp_path: Path) -> None:
+    run = make_run(write_run_file(tmp_path), "run", "plan.data=2", "plan.micro_batch=4", "train.device=cpu")
+    three = with_ranks(run, 2)
+    assert (three.plan.data, three.plan.ranks_per_device, three.plan.micro_batch) == (4, 2, 4)
+    assert three.split.batch == run.split.batch == 16
+    assert with_ranks(run, 4).plan.micro_batch is None  # 2 sequences a rank
+    assert (
+        with_ranks(three, 1).plan == make_run(tmp_path / "tiny.toml", "run", "plan.data=2", "plan.micro_batch=4").plan
+    )
+    with pytest.raises(ConfigError, match="a batch of 16 does not divide over 6 ranks"):
+        with_ranks(run, 3)
+
+
+@pytest.mark.processes
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    weft = caller(monkeypatch, capfd)
+    given = ["--most", 3, "--steps", 5, "--warm-up", 1, "train.device=cpu", f"folder={tmp_path}/kept"]
+    left = weft("tune", "ranks-per-device", write_run_file(tmp_path), *given, "--json")
+    assert left.status == 0, left.err
+    rows = left.json["measured"]
+    assert [row["ranks_per_device"] for row in rows] == [1, 2, 3]
+    assert [row["units_per_second"] > 0 for row in rows] == [True, True, False]
+    assert "a batch of 16 does not divide over 3 ranks" in rows[2]["refused"]
+    chosen = left.json["chosen"]
+    assert left.json["overrides"] == f"plan.data={chosen} plan.ranks_per_device={chosen}"
+    assert "planned" not in left.err  # ranks use the plan that is measured
+    assert not (tmp_path / "kept").exists()
