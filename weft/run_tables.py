@@ -230,31 +230,40 @@ class Roles:
 
     `loader`: ranks that read batches ahead of the training ranks; each training rank has at most `depth` batches on
     their way. `validator`: 1 for a rank that evaluates snapshots while training goes on; with `keep_best`, the
-    snapshot with the lowest held-out loss is kept in the folder `best` of the run.
+    snapshot with the lowest held-out loss is kept in the folder `best` of the run. `curvature`: ranks that invert the
+    factors of K-FAC.
     """
 
     loader: int = 0
     validator: int = 0
+    curvature: int = 0
     depth: int = 2
     keep_best: bool = True
 
     def __post_init__(self) -> None:
-        for name, smallest, largest in (("loader", 0, MAX_LOADERS), ("validator", 0, 1), ("depth", 1, MAX_LOADERS)):
+        most = MAX_LOADERS
+        for name, smallest, largest in (
+            ("loader", 0, most),
+            ("validator", 0, 1),
+            ("curvature", 0, most),
+            ("depth", 1, most),
+        ):
             at_least(f"roles.{name}", getattr(self, name), smallest)
             at_most(f"roles.{name}", getattr(self, name), largest)
 
     @property
     def counts(self) -> dict[str, int]:
         """The number of ranks of each role, in the order of their ranks."""
-        return {"validator": self.validator, "loader": self.loader}
+        return {"validator": self.validator, "loader": self.loader, "curvature": self.curvature}
 
     @property
     def num_ranks(self) -> int:
         """The number of ranks that do not train."""
-        return self.validator + self.loader
+        return sum(self.counts.values())
 
     def refuse(self, train: TrainConfig, plan: Plan, data: Data) -> None:
         """Raise ConfigError if roles need options of other tables that are not set, or do not go with them."""
+        self._refuse_curvature(train.kfac)
         if not self.num_ranks:
             return
         if isinstance(data, PreferenceConfig):
@@ -276,6 +285,21 @@ class Roles:
             raise ConfigError(
                 f"roles.validator = {self.validator} but data.held_out = 0 leaves nothing to evaluate on; give a "
                 f"share of the data, or leave the validator out"
+            )
+
+    def _refuse_curvature(self, kfac: Kfac | None) -> None:
+        """Raise ConfigError if K-FAC on curvature ranks is given without such ranks, or the other way round."""
+        is_asked = kfac is not None and kfac.mode in ("sub-grid", "sub-grid-async")
+        if kfac is not None and is_asked and not self.curvature:
+            raise ConfigError(
+                f"train.kfac.mode = '{kfac.mode}' has factors inverted by ranks of their own, and roles.curvature = 0; "
+                f"give e.g. roles.curvature = 1, or another mode"
+            )
+        if self.curvature and not is_asked:
+            given = "train.kfac is not given" if kfac is None else f"train.kfac.mode = '{kfac.mode}'"
+            raise ConfigError(
+                f"roles.curvature = {self.curvature} inverts the factors of K-FAC, and {given}; set train.kfac.mode to "
+                f"'sub-grid' or 'sub-grid-async', or leave roles.curvature out"
             )
 
 
@@ -303,13 +327,14 @@ class CompressedAdam:
 class Kfac:
     """K-FAC for linears and convolutions, and AdamW for the rest (`optim/kfac.py`).
 
-    `mode`: every rank inverts all factors, or each layer has an owner among the ranks of `data`. `learning_rate` is the
-    peak for layers of K-FAC, on the schedule of [train]. Factors are sampled every `factor_every` updates and inverted
-    every `inverse_every`, with `damping`; `decay` is that of their running average. `kl_clip` limits the size of an
-    update. `exclude` has patterns of names of layers that AdamW updates, and so do factors above `max_size` rows.
+    `mode`: every rank inverts all factors, or each layer has an owner among the ranks of `data`, or among those of
+    roles.curvature, for which training waits or (async) does not. `learning_rate` is the peak for layers of K-FAC, on
+    the schedule of [train]. Factors are sampled every `factor_every` updates and inverted every `inverse_every`, with
+    `damping`; `decay` is that of their running average. `kl_clip` limits the size of an update. `exclude` has patterns
+    of names of layers that AdamW updates, and so do factors above `max_size` rows.
     """
 
-    mode: Literal["inline", "owner-sharded"] = "owner-sharded"
+    mode: Literal["inline", "owner-sharded", "sub-grid", "sub-grid-async"] = "owner-sharded"
     learning_rate: float = 0.1
     momentum: float = 0.9
     damping: float = 1e-3

@@ -18,7 +18,7 @@ from weft.checkpoint import Checkpoint, steps
 from weft.checkpoint.folder import step_name
 from weft.launch.environment import detect
 from weft.launch.fork_server import REJOIN_VARIABLE, ForkServer
-from weft.roles import links
+from weft.roles import curvature, links
 from weft.run_file import Run, load_run
 from weft.train import loop, role_rank
 from weft.train.batches import TrainingData
@@ -125,11 +125,21 @@ def rank_main(arguments: list[str]) -> None:
             (notes / "back").touch()
         return found
 
+    def invert(*arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        if dies and count > spec["kill"]["after"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        _note(notes / "inverted", str(rank.rank))
+        return inverted(*arguments)
+
     stepped, measured, announce = loop.train_step, Validator.measure, links.announce
+    inverted = curvature.invert_message
     with (
         patch.object(TrainingData, "host_batches", host_batches),
         patch.object(loop, "train_step", train_step),
         patch.object(Validator, "measure", measure),
+        patch.object(curvature, "invert_message", invert),
         patch.object(links, "announce", announce_and_note),
         patch.object(role_rank, "announce", announce_and_note),
     ):
@@ -146,9 +156,9 @@ def train_with_roles(
 ) -> Run:
     """Trains a run under the local agent.
 
-    `kill` = {rank, after}: that rank dies after so many batches or snapshots, once. With `keyed_by_rank`, each rank
-    changes the batches that it makes by its own rank, which a rank must never do. With `waits_for_return`, the training
-    ranks wait in step 8 until a killed rank is back.
+    `kill` = {rank, after}: that rank dies after so many batches, snapshots or inversions, once. With `keyed_by_rank`,
+    each rank changes the batches that it makes by its own rank, which a rank must never do. With `waits_for_return`,
+    the training ranks wait in step 8 until a killed rank is back.
     """
     own = [f"folder={run_file.parent / name}", *overrides]
     run = load_run(run_file, own)
@@ -175,6 +185,11 @@ def batches_made(run: Run) -> list[tuple[int, int, int]]:
 def batches_used(run: Run) -> list[str]:
     """Digests of the batches that the training ranks trained on, by rank and step."""
     return [(notes_of(run) / f"used-{rank}").read_text() for rank in range(run.plan.num_ranks)]
+
+
+def inversions(run: Run) -> list[int]:
+    """The rank of each message of factors that a rank has inverted, in order."""
+    return [int(line) for line in (notes_of(run) / "inverted").read_text().splitlines()]
 
 
 def said(run: Run) -> str:

@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from kfac_for_tests import (
+    SAMPLES,
+    SAVED,
+    STEPS,
+    batch,
+    build,
+    difference,
+    make_kfac,
+    make_model,
+    reference,
+    save,
+    traffic_of,
+    train,
+    values,
+)
 from runs_for_tests import events, make_run, train_on_ranks, write_run_file
 from torch import Tensor, nn
 
-from weft.checkpoint import Checkpoint, Saver
+from weft.checkpoint import Checkpoint
 from weft.checkpoint.folder import step_name
-from weft.comm import Axis, Ledger, Pending, Traffic, add_traffic
+from weft.comm import Pending, add_traffic
 from weft.errors import CheckpointError, ConfigError, PlanError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.optim import AdamW, kfac
+from weft.optim import AdamW, kfac, kfac_inverse
 from weft.optim.kfac import KFAC
 from weft.optim.kfac_inverse import RETRIES, damped_inverses
 from weft.optim.kfac_layers import find_layers
 from weft.optim.kfac_placement import kfac_state_bytes, kfac_traffic, owners_of
-from weft.optim.saved_state import load_state, pieces_to_save
+from weft.optim.saved_state import load_state
 from weft.optim.stepper import stepper
 from weft.parallel.apply import parallelize
 from weft.parallel.model_state import state_bytes
@@ -34,10 +48,6 @@ from weft.recording.rank_file import read_recording
 from weft.run_tables import Kfac
 from weft.step.options import refuse_options
 
-ALONE = Axis("data", 1, 0, None, Ledger())
-OPTIONS = Kfac(learning_rate=0.05, damping=1e-2, decay=0.8, factor_every=2, inverse_every=4, kl_clip=0.05)
-STEPS, SAVED, SAMPLES = 10, 5, 8
-
 
 @pytest.fixture(autouse=True)
 def _in_float64() -> Any:
@@ -45,33 +55,6 @@ def _in_float64() -> Any:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
-
-
-def make_model() -> nn.Module:
-    """A convolution with groups, a norm and a frozen layer between linears, and one that `max_size` leaves out."""
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(2, 4, 3, stride=2, padding=1, groups=2),
-        nn.GroupNorm(2, 4),
-        nn.Tanh(),
-        nn.Flatten(),
-        nn.Linear(36, 6),
-        nn.Tanh(),
-        nn.Linear(6, 6).requires_grad_(False),
-        nn.Linear(6, 3, bias=False),
-    )
-    return model.double()
-
-
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    images = torch.randn(SAMPLES, 2, 6, 6, generator=generator, dtype=torch.float64)
-    return images, torch.randint(0, 3, (SAMPLES,), generator=generator)
-
-
-def make_kfac(model: nn.Module, data: Axis = ALONE, options: Kfac = OPTIONS, decay: float = 0.1) -> KFAC:
-    trained = [one for one in model.parameters() if one.requires_grad and one.numel()]
-    return KFAC(model, data, options, [{"params": trained, "weight_decay": decay}], 0.01)
 
 
 def sampled(model: nn.Module, options: Kfac, given: Tensor, labels: Tensor, parts: int = 1) -> KFAC:
@@ -171,7 +154,7 @@ def test_one_step_lands_on_the_least_squares_solution(damping: float, lands: boo
     def with_identity(first: Tensor, second: Tensor, damping: float) -> Any:
         return damped_inverses(first, torch.eye(second.shape[-1]).expand_as(second), damping)
 
-    with patch.object(kfac, "damped_inverses", with_identity):
+    with patch.object(kfac_inverse, "damped_inverses", with_identity):
         optimizer.step()
     rows = torch.cat([given, torch.ones(20, 1)], 1)
     solution = torch.linalg.lstsq(rows, targets).solution.T
@@ -227,42 +210,6 @@ def test_a_bad_step_changes_nothing_and_a_layer_that_was_not_called_is_named() -
 # --- ranks
 
 
-def train(model: nn.Module, optimizer: Any, mesh: Mesh, steps: range) -> None:
-    degree, index = mesh["data"].degree, mesh["data"].index
-    for step in steps:
-        images, labels = (whole.chunk(degree)[index] for whole in batch(step))
-        stepper(optimizer).begin(torch.tensor(float(SAMPLES)))
-        nn.functional.cross_entropy(model(images), labels).backward()
-        stepper(optimizer).update(model, mesh, 1.0, None, None)
-        optimizer.zero_grad()
-
-
-def reference() -> list[Tensor]:
-    """The parameters after all steps on one process."""
-    model = make_model()
-    train(model, make_kfac(model), Mesh(Plan()), range(STEPS))
-    return [one.detach().flatten() for one in model.parameters()]
-
-
-def build(mesh: Mesh, mode: Any) -> tuple[nn.Module, KFAC]:
-    model = parallelize(make_model(), mesh.plan, mesh)
-    return model, make_kfac(model, mesh["data"], replace(OPTIONS, mode=mode))
-
-
-def values(model: nn.Module) -> list[Tensor]:
-    return [one.detach().flatten().clone() for one in model.parameters()]
-
-
-def difference(one: list[Tensor], other: list[Tensor]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
-
-
-def traffic_of(mesh: Mesh) -> dict[Any, Traffic]:
-    found = {key: value for key, value in mesh.ledger if key[0] == "data"}
-    mesh.ledger.clear()
-    return found
-
-
 def check_bytes(mesh: Mesh, model: nn.Module, optimizer: KFAC) -> None:
     """Of three steps: one that samples and inverts, one that does neither, one that only samples."""
     layers, own = [one.layer for one in optimizer.states], optimizer.options
@@ -284,12 +231,6 @@ def check_bytes(mesh: Mesh, model: nn.Module, optimizer: KFAC) -> None:
     largest = torch.tensor([float(held)])
     kfac.all_reduce(largest, mesh["data"], "max").wait()
     assert largest.item() == predicted
-
-
-def save(folder: Path, mesh: Mesh, model: nn.Module, optimizer: KFAC) -> None:
-    saver = Saver(folder, mesh.rank, mesh.plan.num_ranks, "token")
-    saver.save(SAVED, pieces_to_save(model, optimizer, mesh), {}, asynchronous=False)
-    saver.wait(published=True)
 
 
 @pytest.mark.processes

@@ -30,7 +30,7 @@ from weft.train.local_job import newest_source
 from weft.train.run_identity import known_run_id
 
 KINDS = ("kill", "hang", "slow", "nan", "flip", "partition")
-ROLE = "role"  # kills a loader or validator, if the run has any
+ROLE = "role"  # kills a rank that does not train, if the run has any
 HARMLESS = ("slow", ROLE)  # kinds that need no recovery of training ranks
 SLOW_SECONDS = 2.0  # for this time a slow rank is stopped in every other tenth of a second
 HANG_SECONDS = 3  # a stopped rank is detected after this time, and after ten steps
@@ -75,7 +75,12 @@ def survival_overrides(run: Run, kinds: Sequence[str]) -> list[str]:
         raise ConfigError("weft chaos: the plan has one rank, which nobody starts again; give e.g. plan.data=2")
     if ROLE in kinds and not run.roles.num_ranks:
         raise ConfigError(
-            "--kinds role kills a loader or validator, and the run has none; give e.g. roles.loader=1, or leave it out"
+            "--kinds role kills ranks that do not train, and there are none; give e.g. roles.loader=1, or leave it out"
+        )
+    if run.train.kfac is not None and run.train.kfac.mode == "sub-grid-async":
+        raise ConfigError(
+            "weft chaos compares two runs bit by bit, and with train.kfac.mode = 'sub-grid-async' runs differ by when "
+            "inverses arrive; use 'sub-grid'"
         )
     changes = [f"restart.limit={NO_LIMIT}", f"restart.hang_seconds={min(HANG_SECONDS, run.restart.hang_seconds)}"]
     changes.append(f"train.timeout_seconds={min(TIMEOUT_SECONDS, run.train.timeout_seconds)}")

@@ -161,7 +161,7 @@ TRAIN = {
     "compressed.local_scaler": "0/1: steps after the freeze after which the gap between exchanges doubles",
     "compressed.most_local": "0/1: the longest gap between exchanges, in steps",
     "kfac": "K-FAC for linears and convolutions, AdamW for the rest; needs `plan.exact = false`",
-    "kfac.mode": "who inverts factors: every rank all of them, or one owner for each layer",
+    "kfac.mode": "who inverts factors: every rank, a layer's owner, or `roles.curvature` (async: without a wait)",
     "kfac.learning_rate": "the peak for layers of K-FAC, on the same schedule",
     "kfac.momentum": "of preconditioned gradients",
     "kfac.damping": "what is added to the factors' diagonals; ten times as much where an inverse fails",
@@ -273,6 +273,7 @@ LOG = {"tensorboard": "write TensorBoard's files to the run folder", "wandb": "t
 ROLES = {
     "loader": "ranks that read and prepare batches ahead of training",
     "validator": "1: a rank evaluates snapshots while training goes on",
+    "curvature": "ranks that invert the factors of K-FAC, for `train.kfac.mode` `sub-grid` and `sub-grid-async`",
     "depth": "batches that loaders may have ready for each training rank",
     "keep_best": "keep the snapshot with the lowest held-out loss, in the run's folder best",
 }

@@ -1,6 +1,6 @@
 """Restarts single ranks of other roles than training: the training ranks go on meanwhile.
 
-A loader or validator that is killed is started again alone and joins the training ranks where they are. One that fails
+A killed rank that does not train is started again alone and joins the training ranks where they are. One that fails
 with an error would fail again, so the training ranks go on without it. Before all training ranks have begun a step the
 job cannot go on without any rank, and all ranks start again.
 """

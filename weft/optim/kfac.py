@@ -9,7 +9,9 @@ g is taken from the same backward as the gradient, with the true labels, so G is
 loss is a mean, so what backward gives is scaled: `_fold` has the factor. All other parameters have AdamW's update.
 
 Factors are sums over all ranks of `data`. With `inline` each rank inverts all of them. With `owner-sharded` each layer
-has an owner, which alone keeps and inverts its factors (`kfac_placement.py`). Both give the same updates.
+has an owner, which alone keeps and inverts its factors (`kfac_placement.py`). With `sub-grid` ranks that do not train
+invert them (`kfac_sub_grid.py`). All give the same updates. `sub-grid-async` does not wait for these ranks: it uses
+inverses some updates late, and is another optimizer.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ from torch.optim import Optimizer
 
 from weft.comm import Axis, all_gather, all_reduce, reduce_scatter
 from weft.errors import PlanError
-from weft.optim.kfac_inverse import damped_inverses
+from weft.optim.kfac_inverse import write_inverses
 from weft.optim.kfac_layers import KfacLayer, find_layers
-from weft.optim.kfac_placement import NUM_ROWS, NUM_STATISTICS, make_slots, owners_of
+from weft.optim.kfac_placement import NUM_ROWS, NUM_STATISTICS, make_slots, owners_of, slot_views
+from weft.optim.kfac_sub_grid import SubGrid
 from weft.optim.update import apply_fused_update
 from weft.parallel.model_state import all_flats, named_pieces
 from weft.run_tables import Kfac
@@ -80,18 +83,23 @@ class KFAC(Optimizer):
         own = {id(self._pieces[name]) for layer in layers for name in layer.parameter_names}
         super().__init__(_split_groups(groups, own, options), {"lr": lr, "betas": betas, "eps": eps})
         self.owners = owners_of(layers, data.degree)
-        is_inline = options.mode == "inline"
+        is_sharded = options.mode == "owner-sharded"
         self.states = [
-            self._initial(layer, is_inline or owner == data.index)
+            self._initial(layer, not is_sharded or owner == data.index)
             for layer, owner in zip(layers, self.owners, strict=True)
         ]
-        owners, degree = ([0] * len(layers), 1) if is_inline else (self.owners, data.degree)
+        owners, degree = (self.owners, data.degree) if is_sharded else ([0] * len(layers), 1)
         self._sum_slots = make_slots(layers, owners, degree, NUM_ROWS)
         self._inverse_slots = make_slots(layers, owners, degree, NUM_STATISTICS)
         self._by_weight = {id(self._pieces[one.layer.weight_name]): n for n, one in enumerate(self.states)}
         self._sums: Tensor | None = None
         self._num_targets: Tensor | None = None
         self._statistics: Tensor | None = None  # [layers, NUM_STATISTICS], of the last renewal
+        self._of_update = self._used_at_update = 0  # of the last renewal: whose factors, and from which update on
+        self.sub_grid: SubGrid | None = None
+        if options.mode in ("sub-grid", "sub-grid-async"):
+            waits, like = options.mode == "sub-grid", self.states[0].inverses[0]
+            self.sub_grid = SubGrid(layers, data, options.damping, waits, like)
         for group in self.param_groups:
             for piece in group["params"]:
                 self.state[piece] = _piece_state(piece, id(piece) in own)
@@ -115,6 +123,7 @@ class KFAC(Optimizer):
             raise PlanError("K-FAC samples one backward, and a closure may make several; call step() without one")
         if self._num_targets is None:
             raise PlanError("KFAC.begin(num_targets) was not called before this step's forward")
+        self._take_answer(waits=False)
         if self._sums is not None:
             self._fold(self._sums, self._num_targets)
             if self.num_updates % self.options.inverse_every == 0:
@@ -186,7 +195,7 @@ class KFAC(Optimizer):
 
     def _sum_views(self, sums: Tensor, index: int, base: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """A layer's places in a message of sums that begins at element `base` of the whole: Σ a aᵀ, Σ g gᵀ, rows."""
-        return _views(sums, self._sum_slots.starts[index] - base, self.states[index].layer, NUM_ROWS)
+        return slot_views(sums, self._sum_slots.starts[index] - base, self.states[index].layer, NUM_ROWS)
 
     def _fold(self, sums: Tensor, num_targets: Tensor) -> None:
         """Sum over ranks, and add to the running averages that this rank keeps.
@@ -200,7 +209,7 @@ class KFAC(Optimizer):
                     f"training; add its name to train.kfac.exclude"
                 )
         base = 0
-        if self.options.mode == "inline":
+        if self.options.mode != "owner-sharded":
             all_reduce(sums, self.data).wait()
         else:
             part = sums.new_empty(self._sum_slots.part_numel)
@@ -216,45 +225,60 @@ class KFAC(Optimizer):
                 one.factors[1].mul_(keep).add_(second * scale, alpha=1 - keep)
 
     def _renew(self) -> None:
-        """Invert the factors that this rank keeps, and give the inverses to all ranks."""
-        slots, is_inline = self._inverse_slots, self.options.mode == "inline"
+        """Invert the factors that this rank keeps and give the inverses to all ranks, or have them inverted."""
+        if self.sub_grid is not None:
+            self.sub_grid.ask(self.num_updates, [one.factors for one in self.states if one.factors is not None])
+            if self.sub_grid.waits:
+                self._take_answer(waits=True)
+            elif self.num_updates == 0 and self.data.index == 0:
+                logger.warning("weft: K-FAC does not precondition until the first inverses arrive (sub-grid-async)")
+            return
+        slots = self._inverse_slots
         whole = self.states[0].inverses[0].new_zeros(slots.numel)
-        for index, one in enumerate(self.states):
+        for start, one in zip(slots.starts, self.states, strict=True):
             if one.factors is not None:
-                self._invert(one, _views(whole, slots.starts[index], one.layer, NUM_STATISTICS))
-        if not is_inline:
+                write_inverses(slot_views(whole, start, one.layer, NUM_STATISTICS), one.factors, self.options.damping)
+        if self.options.mode == "owner-sharded":
             own = whole.view(slots.degree, -1)[self.data.index]
             all_gather(whole, own, self.data).wait()
-        found = [
-            _views(whole, start, one.layer, NUM_STATISTICS)
-            for start, one in zip(slots.starts, self.states, strict=True)
-        ]
-        for one, (first, second, _) in zip(self.states, found, strict=True):
-            one.inverses[0].copy_(first)
-            one.inverses[1].copy_(second)
-        self._statistics = torch.stack([statistics for _, _, statistics in found])
+        self._use(whole, self.num_updates)
 
-    def _invert(self, one: _LayerState, places: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Write a layer's new inverses and statistics to their places in a message; the old ones if it has none."""
-        assert one.factors is not None
-        found = damped_inverses(*one.factors, self.options.damping)
-        if found is None:
-            logger.warning("weft: the factors of '%s' have no inverse; its last one stays", one.layer.name)
-        means = [factor.diagonal(dim1=1, dim2=2).mean() for factor in one.factors]
-        first, second, used = (*one.inverses, math.inf) if found is None else found
-        places[0].copy_(first)
-        places[1].copy_(second)
-        places[2].copy_(torch.stack([*means, torch.full_like(means[0], used)]))
+    def _take_answer(self, waits: bool) -> None:
+        """Use the inverses that curvature ranks have computed, if there are any, or after a wait."""
+        found = None if self.sub_grid is None else self.sub_grid.take(waits)
+        if found is not None:
+            self._use(found[1], found[0])
+
+    def synchronize(self) -> None:
+        """Wait for outstanding inverses. All ranks of `data` must call it."""
+        self._take_answer(waits=True)
+
+    def _use(self, whole: Tensor, of_update: int) -> None:
+        """Use the inverses of a message, which are those of an update's factors, from the next update on."""
+        found = [
+            slot_views(whole, start, one.layer, NUM_STATISTICS)
+            for start, one in zip(self._inverse_slots.starts, self.states, strict=True)
+        ]
+        self._statistics = torch.stack([statistics for _, _, statistics in found]).double().cpu()
+        self._of_update, self._used_at_update = of_update, self.num_updates
+        for one, (first, second, _), used in zip(self.states, found, self._statistics[:, 2].tolist(), strict=True):
+            if math.isfinite(used):
+                one.inverses[0].copy_(first)
+                one.inverses[1].copy_(second)
+            elif self.data.index == 0:
+                logger.warning("weft: the factors of '%s' have no inverse; its last one stays", one.layer.name)
 
     def take_statistics(self) -> dict[str, float] | None:
         """Statistics of all layers at a renewal since the last call, equal on all ranks; None if there was none.
 
         `input` and `output` are mean diagonals of A and G over layers, `damping` the largest that was used, `retried`
-        the number of layers that needed more than the given one, and `kept` those that have no new inverse.
+        the number of layers that needed more than the given one, and `kept` those that have no new inverse. Updates
+        are counted from 0: the factors are those of `of_update`, and the first update with these inverses is
+        `used_at_update`. `skipped` is the number of renewals so far that were due while another was outstanding.
         """
         if self._statistics is None:
             return None
-        (first, second, used), self._statistics = self._statistics.double().cpu().unbind(1), None
+        (first, second, used), self._statistics = self._statistics.unbind(1), None
         fresh = used[used.isfinite()]
         return {
             "input": float(first.mean()),
@@ -262,6 +286,9 @@ class KFAC(Optimizer):
             "damping": float(fresh.max()) if len(fresh) else 0.0,
             "retried": int((fresh > 2 * self.options.damping).sum()),
             "kept": len(used) - len(fresh),
+            "of_update": self._of_update,
+            "used_at_update": self._used_at_update,
+            "skipped": 0 if self.sub_grid is None else self.sub_grid.num_skipped,
         }
 
     # --- its state in checkpoints
@@ -316,13 +343,6 @@ class KFAC(Optimizer):
     def finish_writing(self) -> None:
         """All pieces' states were given. Intervals begin anew if a layer's state was missing."""
         self.num_updates = min(int(self.state[self._pieces[one.layer.weight_name]]["step"]) for one in self.states)
-
-
-def _views(message: Tensor, start: int, layer: KfacLayer, extra: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A layer's two matrices and `extra` numbers from `start` of a message."""
-    middle, stop = start + layer.input_numel, start + layer.numel
-    first, second = message[start:middle], message[middle:stop]
-    return first.view(layer.input_shape), second.view(layer.output_shape), message[stop : stop + extra]
 
 
 def _split_groups(groups: Sequence[Mapping[str, Any]], own: set[int], options: Kfac) -> list[dict[str, Any]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import logging
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-logger = logging.getLogger("weft")
+from weft.optim.kfac_layers import FactorSizes
+from weft.optim.kfac_placement import NUM_STATISTICS, make_slots, slot_views
+
 RETRIES, RETRY_FACTOR = 6, 10.0
 
 
@@ -40,3 +43,27 @@ def _inverse(factor: Tensor, damping: Tensor) -> Tensor | None:
         return None
     found = torch.cholesky_inverse(lower)
     return found if bool(found.isfinite().all()) else None
+
+
+def write_inverses(places: tuple[Tensor, Tensor, Tensor], factors: tuple[Tensor, Tensor], damping: float) -> None:
+    """Write a layer's damped inverses and its statistics to their places in a message.
+
+    Statistics are the mean diagonals of both factors and the damping that was used: infinite, and no inverses are
+    written, if there are none.
+    """
+    found = damped_inverses(*factors, damping)
+    means = [factor.diagonal(dim1=1, dim2=2).mean() for factor in factors]
+    places[2].copy_(torch.stack([*means, torch.full_like(means[0], math.inf if found is None else found[2])]))
+    if found is not None:
+        places[0].copy_(found[0])
+        places[1].copy_(found[1])
+
+
+def invert_message(factors: Tensor, sizes: Sequence[FactorSizes], damping: float) -> Tensor:
+    """The message with inverses and statistics of layers whose factors a message brings, one layer behind the other."""
+    given, asked = (make_slots(sizes, [0] * len(sizes), 1, extra) for extra in (0, NUM_STATISTICS))
+    inverses = factors.new_zeros(asked.numel)
+    for layer, begin, start in zip(sizes, given.starts, asked.starts, strict=True):
+        first, second, _ = slot_views(factors, begin, layer, 0)
+        write_inverses(slot_views(inverses, start, layer, NUM_STATISTICS), (first, second), damping)
+    return inverses

@@ -20,30 +20,12 @@ _KINDS = (nn.Linear, nn.Conv2d)
 
 
 @dataclass(frozen=True)
-class KfacLayer:
-    """A layer with `groups` matrices of [outputs, inputs]; `inputs` counts the column of a trained bias."""
+class FactorSizes:
+    """The sizes of a layer's factors: `groups` matrices A of inputs × inputs, and as many G of outputs × outputs."""
 
-    name: str
-    module: nn.Module
     groups: int
     outputs: int
     inputs: int
-    has_bias: bool
-
-    @property
-    def weight_name(self) -> str:
-        """The name of its weight in the model."""
-        return f"{self.name}.weight" if self.name else "weight"
-
-    @property
-    def bias_name(self) -> str:
-        """The name of its bias in the model."""
-        return f"{self.name}.bias" if self.name else "bias"
-
-    @property
-    def parameter_names(self) -> tuple[str, ...]:
-        """The names of the parameters that K-FAC updates."""
-        return (self.weight_name, self.bias_name) if self.has_bias else (self.weight_name,)
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
@@ -69,6 +51,30 @@ class KfacLayer:
     def inverse_cost(self) -> int:
         """The work of both inverses, up to a constant."""
         return self.groups * (self.inputs**3 + self.outputs**3)
+
+
+@dataclass(frozen=True)
+class KfacLayer(FactorSizes):
+    """A layer with `groups` matrices of [outputs, inputs]; `inputs` counts the column of a trained bias."""
+
+    name: str
+    module: nn.Module
+    has_bias: bool
+
+    @property
+    def weight_name(self) -> str:
+        """The name of its weight in the model."""
+        return f"{self.name}.weight" if self.name else "weight"
+
+    @property
+    def bias_name(self) -> str:
+        """The name of its bias in the model."""
+        return f"{self.name}.bias" if self.name else "bias"
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """The names of the parameters that K-FAC updates."""
+        return (self.weight_name, self.bias_name) if self.has_bias else (self.weight_name,)
 
     def input_rows(self, given: Tensor) -> Tensor:
         """The rows of inputs of one forward, [groups, rows, inputs]."""
@@ -139,6 +145,6 @@ def _layer(name: str, module: nn.Module, trained: Collection[str]) -> KfacLayer:
     if isinstance(module, nn.Conv2d):
         inputs = module.in_channels // module.groups * module.kernel_size[0] * module.kernel_size[1]
         outputs = module.out_channels // module.groups
-        return KfacLayer(name, module, module.groups, outputs, inputs + has_bias, has_bias)
+        return KfacLayer(module.groups, outputs, inputs + has_bias, name, module, has_bias)
     assert isinstance(module, nn.Linear)
-    return KfacLayer(name, module, 1, module.out_features, module.in_features + has_bias, has_bias)
+    return KfacLayer(1, module.out_features, module.in_features + has_bias, name, module, has_bias)

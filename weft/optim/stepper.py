@@ -171,7 +171,7 @@ class KfacStepper:
         self._optimizer.begin(num_targets)
 
     def synchronize(self) -> None:
-        """State is always up to date."""
+        self._optimizer.synchronize()
 
     def update(
         self, model: nn.Module, mesh: Mesh, clip: float | None, judge: Judge | None, norm: Tensor | None

@@ -72,6 +72,11 @@ def refuse_kfac(run: Run) -> str | None:
         "plan.statistics = 'batch'": plan.has_batch_statistics,
         "numbers.repeat_every": numbers.repeat_every is not None,
     }
+    if run.train.kfac is not None and run.train.kfac.mode == "sub-grid-async" and run.train.deterministic:
+        return (
+            "train.kfac.mode = 'sub-grid-async' uses inverses when they arrive, and train.deterministic = true; use "
+            "'sub-grid', or leave train.deterministic out"
+        )
     for what, is_given in given.items():
         if is_given:
             return f"train.kfac samples each layer once as it computes, and is not built for {what}; leave one out"

@@ -31,7 +31,7 @@ from weft.train.parts import make_parts
 from weft.train.prefetch import make_batches
 from weft.train.recording import CommunicationProfile
 from weft.train.role_advice import RoleAdvice
-from weft.train.role_links import RoleLinks, batch_queue, job_store
+from weft.train.role_links import RoleLinks, batch_queue, job_store, use_curvature_ranks
 from weft.train.role_rank import serve_role
 from weft.train.setup import attention, build_state, refuse_start, show_status, watched, world
 from weft.train.step_results import Reporter, StepResults
@@ -78,6 +78,7 @@ def _train(run: Run, rank: JobRank, data: TrainingData, reporter: Reporter, step
         say = reporter.say if mesh.is_first else _say_nothing
         links = RoleLinks.connect(run, data, mesh, store, say)
         state = build_state(run, run_id, data, mesh, status, say, kernel)
+        use_curvature_ranks(links, state, store)
         state.graph = Graph(state.model, say) if is_recorded else None
         show_status(status, state.model, mesh, rank_info)
         guard, policy = Guard(run.numbers, mesh), Policy(run.numbers)

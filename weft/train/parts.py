@@ -271,6 +271,10 @@ class KfacStatistics(TrainingPart):
                 self._log.write("kfac", step, values)
         return False
 
+    def end(self) -> None:
+        if isinstance(self._optimizer, KFAC) and self._optimizer.sub_grid is not None:
+            self._optimizer.sub_grid.inverter.close()
+
 
 def make_parts(
     state: TrainState,

@@ -1,4 +1,4 @@
-"""A training rank's links to ranks of other roles, and the queue of batches over them."""
+"""A training rank's links to ranks of other roles, and what it uses them for: batches, and inverses of K-FAC."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from weft.errors import LostRankError
 from weft.launch.environment import join_job
 from weft.launch.role_ranks import JobRank
 from weft.mesh import Mesh
+from weft.optim.kfac import KFAC
 from weft.roles.batch_queue import BatchLayout, BatchQueue
+from weft.roles.curvature import CURVATURE, CurvatureRanks
 from weft.roles.links import RoleLink, digest
 from weft.run_file import Run
 from weft.step.batch import Batch
@@ -42,6 +44,7 @@ class RoleLinks:
 
     loaders: list[RoleLink]
     validators: list[RoleLink]
+    curvature: list[RoleLink]  # of training rank 0 alone
     digest: str
 
     @staticmethod
@@ -56,8 +59,13 @@ class RoleLinks:
             return [RoleLink(store, role, each, mesh.rank, mesh.ledger, timeout_of(run)) for each in range(count)]
 
         roles = run.roles
-        found = RoleLinks(links("loader", roles.loader), links("validator", roles.validator), role_digest(run, data))
-        for link in (*found.loaders, *found.validators):
+        found = RoleLinks(
+            links("loader", roles.loader),
+            links("validator", roles.validator),
+            links(CURVATURE, roles.curvature if mesh.is_first else 0),
+            role_digest(run, data),
+        )
+        for link in (*found.loaders, *found.validators, *found.curvature):
             try:
                 link.connect(found.digest)
             except LostRankError as error:
@@ -77,3 +85,16 @@ def batch_queue(links: RoleLinks | None, state: TrainState) -> BatchQueue | None
     turn = (mesh.rank, run.plan.num_ranks)
     layout = BatchLayout.of(make(0))
     return BatchQueue(links.loaders, links.digest, turn, run.roles.depth, make, layout, timeout_of(run), state.say)
+
+
+def use_curvature_ranks(links: RoleLinks | None, state: TrainState, store: Store | None) -> None:
+    """Lets curvature ranks invert the factors of K-FAC, on training rank 0 of a run that has them."""
+    optimizer = state.optimizer
+    if links is None or store is None or not links.curvature:
+        return
+    assert isinstance(optimizer, KFAC)
+    assert optimizer.sub_grid is not None
+    sizes, dtype = [one.layer for one in optimizer.states], optimizer.states[0].inverses[0].dtype
+    optimizer.sub_grid.inverter = CurvatureRanks(
+        links.curvature, links.digest, store, sizes, dtype, optimizer.options.damping, timeout_of(state.run), state.say
+    )

@@ -1,4 +1,5 @@
-"""What a rank that does not train runs: a loader makes batches, a validator measures snapshots, until training ends.
+"""What a rank that does not train runs: a loader makes batches, a validator measures snapshots, a curvature rank
+inverts factors of K-FAC, until training ends.
 
 It keeps no state: after a restart it goes on with what it is asked for. It ends with status 0 when the training ranks
 end, in whatever way, because their own status says how the run went.
@@ -15,6 +16,7 @@ from weft.comm import Ledger
 from weft.launch.role_ranks import JobRank
 from weft.mesh import UnconnectedMesh
 from weft.roles.batch_queue import serve_trainers
+from weft.roles.curvature import CURVATURE, serve_curvature
 from weft.roles.links import announce, meet_trainers
 from weft.roles.snapshots import serve_snapshots
 from weft.run_file import Run
@@ -35,6 +37,11 @@ def serve_role(run: Run, rank: JobRank, data: TrainingData, ledger: Ledger | Non
         channels = meet_trainers(store, rank.role, rank.number, num_training, own, ledger, timeout_of(run))
         _ignore_signals()
         serve_snapshots(channels, store, Validator(run, data).measure)
+    elif rank.role == CURVATURE:
+        assert run.train.kfac is not None
+        (channel,) = meet_trainers(store, rank.role, rank.number, 1, own, ledger, timeout_of(run))
+        _ignore_signals()
+        serve_curvature(channel, store, rank.number, run.train.kfac.damping)
     else:
         _ignore_signals()
         torch.set_num_threads(1)

@@ -1,0 +1,93 @@
+"""A small model, and K-FAC over it on one process or several ranks, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.checkpoint import Saver
+from weft.comm import Axis, Ledger, Traffic
+from weft.mesh import Mesh
+from weft.optim.kfac import KFAC
+from weft.optim.saved_state import pieces_to_save
+from weft.optim.stepper import stepper
+from weft.parallel.apply import parallelize
+from weft.plan import Plan
+from weft.run_tables import Kfac
+
+ALONE = Axis("data", 1, 0, None, Ledger())
+OPTIONS = Kfac(learning_rate=0.05, damping=1e-2, decay=0.8, factor_every=2, inverse_every=4, kl_clip=0.05)
+STEPS, SAVED, SAMPLES = 10, 5, 8
+
+
+def make_model() -> nn.Module:
+    """A convolution with groups, a norm and a frozen layer between linears, and one that `max_size` leaves out."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3, stride=2, padding=1, groups=2),
+        nn.GroupNorm(2, 4),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(36, 6),
+        nn.Tanh(),
+        nn.Linear(6, 6).requires_grad_(False),
+        nn.Linear(6, 3, bias=False),
+    )
+    return model.double()
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randn(SAMPLES, 2, 6, 6, generator=generator, dtype=torch.float64)
+    return images, torch.randint(0, 3, (SAMPLES,), generator=generator)
+
+
+def make_kfac(model: nn.Module, data: Axis = ALONE, options: Kfac = OPTIONS, decay: float = 0.1) -> KFAC:
+    trained = [one for one in model.parameters() if one.requires_grad and one.numel()]
+    return KFAC(model, data, options, [{"params": trained, "weight_decay": decay}], 0.01)
+
+
+def train(model: nn.Module, optimizer: Any, mesh: Mesh, steps: range) -> None:
+    degree, index = mesh["data"].degree, mesh["data"].index
+    for step in steps:
+        images, labels = (whole.chunk(degree)[index] for whole in batch(step))
+        stepper(optimizer).begin(torch.tensor(float(SAMPLES)))
+        nn.functional.cross_entropy(model(images), labels).backward()
+        stepper(optimizer).update(model, mesh, 1.0, None, None)
+        optimizer.zero_grad()
+
+
+def reference() -> list[Tensor]:
+    """The parameters after all steps on one process."""
+    model = make_model()
+    train(model, make_kfac(model), Mesh(Plan()), range(STEPS))
+    return [one.detach().flatten() for one in model.parameters()]
+
+
+def build(mesh: Mesh, mode: Any, options: Kfac = OPTIONS) -> tuple[nn.Module, KFAC]:
+    model = parallelize(make_model(), mesh.plan, mesh)
+    return model, make_kfac(model, mesh["data"], replace(options, mode=mode))
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [one.detach().flatten().clone() for one in model.parameters()]
+
+
+def difference(one: list[Tensor], other: list[Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
+
+
+def traffic_of(mesh: Mesh) -> dict[Any, Traffic]:
+    found = {key: value for key, value in mesh.ledger if key[0] == "data"}
+    mesh.ledger.clear()
+    return found
+
+
+def save(folder: Path, mesh: Mesh, model: nn.Module, optimizer: KFAC) -> None:
+    saver = Saver(folder, mesh.rank, mesh.plan.num_ranks, "token")
+    saver.save(SAVED, pieces_to_save(model, optimizer, mesh), {}, asynchronous=False)
+    saver.wait(published=True)
