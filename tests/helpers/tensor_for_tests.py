@@ -215,7 +215,7 @@ def failures(report: ProofReport) -> set[str]:
 def counted(axis: Axis, operation: str, whole: Tensor) -> Pending:
     """Enter a call in the ledger and do nothing."""
     if axis.degree > 1:
-        weft.comm.collectives._record(axis, operation, whole)
+        weft.comm.collectives.record(axis, operation, whole)
     return Pending(None, axis, operation)
 
 

@@ -340,7 +340,7 @@ def broken(report: ProofReport) -> dict[str, str]:
 
 def silent(tensor: Tensor, axis: Axis) -> Pending:
     """Enter an all-reduce in the ledger and do nothing."""
-    weft.comm.collectives._record(axis, "all_reduce", tensor)
+    weft.comm.collectives.record(axis, "all_reduce", tensor)
     return Pending(None, axis, "all_reduce")
 
 

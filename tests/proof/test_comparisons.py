@@ -255,7 +255,7 @@ def test_an_error_within_the_models_own_noise_passes_and_says_so(monkeypatch: Pa
     assert all(float(check.found) > 1e-9 for check in stated)
 
     def skip(tensor: Tensor, axis: Axis, wire: str) -> Pending:
-        weft.comm.collectives._record(axis, "all_reduce", tensor)
+        weft.comm.collectives.record(axis, "all_reduce", tensor)
         return Pending(None, axis, "all_reduce")
 
     monkeypatch.setattr(weft.sharding.flat_buffer, "all_reduce", skip)

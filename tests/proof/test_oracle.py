@@ -194,7 +194,7 @@ def broken(name: str, plan: Plan) -> dict[str, str]:
 def counted(axis: Axis, operation: str, whole: Tensor) -> Pending:
     """Enter a call in the ledger and do nothing."""
     if axis.degree > 1:
-        weft.comm.collectives._record(axis, operation, whole)
+        weft.comm.collectives.record(axis, operation, whole)
     return Pending(None, axis, operation)
 
 
