@@ -66,6 +66,7 @@ def test_both_numbers_are_told(found: RoleForecast, is_gpu: bool, words: list[st
         assert expected in line
 
 
+@pytest.mark.processes
 def test_weft_plan_says_which_role_pays(weft: Weft, tmp_path: Path) -> None:
     given = (write_run_file(tmp_path), "plan.data=2", "cluster=h100:1x2", *EVALUATED, "--roles")
     told = weft("plan", *given)
@@ -76,6 +77,7 @@ def test_weft_plan_says_which_role_pays(weft: Weft, tmp_path: Path) -> None:
     assert asked["roles"]["step_seconds"] == asked["seconds"]["step"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
