@@ -4,9 +4,10 @@ In each round and for each plan, `weft bench machine` measures matmuls, memory a
 plan trains for some steps by `weft train`, and the median of its step times is compared with two predictions: by the
 measured file, and by the cluster `local`, whose links are assumed. A plan's error is the median of its rounds, so that
 a machine that others use too is measured at several times. Aim: the measured file within 15 %, and better than the
-assumed one. The result has the load of the machine.
+assumed one. The result has the load of the machine, and whether other processes could interrupt (`is_real_time`).
 
     python benchmarks/cpu_plans.py [--steps 30] [--rounds 3]
+    chrt -f 10 python benchmarks/cpu_plans.py          on a machine that others use (root)
 """
 
 from __future__ import annotations
@@ -122,6 +123,7 @@ def main() -> None:
         ),
         "machine_file": rounds[-1][1],
         "load_average": {"before": before, "after": os.getloadavg()},
+        "is_real_time": os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR),
         "hardware": f"{cpu_model()}, {os.cpu_count()} cores",
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
