@@ -68,6 +68,7 @@ def shared_gpu_service(environ: Mapping[str, str], say: Callable[[str], None]) -
                 guard.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 guard.kill()
+                say(f"MPS did not stop within {STOP_SECONDS:.0f} s; its folder is {folder}, its program {CONTROL}")
 
 
 def _start_problem(control: str, environ: Mapping[str, str], folder: Path) -> str | None:

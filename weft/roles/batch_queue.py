@@ -23,7 +23,7 @@ from torch import Tensor
 from weft.comm.channel import PairChannel, PendingMessage
 from weft.errors import LostRankError
 from weft.inspection.nested_tensors import tensors_in
-from weft.roles.links import RoleLink
+from weft.roles.links import RoleLink, find_returned
 from weft.step.batch import Batch
 
 END = -1  # asked for in place of a batch when a training rank needs no more
@@ -104,7 +104,7 @@ class BatchQueue:
 
     def take(self, numbers: Sequence[int]) -> list[Batch]:
         """Returns the batch numbers[0], and asks for the others, those of the next steps, as far as `depth` allows."""
-        self._find_returned()
+        find_returned(self._links, self._digest, self._say)
         while self._asked and self._asked[0].number != numbers[0]:  # the run went back to an earlier step
             self._receive(self._asked.popleft())
         self._ask(numbers)
@@ -169,17 +169,6 @@ class BatchQueue:
         for asked in self._asked:
             if asked.link is link:
                 self._send(asked)
-
-    def _find_returned(self) -> None:
-        """Connects to loaders that were lost and have started again."""
-        for link in self._links:
-            start = link.newer_start() if link.channel is None else None
-            if start is not None:
-                try:
-                    link.connect(self._digest, start)
-                    self._say(f"{link.name} is back")
-                except LostRankError:
-                    link.lose()
 
 
 def serve_trainers(connect: Callable[[int], PairChannel], makers: Sequence[Make]) -> None:

@@ -24,7 +24,7 @@ from weft.optim.kfac_inverse import invert_message
 from weft.optim.kfac_layers import FactorSizes
 from weft.optim.kfac_placement import NUM_STATISTICS, owners_of
 from weft.optim.kfac_sub_grid import Factors, pack_factors
-from weft.roles.links import RoleLink
+from weft.roles.links import RoleLink, find_returned
 
 CURVATURE = "curvature"
 END = -1  # sent in place of a request's number when there are no more
@@ -66,7 +66,7 @@ class CurvatureRanks:
         """Send each curvature rank the factors of its layers. Answers are awaited in threads: Gloo cannot be polled."""
         assert not self._requests, "an answer is outstanding"
         self._number += 1
-        self._find_returned()
+        find_returned(self._links, self._digest, self._say)
         num_threads = torch.get_num_threads()
         for link, layers in zip(self._links, self._layers, strict=True):
             if not layers:
@@ -128,17 +128,6 @@ class CurvatureRanks:
                 # Gloo may still write to the tensor of a message that did not come in time.
                 request.answer = request.answer.new_empty(len(request.answer))
         request.answer.copy_(invert_message(request.factors, request.sizes, self._damping))
-
-    def _find_returned(self) -> None:
-        """Connect to curvature ranks that were lost and have started again."""
-        for link in self._links:
-            start = link.newer_start() if link.channel is None else None
-            if start is not None:
-                try:
-                    link.connect(self._digest, start)
-                    self._say(f"{link.name} is back")
-                except LostRankError:
-                    link.lose()
 
 
 def serve_curvature(channel: PairChannel, store: Store, number: int, damping: float) -> int:

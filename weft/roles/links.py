@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -68,6 +68,18 @@ class RoleLink:
     def lose(self) -> None:
         """Drop the channel, whose other end is gone."""
         self.channel = None
+
+
+def find_returned(links: Iterable[RoleLink], own_digest: str, say: Callable[[str], None]) -> None:
+    """Connect to ranks of another role that were lost and have started again."""
+    for link in links:
+        start = link.newer_start() if link.channel is None else None
+        if start is not None:
+            try:
+                link.connect(own_digest, start)
+                say(f"{link.name} is back")
+            except LostRankError:
+                link.lose()
 
 
 def announce(
