@@ -43,9 +43,9 @@ def test_a_run_is_trained_and_goes_on_under_other_degrees(run_file: Path, weft: 
 FP8 = ("plan.precision=bf16", "plan.exact=false", "plan.matmul=fp8")
 
 
-def fp8_run_file(folder: Path) -> Path:
+def fp8_run_file(folder: Path, has_capacity: bool = False) -> Path:
     lines = RUN_FILE.replace("moe_intermediate_size = 8", "moe_intermediate_size = 16").splitlines()
-    return write_run_file(folder, "\n".join(line for line in lines if not line.startswith("capacity")))
+    return write_run_file(folder, "\n".join(line for line in lines if has_capacity or "capacity" not in line[:8]))
 
 
 def test_experts_in_fp8_are_refused_in_words(tmp_path: Path, weft: Weft, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +69,15 @@ def test_experts_train_in_fp8(tmp_path: Path, weft: Weft, monkeypatch: pytest.Mo
         found[name] = losses(Path(name))
     assert found["fp8"][-1] < found["fp8"][0]
     for name in ("fp8", "ranks", "sharded"):
+        assert found[name] != found["bf16"]
+        assert found[name] == pytest.approx(found["bf16"], rel=0.02)
+    (tmp_path / "capacity").mkdir()
+    run_file = fp8_run_file(tmp_path / "capacity", has_capacity=True)
+    for name, plan in {"bf16": FP8[:2], "fp8": FP8, "ranks": (*FP8, "plan.expert=2")}.items():
+        left = weft("train", run_file, f"folder=capacity-{name}", *plan, "train.steps=3", "--no-verify")
+        assert left.status == 0, left.err
+        found[name] = losses(Path(f"capacity-{name}"))
+    for name in ("fp8", "ranks"):
         assert found[name] != found["bf16"]
         assert found[name] == pytest.approx(found["bf16"], rel=0.02)
 
