@@ -96,7 +96,7 @@ def test_what_a_plan_prints_is_written_before_its_process_ends() -> None:
         "command.main = work\n"
         "command.run()\n"
     )
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
     command_line = [sys.executable, "-c", program, "plan"]
     done = subprocess.run(command_line, env=environ, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (2, "the plan")
