@@ -61,7 +61,7 @@ def _same_draws() -> None:
     """What a test draws without a seed of its own does not depend on the tests before it."""
     import torch
 
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # `torch.manual_seed` prints a stack for each kind of device, for later
 
 
 @pytest.fixture(autouse=True)
