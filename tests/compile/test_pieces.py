@@ -85,7 +85,7 @@ torch._dynamo.register_backend(listed, name="listed_pieces")  # traces no backwa
 
 @pytest.fixture
 def codes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Of what is compiled by "counted_pieces", which traces backward, or by "listed_pieces"; all blocks are compiled in pieces."""
+    """Of what "counted_pieces" compiles, with backward, or "listed_pieces". All blocks are compiled in pieces."""
     torch.compiler.reset()
     CODES.clear()
     monkeypatch.setattr(weft.compile.saved_bytes, "MAX_LAYERS", 5)
