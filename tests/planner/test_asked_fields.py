@@ -19,6 +19,7 @@ from weft.planner.image_model import planned_images
 from weft.planner.model import planned_model
 from weft.planner.question import LIST, Question, _fields, _kind_of, asked_fields, parse_constraints
 from weft.planner.search import Model, search
+from weft.profiling.software import Software
 
 TINY = GPT2Config(vocab_size=1024, n_positions=128, n_embd=64, n_layer=4, n_head=4)
 BATCH, SEQUENCE = 8, 128
@@ -26,7 +27,7 @@ BATCH, SEQUENCE = 8, 128
 
 @lru_cache(maxsize=1)
 def model() -> Model:
-    return planned_model(TINY, SEQUENCE, load("h100:1x4"))
+    return planned_model(TINY, SEQUENCE, load("h100:1x4"), Software())
 
 
 def values(name: str) -> list[Any]:
