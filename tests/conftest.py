@@ -101,8 +101,14 @@ def _no_process_without_the_marker(request: pytest.FixtureRequest, monkeypatch: 
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Under `make check`, a file whose every test starts processes is not read: half of the files are such."""
-    if config.option.markexpr != "not processes" or collection_path.suffix != ".py":
+    """Under `make check`, a file whose every test starts processes is not read: half of the files are such. Nor are
+    tests for GPUs, which `make test-gpu` runs.
+    """
+    if config.option.markexpr != "not processes":
+        return None
+    if collection_path.name == "gpu":
+        return True
+    if collection_path.suffix != ".py":
         return None
     is_left_out = "\npytestmark = pytest.mark.processes\n" in collection_path.read_text(encoding="utf-8")
     return is_left_out or None  # None: other plug-ins decide

@@ -210,7 +210,7 @@ def test_scaling_curve() -> None:
 
 def test_a_long_pipeline_stays_small() -> None:
     answer = make_answer()
-    answer["plans"][0]["timeline"] = make_timeline("1f1b", 64, 256, 11.4)
+    answer["plans"][0]["timeline"] = make_timeline("1f1b", 64, 128, 11.4)
     source = page(answer)
     svg = picture(source, "Timeline")
     assert len(source.encode()) < 1_000_000
