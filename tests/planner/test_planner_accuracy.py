@@ -63,7 +63,7 @@ def whole(name: str, rows: int, reached: float) -> Any:
         ("torchtitan_llama3", slice(0, 6), 32, 0.03),
         (FOLDING, slice(2, 15, 12), 79, 0.046),
         ("megatron_llama_fp8_h100", slice(0, 2), 3, 0.103),
-        (VTRAIN, slice(0, 720, 4), 720, 0.067),
+        (VTRAIN, slice(0, 720, 12), 720, 0.067),
         pytest.param(FOLDING, slice(2, 15, 6), 79, 0.055, marks=pytest.mark.soak),
         whole("megatron_sc21_table1_a100", 10, 0.036),
         whole("korthikanti_activation_recompute_a100", 8, 0.043),
