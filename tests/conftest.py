@@ -55,6 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "soak: the full product of plans and models, minutes long; run with -m soak")
     config.addinivalue_line("markers", "sampled(count): one in `count` of its cases runs, the others with -m soak")
     config.addinivalue_line("markers", "processes: starts processes; `make check` leaves it out")
+    config.addinivalue_line("markers", "full: `make check` leaves it out; with a count, all but one in `count` cases")
 
 
 @pytest.fixture(autouse=True)
@@ -119,11 +120,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _mark_sampled(items)
     if "soak" in config.option.markexpr:
         return
-    soak = [item for item in items if item.get_closest_marker("soak")]
-    if soak:
-        config.hook.pytest_deselected(items=soak)
-        left_out = set(map(id, soak))
+    _leave_out(config, items, [item for item in items if item.get_closest_marker("soak")])
+    if config.option.markexpr == "not processes":
+        _leave_out(config, items, _only_in_full(items))
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item], deselected: list[pytest.Item]) -> None:
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        left_out = set(map(id, deselected))
         items[:] = [item for item in items if id(item) not in left_out]
+
+
+def _only_in_full(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Returns what has the marker `full`; of a test with full(count), all cases but one in `count`."""
+    found, numbers = [], defaultdict[str, int](int)
+    for item in items:
+        marker = item.get_closest_marker("full")
+        if marker is None:
+            continue
+        test = item.nodeid.partition("[")[0]
+        if not marker.args or numbers[test] % marker.args[0]:
+            found.append(item)
+        numbers[test] += 1
+    return found
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

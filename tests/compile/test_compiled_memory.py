@@ -97,7 +97,8 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
+@pytest.mark.full(2)
 def test_kept_bytes_are_those_of_compiled_blocks(name: str) -> None:
     model = MODELS[name]().to(torch.bfloat16)
     predicted = cost(compiled_profile(profiled(model)), Plan(), split_batch(Plan(), 2, 32)).saved_bytes
@@ -242,10 +243,11 @@ MEASURED = json.loads((RESULTS / "one-gpu-h200.json").read_text())["results"]
 @pytest.mark.parametrize(
     ("shape", "name"),
     one_in(
-        12,
+        6,
         {f"{shape} {name}": (shape, name) for shape in MEASURED for name in MEASURED[shape] if name in one_gpu.PLANS},
     ),
 )
+@pytest.mark.full(2)
 def test_memory_on_an_h200_is_predicted_within_5_percent(shape: str, name: str) -> None:
     predicted = one_gpu.predicted_bytes(name, one_gpu.CASES[shape])
     assert predicted == pytest.approx(MEASURED[shape][name]["gpu_bytes"], rel=0.05)

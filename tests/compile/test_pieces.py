@@ -106,7 +106,7 @@ def test_pieces_compute_the_same_and_alike_ones_are_compiled_once(codes: list[st
     assert not any("conv" in code or "pool" in code for code in blocks)
 
 
-@pytest.mark.parametrize("has_kernels", [pytest.param(False, marks=pytest.mark.soak), True])
+@pytest.mark.parametrize("has_kernels", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_cell_keeps_what_is_foreseen(codes: list[str], has_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results of convolutions and of ReLUs; of a ReLU behind a sum the mask too. Parameters are there anyway."""
     if has_kernels:

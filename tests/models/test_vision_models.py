@@ -86,6 +86,7 @@ def test_parameters_of_deep_resnets_are_those_of_keras(depth: int, version: int,
     assert count(model) + statistics + biases == all_values
 
 
+@pytest.mark.full
 def test_a_resnet_of_a_thousand_layers_has_thirty_million_parameters_as_in_hypar_flow() -> None:
     model = on_meta(DeepResNetConfig(depth=1001))
     assert count(model) == pytest.approx(30e6, rel=0.02)
@@ -96,7 +97,7 @@ def test_a_resnet_of_a_thousand_layers_has_thirty_million_parameters_as_in_hypar
     ("layers", "filters", "torchgpipe_millions", "gpipe_millions"),
     [(18, 208, 81.5, 82), (36, 544, 1060, 1050), (18, 416, 319.0, 318), (18, 544, 542.7, 542), (72, 512, 1840, 1800)],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.full(3)
 def test_parameters_of_amoebanets_are_those_of_gpipe_and_torchgpipe(
     layers: int, filters: int, torchgpipe_millions: float, gpipe_millions: float
 ) -> None:
@@ -144,6 +145,7 @@ def portable(state: dict[str, Tensor]) -> dict[str, Tensor]:
     ],
 )
 @pytest.mark.sampled(2)
+@pytest.mark.full(2)
 def test_results_are_those_of_torchvision(
     name: str, evaluated: tuple[float, float], trained: tuple[float, float], variances: float
 ) -> None:
@@ -166,6 +168,7 @@ def test_results_are_those_of_torchvision(
 
 @pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.full(3)
 def test_shapes_and_gradients(name: str, norm: str) -> None:
     config = replace(TINY[name], norm=norm, in_channels=2)
     model = build(config)

@@ -101,6 +101,7 @@ def test_zeros_have_codes() -> None:
 
 
 @pytest.mark.parametrize("size", one_in(2, {str(size): size for size in (3e-4, 1e-3, 1e-2, 0.1)}))
+@pytest.mark.full
 def test_moments_in_codes_have_the_mean_of_exact_ones_after_many_steps(size: float) -> None:
     """Gradients of `size` beside one of 1 in every block, so that their moments have small codes.
 

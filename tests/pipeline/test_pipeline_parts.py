@@ -83,6 +83,7 @@ ALL: dict[str, tuple[ModelFn, Callable[[int], Callable[[int], Batch]]]] = {
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.sampled(2)
+@pytest.mark.full(2)
 def test_every_process_numbers_alike_whatever_the_batch(name: str) -> None:
     model_fn, batch = ALL[name]
     small, again, large = (traced(model_fn, models.double(batch(size)(size))[0]) for size in (2, 2, 3))

@@ -74,7 +74,7 @@ def test_nodes_that_do_not_help_stay_idle() -> None:
         ["context=2", "context.kind=all-to-all"],
         ["schedule=gpipe"],
         ["chunks=3", "pipe=2"],
-        ["matmul=fp8", "exact=false"],
+        pytest.param(["matmul=fp8", "exact=false"], marks=pytest.mark.full),
         ["memory.state=bf16", "exact=false"],
         ["memory.activations=0.5"],
         ["memory.accumulate=slice"],

@@ -67,6 +67,7 @@ def of_four() -> Profile:
     ids=str,
 )
 @pytest.mark.sampled(3)
+@pytest.mark.full(2)
 def test_sections_of_any_grid_are_near_its_dry_run(tile: Tile, within: float) -> None:
     whole, count = (of_four(), 4) if tile.hand_over == "batch" else (small().profile, 1)
     dry = dry_run(whole, Plan(tile=tile), {"rows": tile.rows // 2, "columns": tile.columns // 2})

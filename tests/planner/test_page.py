@@ -264,6 +264,7 @@ def test_no_plan_at_all() -> None:
 
 
 @pytest.mark.parametrize("missing", ["rejected", "scaling", "sensitivities", "why", "considered", "search_seconds"])
+@pytest.mark.full(2)
 def test_each_part_may_be_missing(missing: str) -> None:
     answer = make_answer(**{missing: None})
     nothing = check(answer).text

@@ -92,6 +92,7 @@ def check_question(seed: int, num_words: int = 2, num_larger: int = 5) -> None:
 
 
 @pytest.mark.parametrize("seed", range(NUM_SAMPLED))
+@pytest.mark.full
 def test_answers_agree(seed: int) -> None:
     check_question(seed, num_words=1, num_larger=1)
 

@@ -222,6 +222,7 @@ def test_the_closed_form_is_near_the_list(plan: Plan) -> None:
     ids=lambda plan: plan.describe_axes() + plan.memory.words,
 )
 @pytest.mark.sampled(9)
+@pytest.mark.full(2)
 def test_memory_in_closed_form_is_what_the_strategies_state(plan: Plan, compiles: bool) -> None:
     check_memory(SMALL, 1024, plan, compiles)
 
@@ -236,7 +237,7 @@ ONE_MICRO_BATCH = Plan(data=4, pipe=Pipe(2, "zero-bubble"), micro_batch=16, memo
     [
         (HEAVY, Plan(shard=Shard(4, 2), tensor=Tensor(2, 1, True), micro_batch=16)),
         (HEAVY, ONE_MICRO_BATCH),
-        pytest.param(LIGHT, ONE_MICRO_BATCH, marks=pytest.mark.soak),
+        pytest.param(LIGHT, ONE_MICRO_BATCH, marks=pytest.mark.full),
     ],
     ids=["heavy head", "one micro-batch", "one micro-batch of light blocks"],
 )

@@ -79,6 +79,7 @@ def oracle(layer: FourBitLayer, tokens: tuple[Tensor, Tensor, Tensor], window: i
 
 
 @pytest.mark.parametrize("number", [1, 2, GROUP - 1, GROUP, GROUP + 1, 2 * GROUP, 3 * GROUP + 1])
+@pytest.mark.full(3)
 def test_tokens_one_by_one_in_chunks_and_at_once_give_the_same_bits(number: int) -> None:
     tokens, rng = random_tokens(number), random.Random(number)
     at_once, one_by_one, chunked = new_layer(), new_layer(), new_layer()

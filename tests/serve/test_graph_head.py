@@ -103,7 +103,7 @@ def head_of(name: str, number: int = 8, beam: int = 61) -> GraphHead:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2"])
-@pytest.mark.sampled(2)
+@pytest.mark.full(2)
 def test_an_engine_with_a_full_beam_gives_the_tokens_of_one_without(name: str) -> None:
     greedy = [Request(str(i), tuple(range(i, i + 9)), 9, GREEDY) for i in range(3)]
     drawn = [Request(f"t{i}", tuple(range(i, i + 9)), 9, Sampling(0.8, top_k=8, seed=i)) for i in range(3)]

@@ -108,7 +108,7 @@ def test_how_tokens_are_added_changes_no_page() -> None:
 
 
 @pytest.mark.parametrize("name", ["mistral", "llama", "gpt2", "qwen3"])
-@pytest.mark.sampled(2)
+@pytest.mark.full(2)
 def test_an_engine_that_chooses_all_tokens_gives_the_tokens_of_a_plain_one(name: str) -> None:
     model = tiny_model(name).double()
     texts = [torch.randint(0, 61, (3, 24), generator=torch.Generator().manual_seed(0))]

@@ -156,6 +156,7 @@ def pair_counts(model: nn.Module, speculate: object, temperature: float) -> tupl
 
 
 @pytest.mark.parametrize("drafter", ["constant", "early", "model"])
+@pytest.mark.full(2)
 def test_sampled_tokens_have_the_models_distribution(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, temperature = tiny_model("llama"), 2.0
     if drafter == "early":  # the first layer alone must give another distribution
