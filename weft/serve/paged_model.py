@@ -177,6 +177,12 @@ class PagedModel:
             self._streamed = StreamedWeights(blocks, self.device, ahead)
         return self._streamed
 
+    def arrange_for_cpu(self) -> None:
+        """Keep weights in fewer bits as a CPU's products take them. Call it again when weights have changed."""
+        for linear in (*(one for block in self.blocks for one in block.linears), self.model.lm_head):
+            if isinstance(linear, PackedLinear):
+                linear.arrange_for_cpu(self.dtype)
+
     def logits(self, residual: Tensor) -> Tensor:
         """The logits [rows, vocab] of rows of the residual stream."""
         part = norm_column(residual, self.final_norm, self.model.lm_head, self.axes)

@@ -33,6 +33,7 @@ from weft.serve.http import Api, build_app
 from weft.serve.http_guard import ServerLimits
 from weft.serve.loading import LoadedModel, Packing, load_draft, load_model
 from weft.serve.model_part import ModelPart
+from weft.serve.packed_linear import why_decoded
 from weft.serve.rank_part import refuse_plan
 from weft.serve.ranks import ServingRanks, sums_of
 from weft.serve.replicas import ReplicaFront, serve_replica
@@ -122,6 +123,9 @@ def run_server(source: Path, options: ServeOptions, ready: Ready, say: Say) -> N
         merge_adapter(loaded.model, Path(options.merged_adapter))
     if next(loaded.model.parameters()).device.type == "cpu" and not on_host and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(fastest_threads(torch.get_num_threads()))
+    if torch.device(options.device).type == "cpu":
+        for reason in why_decoded(loaded.model):
+            say(reason)
     engine = Engine(loaded.model, options.engine(loaded, options.max_waiting, options.device))
 
     def load(checkpoint: Path) -> nn.Module:
