@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from serving_for_tests import GREEDY, SIZES, serve_all, tokens_of
+from serving_for_tests import GREEDY, SIZES, serve_all, tiny_model, tokens_of
 from test_engine import make_engine
 from torch import Tensor, nn
 
-from weft.models import DecoderConfig, build, initialise
+from weft.errors import ConfigError
+from weft.models import DecoderConfig, build, initialise, save_folder
 from weft.serve import cpu_product
 from weft.serve.cpu_product import CpuWeight, cpu_weight, has_product, most_of, refusal
+from weft.serve.graph_head import graph_head
 from weft.serve.group_codes import GroupCodes, pack, split_ranges
-from weft.serve.packed_linear import PackedLinear, pack_model, why_decoded
+from weft.serve.loading import Packing, load_model
+from weft.serve.packed_linear import PackedLinear, pack_head, pack_model, why_decoded
+from weft.serve.paged_model import PagedModel
 from weft.serve.request import Request
 from weft.serve.weight_formats import Grouped, weight_format
 
@@ -33,6 +38,10 @@ def model_of(seed: int, kind: str) -> nn.Module:
     initialise(model, seed)
     pack_model(model, weight_format(kind))
     return model.eval()
+
+
+def load(folder: Path, head: str | None) -> nn.Module:
+    return load_model(folder, "bytes", "cpu", lambda words: None, packing=Packing(None, head=head)).model
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -99,6 +108,29 @@ def test_newer_weights_are_arranged_again(monkeypatch: pytest.MonkeyPatch) -> No
     assert before != expected
     engine.replace_weights(model_of(1, "int4"))
     assert tokens_of(serve_all(engine, REQUESTS)) == expected
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])  # heads that share the embedding
+def test_a_head_in_fewer_bits_gives_the_logits_of_its_decoded_weight(name: str, tmp_path: Path) -> None:
+    save_folder(tmp_path, tiny_model(name))  # type: ignore[arg-type]
+    packed, plain = (load(tmp_path, head) for head in ("int8", None))
+    assert isinstance(packed.lm_head, PackedLinear)
+    form, rows = packed.lm_head.format, torch.randn(3, 16)
+    decoded = form.decode(packed.lm_head.parts, torch.float32)
+    assert 0 < float((decoded - plain.lm_head.weight.detach()).abs().max()) < 0.01  # type: ignore[operator, union-attr]
+    found, exact = (PagedModel(model, 8).logits(rows) for model in (packed, plain))
+    torch.testing.assert_close(found, PagedModel(packed, 8).hidden_states(rows) @ decoded.T)
+    assert not torch.equal(found, exact)
+
+
+def test_what_a_head_in_fewer_bits_does_not_go_with_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--head int8 is for models of attention on CPUs, not for a Decoder on cuda"):
+        pack_head(tiny_model("llama"), "int8", "cuda")
+    with pytest.raises(ConfigError, match="not for a Linear on cpu; leave it out"):
+        pack_head(nn.Linear(2, 2), "int4", "cpu")
+    with pytest.raises(ConfigError, match="a format of its weight: int8, int4, int4-128"):
+        graph_head("int3")
+    assert graph_head("int4") is None
 
 
 def test_the_most_rows_are_found() -> None:

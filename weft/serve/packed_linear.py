@@ -1,7 +1,8 @@
 """Linears whose weights are kept in fewer bits (`weight_formats.py`).
 
-Those of attention and MLPs are packed. Embeddings, norms, the head, routers and stacked experts stay as they are. Parts
-of a packed weight are buffers of integers, so that casting a model to another dtype does not change them.
+Those of attention and MLPs are packed, and the head if asked for. Embeddings, norms, routers and stacked experts stay
+as they are. Parts of a packed weight are buffers of integers, so that casting a model to another dtype does not change
+them.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from weft.errors import NumbersError
+from weft.errors import ConfigError, NumbersError
+from weft.models import GPT2, Decoder
 from weft.models.attention import RMSNorm
 from weft.models.decoder import Attention
 from weft.models.experts import SwiGLU
 from weft.models.gpt2 import GPT2MLP, GPT2Attention
 from weft.serve.cpu_product import CpuWeight, arranged, refusal
 from weft.serve.group_codes import GroupCodes, split_ranges
-from weft.serve.weight_formats import AfterProduct, Grouped, WeightFormat
+from weft.serve.weight_formats import HEAD_FORMATS, AfterProduct, Grouped, WeightFormat, weight_format
 
 PACKED_OWNERS = (Attention, SwiGLU, GPT2Attention, GPT2MLP)
 
@@ -127,6 +129,23 @@ def pack_model(model: nn.Module, format: WeightFormat) -> None:
         refuse_bad_weight(f"{name}.weight", linear.weight)
         packed = PackedLinear(format, format.encode(linear.weight), linear.weight.shape[1], linear.bias)
         replace_linear(model, name, packed)
+
+
+@torch.no_grad()
+def pack_head(model: nn.Module, name: str | None, device: torch.device | str) -> None:
+    """Keep the weight of the head in a format of integers if --head names one. An embedding that it shares stays."""
+    if name not in HEAD_FORMATS:
+        return
+    if torch.device(device).type != "cpu" or not isinstance(model, Decoder | GPT2):
+        raise ConfigError(
+            f"--head {name} is for models of attention on CPUs, not for a {type(model).__name__} on {device}; leave it "
+            f"out"
+        )
+    head = model.lm_head
+    if isinstance(head, nn.Linear):  # only the last stage has one
+        refuse_bad_weight("lm_head.weight", head.weight)
+        form = weight_format(name)
+        model.lm_head = PackedLinear(form, form.encode(head.weight), head.weight.shape[1], head.bias)
 
 
 def refuse_bad_weight(name: str, weight: Tensor) -> None:

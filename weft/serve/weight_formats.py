@@ -187,6 +187,9 @@ FORMATS: dict[str, WeightFormat] = {
 }
 
 
+HEAD_FORMATS = tuple(name for name, one in FORMATS.items() if isinstance(one, Grouped))  # that --head names
+
+
 def weight_format(name: str) -> WeightFormat:
     """The format of a name. Raises ConfigError."""
     if name not in FORMATS:
