@@ -46,7 +46,7 @@ class CpuWeight:
             out = out.float()
             for codes, ranges in lower:
                 out += torch._weight_int4pack_mm_for_cpu(given, codes, self.group, ranges)
-        return out[:, : self.num_out].to(hidden.dtype)
+        return (out if out.shape[1] == self.num_out else out[:, : self.num_out]).to(hidden.dtype)
 
 
 def arranged(coded: GroupCodes, bits: int, dtype: torch.dtype) -> CpuWeight | None:
