@@ -44,6 +44,13 @@ def load(folder: Path, head: str | None) -> nn.Module:
     return load_model(folder, "bytes", "cpu", lambda words: None, packing=Packing(None, head=head)).model
 
 
+def with_head(model: nn.Module, weight: Tensor) -> nn.Module:
+    """The model with another weight of its head alone."""
+    model.tied_to = None  # type: ignore[assignment]
+    model.lm_head.weight = nn.Parameter(weight)  # type: ignore[union-attr]
+    return model
+
+
 def relative(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
@@ -121,6 +128,8 @@ def test_a_head_in_fewer_bits_gives_the_logits_of_its_decoded_weight(name: str, 
     found, exact = (PagedModel(model, 8).logits(rows) for model in (packed, plain))
     torch.testing.assert_close(found, PagedModel(packed, 8).hidden_states(rows) @ decoded.T)
     assert not torch.equal(found, exact)
+    tokens = [tokens_of(serve_all(make_engine(model), REQUESTS)) for model in (packed, with_head(plain, decoded))]
+    assert tokens[0] == tokens[1]
 
 
 def test_what_a_head_in_fewer_bits_does_not_go_with_is_refused(tmp_path: Path) -> None:

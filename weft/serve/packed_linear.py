@@ -145,6 +145,7 @@ def pack_head(model: nn.Module, name: str | None, device: torch.device | str) ->
     if isinstance(head, nn.Linear):  # only the last stage has one
         refuse_bad_weight("lm_head.weight", head.weight)
         form = weight_format(name)
+        model.tied_to = None
         model.lm_head = PackedLinear(form, form.encode(head.weight), head.weight.shape[1], head.bias)
 
 
