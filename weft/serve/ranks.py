@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ from weft.serve.rank_part import RankPlace, stage_of
 from weft.serve.split_layers import ModelAxes
 from weft.serve.step_inputs import StepInputs
 
-Kind = Literal["step", "text", "score", "order", "idle", "stop"]
-_KINDS: tuple[Kind, ...] = ("step", "text", "score", "order", "idle", "stop")
+Kind = Literal["step", "text", "score", "order", "idle", "pass", "stop"]
+_KINDS: tuple[Kind, ...] = get_args(Kind)
 _HEADER_SIZE = 7
 AXES = ("x", "y", "expert")  # over which partial results are added up
 Sums = Strategy | Literal["measured"]
@@ -32,7 +32,9 @@ Sums = Strategy | Literal["measured"]
 
 @dataclass(frozen=True)
 class RankMessage:
-    """What a rank is told: compute a step, compute a text or how likely it is, an order (JSON), nothing, or to end."""
+    """What a rank is told: compute a step, compute a text or how likely it is, an order (JSON), nothing, pass by the
+    weights that other replicas read, or to end.
+    """
 
     kind: Kind
     inputs: StepInputs | None = None
@@ -43,10 +45,11 @@ class ServingRanks:
     """One rank's view of the ranks that compute a model together. Creating it makes groups: all ranks must do it.
 
     `sums` says how partial results are added up: by a strategy of `cluster/small_choice.py`, or by the one that is
-    measured to be the fastest for each size.
+    measured to be the fastest for each size. With `streams`, weights are in host memory: `readers` are the ranks of all
+    replicas that read the same ones, together.
     """
 
-    def __init__(self, mesh: Mesh, sums: Sums = "library") -> None:
+    def __init__(self, mesh: Mesh, sums: Sums = "library", streams: bool = False) -> None:
         plan = mesh.plan
         self.mesh, self.num_stages = mesh, plan.pipe.degree
         self.place = RankPlace(plan, mesh.coordinates)
@@ -57,6 +60,7 @@ class ServingRanks:
         self.axes = ModelAxes(
             *(_with_sums(mesh[name], sums, mesh.device) if mesh[name].degree > 1 else None for name in AXES)
         )
+        self.readers = mesh.with_own_group("data", "weights") if streams and plan.data > 1 else None
         everyone = mesh["world"]
         self._everyone = mesh.with_own_group("world", "agreement") if everyone.degree > 1 else everyone
         self._before, self._after = self._channels()
