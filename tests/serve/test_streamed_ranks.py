@@ -55,6 +55,7 @@ def test_shares_of_all_readers_are_the_block() -> None:
         for name, one in block.named_parameters():
             assert torch.equal(one, expected[name]), (num_readers, name)
             assert one.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        assert view.data_ptr() == weight[3].data_ptr()  # they still share memory
 
 
 @pytest.mark.processes

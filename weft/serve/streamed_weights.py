@@ -90,7 +90,6 @@ class StreamedWeights:
             if self._readers is not None:
                 self._gathers[place] = all_gather(block, own, self._readers)
             if self._copies is not None:
-                self._wait_for_gather(place)  # by NCCL, this is a wait of the stream
                 self._has_come[place].record()
 
     def _wait_for_gather(self, place: int) -> None:
