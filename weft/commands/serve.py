@@ -77,7 +77,11 @@ HeadOption = Annotated[
     ),
 ]
 SumsOption = Annotated[
-    str, typer.Option(help="how ranks add up partial results: library, one-shot, two-shot, or measured at the start")
+    str,
+    typer.Option(
+        help="how ranks add up partial results: library, one-shot, two-shot, symmetric-one-shot or symmetric-two-shot "
+        "(on GPUs that read each other's memory), or measured at the start"
+    ),
 ]
 StreamOption = Annotated[
     int,

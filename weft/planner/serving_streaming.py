@@ -24,8 +24,8 @@ _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 @dataclass(frozen=True)
 class StreamingPrice:
-    """What weights in host memory cost: bytes of a step that a device copies, and that replicas gather; seconds of these
-    transfers; and with how many tokens of a step its products take as long.
+    """What weights in host memory cost: bytes of a step that a device copies, and that replicas gather; the seconds of
+    both; and with how many tokens of a step its products take as long.
     """
 
     copied_bytes: int
@@ -36,8 +36,8 @@ class StreamingPrice:
 
 @dataclass(frozen=True)
 class StreamedStage:
-    """The weights in host memory of a rank: what a step copies and gathers, in bytes and seconds. `saved_bytes` is by how
-    much the rank's device holds less than all its weights; `floor_seconds` is what the link takes at its printed rate.
+    """The weights in host memory of a rank: what a step copies and gathers, in bytes and seconds. The rank's device
+    holds `saved_bytes` less than all its weights; `floor_seconds` is what the link takes at its printed rate.
     """
 
     copied_bytes: int

@@ -164,11 +164,11 @@ def run_rank(
     device = init_process_group(rank_info, cast(Literal["cpu", "cuda"], options.device), RANK_TIMEOUT)
     mesh = Mesh(plan, device)
     on_host = options.stream_weights > 0
-    ranks = ServingRanks(mesh, sums_of(options.sums), streams=on_host)
+    say_once = say if rank_info.rank == 0 else lambda message: None
+    ranks = ServingRanks(mesh, sums_of(options.sums), on_host, say_once)
     replicas = mesh.with_own_group("data", "requests") if plan.data > 1 else mesh["data"]
     is_folder = (source / "config.json").is_file()
     path = Path(ranks.agree_on_text(str(source if is_folder else open_checkpoint(source).path)))
-    say_once = say if rank_info.rank == 0 else lambda message: None
     loaded = load_model(path, options.tokenizer, device, say_once, ranks.place, options.packing, on_host)
 
     def load(checkpoint: Path) -> nn.Module:
