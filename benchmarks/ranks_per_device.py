@@ -6,7 +6,8 @@ Three runs: `cnn` (a narrow ResNet-18 on small images), `loading` (a narrower on
 longer on loading its images than the GPU on them), and `transformer`. For each, `weft tune ranks-per-device` measures 1
 to 4 ranks and chooses a number. Then the chosen number is measured again, with every other that was not slower than the
 fastest by more than a tenth: how far is the choice from the best of this second measurement? One rank of a CNN replays
-its step as a CUDA graph, as `weft train` does by default; it is also measured without. Last, 2 ranks without MPS.
+its step as a CUDA graph, as `weft train` does by default; it is also measured without. Then 2 ranks without MPS, and
+one rank whose images three loaders prepare (`roles.loader`), which is weft's other way to load faster.
 
 Each row is printed, and written to the file, as soon as it is measured. No row begins after --seconds; the file names
 those that were left out. --tiny runs on any machine and proves the script. Writes
@@ -32,6 +33,7 @@ from weft.commands.tune import Measurement, choose, measure
 from weft.launch.fork_server import ForkServer
 from weft.launch.mps import CONTROL
 from weft.run_file import Run, load_run
+from weft.run_tables import Roles
 
 RESULT = Path(__file__).parent / "results" / "ranks-per-device-h200.json"
 CANDIDATE = 0.9  # of the fastest of the first measurement: slower numbers of ranks are not measured again
@@ -79,7 +81,7 @@ cache = "{folder}/cache"
 """
 MODELS = {"loading": IMAGES, "cnn": IMAGES, "transformer": TEXT}
 SIZES: dict[str, dict[str, int]] = {
-    "loading": {"width": 16, "size": 256, "images": 128, "batch": 24, "steps": 60},
+    "loading": {"width": 16, "size": 512, "images": 64, "batch": 24, "steps": 25},
     "cnn": {"width": 32, "size": 64, "images": 768, "batch": 48, "steps": 100},
     "transformer": {"width": 256, "wide": 1024, "layers": 6, "size": 128, "batch": 48, "steps": 50},
 }
@@ -168,12 +170,22 @@ def compare(report: Report, fork_server: ForkServer, run: Run, steps: int, most:
 def without_mps() -> Iterator[None]:
     """A context in which MPS's program is not found, so that ranks take turns on a GPU, with a warning."""
     before = os.environ["PATH"]
-    folders = [folder for folder in before.split(os.pathsep) if not (Path(folder) / CONTROL).exists()]
-    os.environ["PATH"] = os.pathsep.join(folders)
-    try:
-        yield
-    finally:
-        os.environ["PATH"] = before
+    with tempfile.TemporaryDirectory() as folder:
+        places = []
+        for number, place in enumerate(before.split(os.pathsep)):
+            if (Path(place) / CONTROL).exists():  # a copy of the folder, without it
+                copy = Path(folder) / str(number)
+                copy.mkdir()
+                for program in Path(place).iterdir():
+                    if program.name != CONTROL:
+                        (copy / program.name).symlink_to(program)
+                place = str(copy)
+            places.append(place)
+        os.environ["PATH"] = os.pathsep.join(places)
+        try:
+            yield
+        finally:
+            os.environ["PATH"] = before
 
 
 def main() -> None:
@@ -195,6 +207,7 @@ def main() -> None:
         run, steps = next(iter(runs.values()))
         with without_mps():
             report.measure(fork_server, run, "time slicing", 2, steps)
+        report.measure(fork_server, replace(run, roles=Roles(loader=3)), "3 loaders", 1, steps)
         for name in ("loading", "cnn"):
             if name in runs and not options.tiny:
                 run, steps = runs[name]
