@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.comm import Axis
 from weft.errors import ConfigError
 from weft.models import GPT2, Decoder
 from weft.models.attention import RMSNorm
@@ -80,7 +81,9 @@ class PagedModel:
         context_length: int,
         axes: ModelAxes = ModelAxes(),  # noqa: B008
         cache_format: CacheFormat | None = None,
+        device: torch.device | None = None,
     ) -> None:
+        """`device`: where it computes, if some of its weights are elsewhere."""
         if not isinstance(model, Decoder | GPT2):
             raise ConfigError(
                 f"the engine cannot serve a {type(model).__name__}; it serves Decoder and GPT2 of weft.models, which "
@@ -92,7 +95,7 @@ class PagedModel:
         self.vocab_size = int(model.config.vocab_size)
         self.body = model.model if isinstance(model, Decoder) else model.transformer
         weight = next(model.parameters())
-        self.device, self.dtype = weight.device, weight.dtype
+        self.device, self.dtype = device or weight.device, weight.dtype
         self.rotary: tuple[Tensor, Tensor] | None = None  # cos and sin of every position [context, head_dim]
         with torch.no_grad():
             if isinstance(model, Decoder):
@@ -174,11 +177,17 @@ class PagedModel:
             return whole_attention(*given, batch, block.window, layer.counts)
         return layer.attend(rotate_and_store(*given), keys, values, batch, block.window)
 
-    def stream_weights(self, ahead: int) -> StreamedWeights:
-        """Keep the weights of blocks in host memory, and copy those of `ahead` blocks before they are needed."""
+    @property
+    def block_modules(self) -> list[tuple[nn.Module, ...]]:
+        """What each block's weights are in."""
+        return [(block.layer, *block.linears) for block in self.blocks]
+
+    def stream_weights(self, ahead: int, readers: Axis | None = None) -> StreamedWeights:
+        """Keep the weights of blocks in host memory, and copy those of `ahead` blocks before they are needed. Ranks of
+        `readers` keep and copy a share each.
+        """
         with torch.no_grad():
-            blocks = [(block.layer, *block.linears) for block in self.blocks]
-            self._streamed = StreamedWeights(blocks, self.device, ahead)
+            self._streamed = StreamedWeights(self.block_modules, self.device, ahead, readers)
         return self._streamed
 
     def arrange_for_cpu(self) -> None:

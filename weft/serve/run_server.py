@@ -32,7 +32,7 @@ from weft.serve.graph_head import graph_head
 from weft.serve.http import Api, build_app
 from weft.serve.http_guard import ServerLimits
 from weft.serve.loading import LoadedModel, Packing, load_draft, load_model
-from weft.serve.model_part import ModelPart
+from weft.serve.model_part import ModelPart, refuse_shared_reading
 from weft.serve.packed_linear import why_decoded
 from weft.serve.rank_part import refuse_plan
 from weft.serve.ranks import ServingRanks, sums_of
@@ -110,14 +110,21 @@ class ServeOptions:
         )
 
 
-def run_server(source: Path, options: ServeOptions, ready: Ready, say: Say) -> None:
-    """Serve a model until SIGTERM or Ctrl-C. `ready` is told what is served and where, `say` what happens."""
+def refuse_options(source: Path, options: ServeOptions, plan: Plan) -> None:
+    """Raise ConfigError or PlanError for options that do not go together, with each other or with the plan."""
     if options.follows:
         require_run(source)
     if options.follows and options.stream_weights:
         raise ConfigError("--follow replaces weights, which --stream-weights does not allow; leave out one of them")
     if options.follows and options.head not in (None, *HEAD_FORMATS):
         raise ConfigError("--follow replaces weights, which the graph of --head is made of; leave out one of them")
+    if options.stream_weights:
+        refuse_shared_reading(plan)
+
+
+def run_server(source: Path, options: ServeOptions, ready: Ready, say: Say) -> None:
+    """Serve a model until SIGTERM or Ctrl-C. `ready` is told what is served and where, `say` what happens."""
+    refuse_options(source, options, Plan())
     sock = listen(options.host, options.port)  # before the model is loaded: a port in use is known at once
     on_host = options.stream_weights > 0
     loaded = load_model(source, options.tokenizer, options.device, say, packing=options.packing, on_host=on_host)
@@ -152,10 +159,9 @@ def run_rank(
     """Serve a model as one of the plan's ranks. Rank 0 listens, on `sock` if it is given."""
     check_world(rank_info, plan.num_ranks, plan.degrees)
     refuse_plan(model_config(source), plan)
+    refuse_options(source, options, plan)
     if options.adapters or options.merged_adapter is not None:
         raise ConfigError("--adapter and --merge-adapter need one rank; serve without a plan, or export a merged model")
-    if options.follows:
-        require_run(source)
     if rank_info.rank == 0 and sock is None:
         sock = listen(options.host, options.port)
     if rank_info.rank > 0:
@@ -163,12 +169,13 @@ def run_rank(
             signal.signal(number, signal.SIG_IGN)
     device = init_process_group(rank_info, cast(Literal["cpu", "cuda"], options.device), RANK_TIMEOUT)
     mesh = Mesh(plan, device)
-    ranks = ServingRanks(mesh, sums_of(options.sums))
+    on_host = options.stream_weights > 0
+    say_once = say if rank_info.rank == 0 else lambda message: None
+    ranks = ServingRanks(mesh, sums_of(options.sums), on_host, say_once)
     replicas = mesh.with_own_group("data", "requests") if plan.data > 1 else mesh["data"]
     is_folder = (source / "config.json").is_file()
     path = Path(ranks.agree_on_text(str(source if is_folder else open_checkpoint(source).path)))
-    say_once = say if rank_info.rank == 0 else lambda message: None
-    loaded = load_model(path, options.tokenizer, device, say_once, ranks.place, options.packing)
+    loaded = load_model(path, options.tokenizer, device, say_once, ranks.place, options.packing, on_host)
 
     def load(checkpoint: Path) -> nn.Module:
         return load_model(checkpoint, options.tokenizer, "cpu", say_once, ranks.place, options.packing).model
