@@ -186,7 +186,7 @@ def test_commands_use_all_ways_and_refuse_in_one_line(
     assert done.status == 0, done.err
     assert done.json["dims"] == 2
     assert all(0.25 < share <= 1 for share in done.json["explained"])
-    generate = ("generate", *folder, "--tokens", 20, "--prompt", "ab ab ab ab", "--temperature", 0, "--json")
+    generate = ("generate", *folder, "--tokens", 8, "--prompt", "ab ab ab ab", "--temperature", 0, "--json")
     plain = weft(*generate)
     assert weft(*generate, "--speculate", "ngram").out == plain.out
     assert weft(*generate, "--speculate", tmp_path / "model").out == plain.out
