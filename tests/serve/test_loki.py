@@ -171,6 +171,7 @@ def test_a_file_is_read_again_and_refused_for_another_model(tmp_path: Path) -> N
         LokiChoice(dims=0.0)
 
 
+@pytest.mark.full
 def test_commands_use_all_ways_and_refuse_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
