@@ -71,7 +71,12 @@ class ExampleLoss:
     labels: Callable[[], Tensor]
 
     def __call__(self, output: Tensor) -> Tensor:
-        return token_loss(output, self.labels())[0] if output.dim() else output
+        if not output.dim():
+            return output
+        labels = self.labels()
+        if output.shape[:-1] != labels.shape:  # a class of each pixel: logits are [batch, classes, height, width]
+            output = output.movedim(1, -1)
+        return token_loss(output, labels)[0]
 
 
 def rows_loss(logits: Tensor, labels: Tensor, z_loss: float | None, with_gradient: bool) -> Tensor:

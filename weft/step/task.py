@@ -97,9 +97,10 @@ class PreferenceTask(LanguageTask):
 
 @dataclass(frozen=True)
 class ImageTask(Task):
-    """Predicts the class of each image."""
+    """Predicts the class of each image, or (`is_dense`) of each pixel."""
 
     shape: ImageShape
+    is_dense: bool = False
 
     unit = "images"
 
@@ -110,7 +111,7 @@ class ImageTask(Task):
     def example(self, num_samples: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         height, width, channels = self.shape
         images = torch.zeros(num_samples, channels, height, width, dtype=dtype, device="cpu")
-        return images, torch.zeros(num_samples, dtype=torch.long, device="cpu")
+        return images, torch.zeros(self._label_shape(num_samples), dtype=torch.long, device="cpu")
 
     def shrunk(self, model: ModelConfig) -> ImageTask:
         assert isinstance(model, VisionConfig)
@@ -122,8 +123,11 @@ class ImageTask(Task):
         generator = torch.Generator().manual_seed(seed)
         height, width, channels = self.shape
         images = torch.randn(num_samples, channels, height, width, generator=generator)
-        labels = torch.randint(0, model.num_classes, (num_samples,), generator=generator)
+        labels = torch.randint(0, model.num_classes, self._label_shape(num_samples), generator=generator)
         return images, _masked(labels, generator)
+
+    def _label_shape(self, num_samples: int) -> tuple[int, ...]:
+        return (num_samples, self.shape.height, self.shape.width) if self.is_dense else (num_samples,)
 
 
 def _masked(labels: Tensor, generator: torch.Generator) -> Tensor:
@@ -139,4 +143,4 @@ def task_of(run: Run) -> Task:
     if isinstance(run.data, DataConfig):
         return LanguageTask(run.data.sequence, run.train.z_loss)
     assert isinstance(run.model, VisionConfig), "the run file was checked"
-    return ImageTask(run.data.shape(run.model.in_channels))
+    return ImageTask(run.data.shape(run.model.in_channels), run.model.is_dense)
