@@ -4,8 +4,8 @@
 
 Three runs: `cnn` (a narrow ResNet-18 on small images), `loading` (a narrower one on larger images, so that a rank works
 longer on loading its images than the GPU on them), and `transformer`. For each, `weft tune ranks-per-device` measures 1
-to 4 ranks and chooses a number. Then the chosen number is measured again, with every other that was not slower than the
-fastest by more than a tenth: how far is the choice from the best of this second measurement? One rank of a CNN replays
+to 4 ranks, those near the fastest in several rounds, and chooses a number. Then the chosen number and all near the
+fastest are measured again in rounds: how far is the choice from the best of these medians? One rank of a CNN replays
 its step as a CUDA graph, as `weft train` does by default; it is also measured without. Then 2 ranks without MPS, and
 one rank whose images three loaders prepare (`roles.loader`), which is weft's other way to load faster.
 
@@ -19,24 +19,26 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from weft.commands.app import app
 from weft.commands.jobs import command_fork_server
-from weft.commands.tune import Measurement, choose, measure
+from weft.commands.tune import LONGER, Measurement, choose, measure, measure_rounds, near_fastest
 from weft.launch.fork_server import ForkServer
 from weft.launch.mps import CONTROL
 from weft.run_file import Run, load_run
 from weft.run_tables import Roles
 
 RESULT = Path(__file__).parent / "results" / "ranks-per-device-h200.json"
-CANDIDATE = 0.9  # of the fastest of the first measurement: slower numbers of ranks are not measured again
+ROUNDS = 2  # after the first measurement, as `weft tune` does, and in the second
 COMMON = """
 name = "{name}"
 folder = "{folder}/{name}"
@@ -81,7 +83,7 @@ cache = "{folder}/cache"
 """
 MODELS = {"loading": IMAGES, "cnn": IMAGES, "transformer": TEXT}
 SIZES: dict[str, dict[str, int]] = {
-    "loading": {"width": 16, "size": 512, "images": 64, "batch": 24, "steps": 25},
+    "loading": {"width": 16, "size": 512, "images": 64, "batch": 24, "steps": 20},
     "cnn": {"width": 32, "size": 64, "images": 768, "batch": 48, "steps": 100},
     "transformer": {"width": 256, "wide": 1024, "layers": 6, "size": 128, "batch": 48, "steps": 50},
 }
@@ -103,13 +105,13 @@ class Report:
     left_out: list[str] = field(default_factory=list)
     choices: list[dict[str, Any]] = field(default_factory=list)
 
-    def measure(self, fork_server: ForkServer, run: Run, what: str, number: int, steps: int) -> Measurement | None:
-        """Measure `number` ranks per device; None if the time is spent."""
+    def measure(self, fork_server: ForkServer, run: Run, what: str, number: int, steps: int) -> Measurement:
+        """Measure `number` ranks per device, unless the time is spent."""
         begins = time.monotonic()
         if begins - self.began > self.seconds:
             self.left_out.append(f"{run.name}, {what}, {number} ranks")
             self.say(f"left out: {self.left_out[-1]}")
-            return None
+            return Measurement(number, refused="the time is spent")
         found = measure(fork_server, run, number, steps, max(1, steps // 5))
         took = time.monotonic() - begins
         self.rows.append({"model": run.name, "what": what, **asdict(found), "seconds": round(took, 1)})
@@ -148,20 +150,21 @@ def read_run(name: str, folder: Path, tiny: bool) -> tuple[Run, int]:
 
 def compare(report: Report, fork_server: ForkServer, run: Run, steps: int, most: int) -> None:
     """The tuner's choice against a second measurement of it and of all that come near."""
-    first = [report.measure(fork_server, run, "tuner", number, steps) for number in range(1, most + 1)]
-    measured = [one for one in first if one is not None]
-    if not any(not one.refused for one in measured):
+    tuned = measure_rounds(partial(report.measure, fork_server, run, "tuner"), most, steps, ROUNDS)
+    rates = {one.ranks_per_device: one.units_per_second for one in tuned if not one.refused}
+    if not rates:
         return
-    chosen = choose(measured)
-    fastest = max(one.units_per_second for one in measured)
-    near = [one.ranks_per_device for one in measured if one.units_per_second > CANDIDATE * fastest]
-    again = [report.measure(fork_server, run, "second", number, steps) for number in sorted({chosen, *near})]
-    rates = {one.ranks_per_device: one.units_per_second for one in again if one is not None and not one.refused}
-    one_rank = measured[0].units_per_second
-    gain = {one.ranks_per_device: round(one.units_per_second / one_rank, 3) for one in measured if not one.refused}
-    choice: dict[str, Any] = {"model": run.name, "chosen": chosen, "gain": gain, "second": rates}
-    if chosen in rates:
-        choice["chosen_below_best"] = round(1 - rates[chosen] / max(rates.values()), 4)
+    chosen, near = choose(tuned), {*near_fastest(tuned)}
+    gain = {number: round(rate / rates[1], 3) for number, rate in rates.items()} if 1 in rates else {}
+    again: dict[int, list[Measurement]] = {}
+    for _ in range(ROUNDS if len(near) > 1 else 1):
+        for number in sorted({chosen, *near}):
+            one = report.measure(fork_server, run, "second", number, LONGER * steps)
+            again.setdefault(number, []).extend([] if one.refused else [one])
+    second = {number: statistics.median(one.units_per_second for one in own) for number, own in again.items() if own}
+    choice: dict[str, Any] = {"model": run.name, "chosen": chosen, "rates": rates, "gain": gain, "second": second}
+    if chosen in second:
+        choice["chosen_below_best"] = round(1 - second[chosen] / max(second.values()), 4)
     report.choices.append(choice)
     report.say(json.dumps(choice))
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from commands_for_tests import caller
 from runs_for_tests import make_run, write_run_file
 
-from weft.commands.tune import Measurement, choose, in_words, with_ranks
+from weft.commands.tune import Measurement, choose, in_words, measure_rounds, near_fastest, with_ranks
 from weft.errors import ConfigError
 
 
@@ -28,10 +29,30 @@ def test_the_fewest_ranks_that_are_within_3_percent_of_the_fastest_are_chosen() 
         choose(measured(0, 0))
 
 
+def test_what_comes_near_the_fastest_is_measured_again_in_turn() -> None:
+    rates = {1: [80.0], 2: [90.0, 140.0, 95.0], 3: [100.0, 94.0, 93.0], 4: [0.0]}
+    asked = []
+
+    def measure_one(number: int, steps: int) -> Measurement:
+        asked.append((number, steps))
+        rate = rates[number].pop(0)
+        return Measurement(number, rate, 1 / rate if rate else 0.0, 1, "" if rate else "no memory")
+
+    found = measure_rounds(measure_one, 4, 10, 2)
+    assert asked == [(1, 10), (2, 10), (3, 10), (4, 10), (2, 20), (3, 20), (2, 20), (3, 20)]
+    assert [one.units_per_second for one in found] == [80, 95, 94, 0]  # the medians, not the first nor the fastest
+    assert [one.rounds for one in found] == [(), (90, 95, 140), (93, 94, 100), ()]
+    assert choose(found) == 2
+    assert near_fastest(measured(100, 84, 70)) == [1]
+    assert near_fastest(measured(95, 100, 90, 97)) == [1, 2, 4]  # at most three
+    assert measure_rounds(lambda number, steps: measured(100, 50)[number - 1], 2, 10, 2) == measured(100, 50)
+
+
 def test_the_words() -> None:
     one, two = measured(1000, 1580)
     words = "2 per device  1,580 tokens/s, 1.58 × one rank, step 1000.0 ms, 1.00 GiB a rank"
     assert in_words(two, one, "sequences") == words
+    assert in_words(replace(two, rounds=(1.0, 2.0, 3.0)), one, "sequences") == f"{words}, the median of 3"
     assert in_words(measured(0)[0], one, "images") == "1 per device  not measured: no memory"
 
 
@@ -51,7 +72,7 @@ def test_the_global_batch_stays(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     weft = caller(monkeypatch, capfd)
-    given = ["--most", 3, "--steps", 5, "--warm-up", 1, "train.device=cpu", f"folder={tmp_path}/kept"]
+    given = ["--most", 3, "--steps", 5, "--warm-up", 1, "--rounds", 0, "train.device=cpu", f"folder={tmp_path}/kept"]
     left = weft("tune", "ranks-per-device", write_run_file(tmp_path), *given, "--json")
     assert left.status == 0, left.err
     rows = left.json["measured"]

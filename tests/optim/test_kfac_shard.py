@@ -23,6 +23,7 @@ from kfac_for_tests import (
     traffic_of,
     train,
 )
+from runs_for_tests import make_run, train_on_ranks, write_run_file
 from torch import Tensor, nn
 
 from weft.checkpoint import Checkpoint
@@ -36,6 +37,8 @@ from weft.optim.saved_state import load_state
 from weft.parallel.apply import parallelize
 from weft.parallel.model_state import all_flats, named_pieces, state_bytes
 from weft.plan import Plan, Shard
+from weft.planner.predict import predict, run_cluster
+from weft.recording.rank_file import read_recording
 
 pytestmark = pytest.mark.processes
 MODES = ("inline", "owner-sharded", "sub-grid")
@@ -172,3 +175,17 @@ def test_stages_2_and_3_are_refused() -> None:
                 build(mesh, "inline")
 
     run_local(rank, 2)
+
+
+def test_a_run_sends_and_keeps_what_was_predicted(tmp_path: Path) -> None:
+    torch.set_default_dtype(torch.float32)
+    kfac = ["plan.exact=false", "plan.shard={degree=2, stage=1}", "train.kfac={inverse_every=2}"]
+    run = make_run(write_run_file(tmp_path), "run", *kfac, "train.steps=3", "train.profile=2:3")
+    assert train_on_ranks(run)["finished"]
+    counted: dict[tuple[str, str], list[int]] = {}
+    for call in read_recording(run.folder)[0].calls:
+        if call.step == 3 and call.axis == "shard":
+            counted.setdefault((call.axis, call.operation), []).append(call.num_bytes)
+    found = {key: (len(sizes), sum(sizes)) for key, sizes in counted.items()}
+    traffic = predict(run, run_cluster(run)).traffic
+    assert found == {key: (one.calls, one.num_bytes) for key, one in traffic.items() if key[0] == "shard"}

@@ -282,6 +282,7 @@ def ranks_per_device_command(
     most: Annotated[int, typer.Option(help="the largest number of ranks per device to measure", min=1, max=16)] = 4,
     steps: Annotated[int, typer.Option(help="steps to measure, after the warm-up", min=5)] = 50,
     warm_up: Annotated[int, typer.Option(help="steps before them", min=1)] = 20,
+    rounds: Annotated[int, typer.Option(help="measure the fastest numbers so many times more", min=0)] = 2,
     as_json: Json = False,
 ) -> None:
     """Measure 1 to --most ranks per device at the run's global batch, and say which to use (plan.ranks_per_device)."""
@@ -295,7 +296,7 @@ def ranks_per_device_command(
     console = make_console(as_json)
     with command_fork_server(_run_as_rank) as fork_server:
         run = load_run(run_file, overrides or [])
-        found = tune(fork_server, run, most, steps, warm_up, console)
+        found = tune(fork_server, run, most, steps, warm_up, rounds, console)
     print_json(asdict(found)) if as_json else show(found, run, console)
 
 

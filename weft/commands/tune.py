@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,12 +22,16 @@ from weft.train.local_job import start_ranks
 
 WORTH = 1.03  # more ranks must be faster by this factor: each of them takes memory for a whole model
 NUM_READINGS = 5  # of the rate, of which the median counts
+NEAR = 0.85  # of the fastest: slower numbers of ranks are not measured again
+MOST_NEAR = 3  # numbers of ranks that are measured again
+LONGER = 2  # a further round has so many times the steps of the first
 
 
 @dataclass(frozen=True)
 class Measurement:
     """What was measured of a number of ranks per device: samples (tokens or images) a second of the whole run, the
-    seconds of a step, and the peak memory of the first rank. `refused` says why it was not measured.
+    seconds of a step, and the peak memory of the first rank. `refused` says why it was not measured. If it was measured
+    several times, `rounds` has all rates, and the others are of the median.
     """
 
     ranks_per_device: int
@@ -34,6 +39,7 @@ class Measurement:
     step_seconds: float = 0.0
     memory_bytes: int = 0
     refused: str = ""
+    rounds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -45,16 +51,50 @@ class RankTuning:
     overrides: str
 
 
-def tune(fork_server: ForkServer, run: Run, most: int, steps: int, warm_up: int, console: Console) -> RankTuning:
-    """Measure 1 to `most` ranks on each of the run's devices."""
-    found = []
+def tune(
+    fork_server: ForkServer, run: Run, most: int, steps: int, warm_up: int, rounds: int, console: Console
+) -> RankTuning:
+    """Measure 1 to `most` ranks on each of the run's devices, and the fastest of them `rounds` times more."""
     with console.status("measuring") as status:
-        for number in range(1, most + 1):
-            status.update(f"measuring {number} of at most {most} ranks per device")
-            found.append(measure(fork_server, run, number, steps, warm_up))
+
+        def measure_one(number: int, num_steps: int) -> Measurement:
+            status.update(f"measuring {number} of at most {most} ranks per device, {num_steps} steps")
+            return measure(fork_server, run, number, num_steps, warm_up)
+
+        found = measure_rounds(measure_one, most, steps, rounds)
     best = choose(found)
     num_devices = run.plan.data // run.plan.ranks_per_device
     return RankTuning(best, found, f"plan.data={num_devices * best} plan.ranks_per_device={best}")
+
+
+def measure_rounds(
+    measure_one: Callable[[int, int], Measurement], most: int, steps: int, rounds: int
+) -> list[Measurement]:
+    """Call `measure_one(number of ranks, steps)` for 1 to `most` ranks, then `rounds` times in turn for those that come
+    near the fastest. Returns the median of each number's measurements.
+    """
+    first = [measure_one(number, steps) for number in range(1, most + 1)]
+    found = {one.ranks_per_device: [one] for one in first}
+    near = near_fastest(first)
+    for _ in range(rounds if len(near) > 1 else 0):
+        for number in near:
+            found[number].append(measure_one(number, LONGER * steps))
+    return [median(own) for own in found.values()]
+
+
+def near_fastest(found: list[Measurement]) -> list[int]:
+    """The numbers of ranks that may be the best: at most `MOST_NEAR`, not much slower than the fastest."""
+    ordered = sorted((one for one in found if not one.refused), key=lambda one: -one.units_per_second)
+    near = [one for one in ordered if one.units_per_second > NEAR * ordered[0].units_per_second]
+    return sorted(one.ranks_per_device for one in near[:MOST_NEAR])
+
+
+def median(found: list[Measurement]) -> Measurement:
+    """The measurement of one number of ranks with the median rate: the lower of the middle two of an even number."""
+    measured = sorted((one for one in found if not one.refused), key=lambda one: one.units_per_second)
+    if len(measured) < 2:
+        return measured[0] if measured else found[0]
+    return replace(measured[(len(measured) - 1) // 2], rounds=tuple(one.units_per_second for one in measured))
 
 
 def show(found: RankTuning, run: Run, console: Console) -> None:
@@ -131,4 +171,5 @@ def in_words(one: Measurement, first: Measurement, samples: str) -> str:
     return (
         f"{one.ranks_per_device} per device  {one.units_per_second:,.0f} {unit}/s{gain}, step "
         f"{one.step_seconds * 1e3:.1f} ms, {one.memory_bytes / 2**30:.2f} GiB a rank"
+        + (f", the median of {len(one.rounds)}" if one.rounds else "")
     )
