@@ -1,13 +1,19 @@
-"""Ranks that share a GPU: their communication recorded by CUDA events, benchmarked and checked, and 1-bit Adam."""
+"""Ranks that share a GPU: their communication recorded by CUDA events, benchmarked and checked, 1-bit Adam, sums over
+symmetric memory, and weights in host memory that replicas gather.
+"""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
+import pytest
 from gpu_for_tests import losses, succeeded, weft, write_run
 
 from weft.bench.operations import OPERATIONS
+from weft.cluster.small_choice import STRATEGIES
+from weft.launch.fork_server import ForkServer
 from weft.recording.rank_file import read_recording
 
 SHARED = ["train.share_gpus=true", "train.device=cuda"]
@@ -47,3 +53,38 @@ def test_one_bit_adam_learns(tmp_path: Path) -> None:
     found = losses(tmp_path / "text")
     assert all(math.isfinite(loss) for loss in found.values())
     assert found[max(found)] < found[min(found)]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_sums_over_symmetric_memory(num_ranks: int, fork_server: ForkServer, record_property: Any) -> None:
+    """They have the bits of sums in the order of ranks, one after the other and in a CUDA graph."""
+    for found in fork_server.call("symmetric_sums", num_ranks=num_ranks):
+        assert found.get("reason") is None
+        assert found["wrong"] == []
+        assert found["in a row"] == 0
+        assert found["graph"]
+        assert found["counted"] == {"x all_reduce": {"256": 1}}
+        assert set(found["table"]) <= set(STRATEGIES)
+        record_property("microseconds", found["microseconds"])
+
+
+def test_ranks_serve_with_sums_over_symmetric_memory(fork_server: ForkServer) -> None:
+    ways = [[0, "one_shot"], [0, "symmetric_one_shot"], [0, "symmetric_two_shot"]]
+    found = fork_server.call("served_on_ranks", table={"tensor": {"x": 2}}, ways=ways)[0]
+    assert [said for _, _, said in found] == [[], [], []]
+    assert found[0][0]["tokens"] == found[1][0]["tokens"] == found[2][0]["tokens"]
+    assert found[0][0]["embedding"] == found[1][0]["embedding"] == found[2][0]["embedding"]
+
+
+@pytest.mark.parametrize("table", [{"data": 2}, {"tensor": {"x": 2}}, {"pipe": 2}], ids=str)
+def test_ranks_serve_weights_in_host_memory(table: dict[str, Any], fork_server: ForkServer) -> None:
+    results = fork_server.call("served_on_ranks", table=table, ways=[[0, "library"], [1, "library"]])
+    (plain, none, _), (streamed, gathers, _) = results[0]
+    assert streamed == plain
+    assert none is None
+    if "data" not in table:
+        assert gathers is None
+        return
+    assert gathers == results[1][1][1]
+    (calls,) = gathers.values()
+    assert calls % 5 == 2  # five blocks a step, and the first two when the engine is made

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from gpu_ranks_for_tests import JOBS as RANK_JOBS
 from torch import nn
 
 from weft.commands.jobs import JOBS as OWN_JOBS
@@ -279,7 +280,7 @@ def _peaks(name: str, late: str = "") -> tuple[list[int], list[int]]:
     return peaks(name, LARGE, "cuda", late)
 
 
-JOBS = {**OWN_JOBS, "prove": _prove, "tokens": _tokens, "lost_logits": _lost_logits, "peaks": _peaks}
+JOBS = {**OWN_JOBS, **RANK_JOBS, "prove": _prove, "tokens": _tokens, "lost_logits": _lost_logits, "peaks": _peaks}
 
 
 def ran(what: str) -> dict[str, Any]:

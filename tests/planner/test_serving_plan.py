@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -157,5 +158,29 @@ def test_weights_in_host_memory_are_priced_by_the_link() -> None:
     few = ServingModel(LLAMA_8B, cluster, Plan(), "bf16", "int4", None, 2).streaming
     assert few is not None
     assert few.break_even_tokens < 0.3 * price.break_even_tokens  # fewer bytes are copied
-    with pytest.raises(PlanError, match="needs one rank"):
-        predict_serving(LLAMA_8B, load("h200:1x2"), Plan(tensor=Tensor(2)), workload, ahead=2)
+
+
+def test_weights_in_host_memory_on_several_devices() -> None:
+    workload = ServingWorkload.of(32, 64, 16)
+    one = predict_serving(LLAMA_8B, load("h200:1x1"), Plan(), workload, ahead=2)
+    sliced, shared, staged = (
+        predict_serving(LLAMA_8B, load("h200:1x2"), plan, workload, ahead=2)
+        for plan in (Plan(tensor=Tensor(2)), Plan(data=2), Plan(pipe=Pipe(2)))
+    )
+    prices = [found.streaming for found in (one, sliced, shared, staged)]
+    assert prices[0] is not None
+    assert prices[2] is not None
+    copied = [price.copied_bytes / prices[0].copied_bytes for price in prices if price is not None]
+    assert copied == pytest.approx([1, 0.5, 0.5, 0.5], rel=1e-3)  # norms of a layer are whole on ranks of x
+    assert [price.gathered_bytes for price in prices if price is not None] == [0, 0, prices[0].copied_bytes, 0]
+    assert shared.weight_bytes == one.weight_bytes  # replicas have room for whole blocks
+    assert sliced.weight_bytes < one.weight_bytes
+    assert shared.alone.tokens_per_second == pytest.approx(2 * one.alone.tokens_per_second, rel=0.05)
+    slow = replace(load("h200:1x2").node.intra, bandwidth_bytes_per_second=1e9)  # gathers take longer than copies
+    cluster = replace(load("h200:1x2"), node=replace(load("h200:1x2").node, intra=slow))
+    late = predict_serving(LLAMA_8B, cluster, Plan(data=2), workload, ahead=2).streaming
+    assert late is not None
+    assert late.copy_seconds > 3 * prices[2].copy_seconds
+    assert predict_serving(LLAMA_8B, load("h200:1x2"), Plan(data=2), workload, ahead=99).streaming.copied_bytes == 0  # type: ignore[union-attr]
+    with pytest.raises(PlanError, match="are in different steps; use one of the two, or leave out --stream-weights"):
+        predict_serving(LLAMA_8B, load("h200:1x4"), Plan(data=2, pipe=Pipe(2)), workload, ahead=2)

@@ -16,7 +16,7 @@ import httpx
 import openai
 import pytest
 from commands_for_tests import Weft, caller
-from runs_for_tests import make_run, train_on_ranks, write_run_file
+from runs_for_tests import DEEP, make_run, train_on_ranks, write_run_file
 from serve_for_tests import LIMIT_SECONDS, wait_for
 
 pytestmark = pytest.mark.processes
@@ -37,6 +37,10 @@ STARTS = {  # what is put before `-m weft serve`, and the plan
     "local ranks": ((), ("plan.tensor.x=2",)),
     "torchrun": (TORCHRUN, ("plan.pipe=2",)),
 }
+STREAMING = {  # plans with weights in host memory
+    "replicas": ("plan.data=2",),
+    "slices": ("plan.tensor.x=2",),
+}
 
 
 @pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.soak] * (name != "one rank")) for name in STARTS])
@@ -49,8 +53,16 @@ def server(request: pytest.FixtureRequest, run_file: Path) -> Iterator[tuple[sub
 @contextmanager
 def started(run_file: Path, name: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     launcher, plan = STARTS[name]
-    options = ["--follow", "--port", "0", "--json", "--context", "2048", "--device", "cpu"]
-    command = [sys.executable, *launcher, "-m", "weft", "serve", str(run_file.parent / "run"), *plan, *options]
+    with serving(run_file, launcher, (*plan, "--follow", "--context", "2048")) as given:
+        yield given
+
+
+@contextmanager
+def serving(
+    run_file: Path, launcher: tuple[str, ...], more: tuple[str, ...]
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    options = ["--port", "0", "--json", "--device", "cpu"]
+    command = [sys.executable, *launcher, "-m", "weft", "serve", str(run_file.parent / "run"), *more, *options]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
         assert process.stdout is not None
@@ -161,6 +173,21 @@ def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
     return caller(monkeypatch, capfd)
 
 
+@pytest.mark.parametrize("name", ["replicas", pytest.param("slices", marks=pytest.mark.soak)])
+def test_ranks_with_weights_in_host_memory_give_the_same_text(weft: Weft, tmp_path: Path, name: str) -> None:
+    run_file = write_run_file(tmp_path, DEEP)
+    train_on_ranks(make_run(run_file, "run", "train.steps=3"))
+    prompts = ["abc def ", "a", "de"]
+    folder = str(tmp_path / "run")
+    asked = ("--tokens", "12", "--temperature", "0", "--device", "cpu", "--json")
+    expected = [json.loads(weft("generate", folder, "--prompt", one, *asked).out)["text"] for one in prompts]
+    with serving(run_file, (), (*STREAMING[name], "--stream-weights", "1")) as (_, url):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=LIMIT_SECONDS)
+        found = client.completions.create(model="run", prompt=prompts, max_tokens=12, temperature=0)
+        assert [choice.text for choice in found.choices] == expected
+        assert client.embeddings.create(model="run", input="abc").data  # by one replica, while others take part
+
+
 def test_mistakes_are_one_line(weft: Weft, run_file: Path, tmp_path: Path) -> None:
     run = run_file.parent / "run"
     for arguments, words in (
@@ -174,6 +201,8 @@ def test_mistakes_are_one_line(weft: Weft, run_file: Path, tmp_path: Path) -> No
         ([run, "--port", "0", "--adapter", f"a={tmp_path}"], "adapter_config.json does not exist"),
         ([run, "--port", "0", "--merge-adapter", tmp_path], "adapter_config.json does not exist"),
         ([run, "--port", "0", "--chat-template", tmp_path / "none"], "cannot read the chat template"),
+        ([run, "plan.data=2", "plan.pipe=2", "--stream-weights", "1"], "are in different steps; use one of the two"),
+        ([run, "plan.data=2", "--follow", "--stream-weights", "1"], "--follow replaces weights, which --stream-w"),
     ):
         left = weft("serve", *arguments)
         assert left.status == 2, left.err

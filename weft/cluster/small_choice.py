@@ -3,9 +3,12 @@
     library    the axis' usual all-reduce, in two levels where the axis crosses nodes (`collective_choice.py`)
     one_shot   one all-gather of whole tensors; each rank adds them up in the order of ranks
     two_shot   a reduce-scatter and an all-gather of equal parts, padded to 16 bytes each
+    symmetric_one_shot, symmetric_two_shot
+               the same in one kernel, which reads the memory of other GPUs (`comm/symmetric_sums.py`)
 
 For n ranks and W bytes, one_shot receives (n - 1)·W bytes in one call, two_shot 2·(n - 1)/n·W in two. Which takes least
-depends on W, n and the machine, so it is chosen by size from a measured table (`comm/small_measure.py`).
+depends on W, n and the machine, so it is chosen by size from a measured table (`comm/small_measure.py`). Sums that
+symmetric memory does not take are the library's.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import bisect
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Strategy = Literal["library", "one_shot", "two_shot"]
+Strategy = Literal["library", "one_shot", "two_shot", "symmetric_one_shot", "symmetric_two_shot"]
+SYMMETRIC: tuple[Strategy, ...] = ("symmetric_one_shot", "symmetric_two_shot")
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 ALIGNMENT_BYTES = 16
 
@@ -45,7 +49,7 @@ def padded_to_parts(num_bytes: int, degree: int) -> int:
 
 def calls_of_small(strategy: Strategy, num_bytes: int, degree: int) -> list[tuple[str, int]]:
     """The calls that replace one all-reduce: (operation, bytes), as the ledger counts them."""
-    if strategy == "library":
+    if strategy == "library" or strategy in SYMMETRIC:
         return [("all_reduce", num_bytes)]
     if strategy == "one_shot":
         return [("all_gather", degree * num_bytes)]

@@ -21,6 +21,7 @@ from weft.cluster.small_choice import SmallChoice
 from weft.comm.device_ranks import DeviceRanks
 from weft.comm.ledger import Ledger
 from weft.comm.recorder import RECEIVE
+from weft.comm.symmetric_buffer import SymmetricBuffer
 
 Reduction = Literal["sum", "max", "min"]
 _MAX_NAMED = 8  # the status page of a waiting rank lists its peers up to this number
@@ -43,9 +44,10 @@ class Axis:
 
     If collectives of the axis run in two levels, `levels` has an axis between nodes, among ranks of equal local index,
     and an axis inside the node, and `choice` says which algorithm each operation uses. `small` says which sums of small
-    tensors are one or two other calls (`small_reduce.py`). On a `dry` axis nothing is sent: calls are counted, and
-    their outputs stay unchanged. `device_ranks` are the ranks of the axis, if they share one device. `through_host`
-    says which tensors are copied to the host before an operation, and back after it.
+    tensors are one or two other calls (`small_reduce.py`), or one kernel over `symmetric` memory (`symmetric_sums.py`).
+    On a `dry` axis nothing is sent: calls are counted, and their outputs stay unchanged. `device_ranks` are the ranks
+    of the axis, if they share one device. `through_host` says which tensors are copied to the host before an operation,
+    and back after it.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Axis:
     levels: tuple[Axis, Axis] | None = None
     choice: Levels | None = None
     small: SmallChoice | None = None
+    symmetric: SymmetricBuffer | None = None
     dry: bool = False
     device_ranks: DeviceRanks | None = None
     through_host: Callable[[dist.ProcessGroup | None, Tensor], bool] = sends_from_host

@@ -27,11 +27,13 @@ from torch import Tensor
 
 from weft.cluster.collective_choice import Levels, padded_bytes
 from weft.cluster.rounds import MESSAGES, Algorithm
+from weft.cluster.small_choice import SYMMETRIC
 from weft.comm import collectives, node_messages
 from weft.comm.collectives import Axis, Pending, Reduction
 from weft.comm.device_sum import DeviceSum
 from weft.comm.ledger import Key, Traffic, Traffics, add_traffic
 from weft.comm.small_reduce import small_steps
+from weft.comm.symmetric_sums import symmetric_sum
 
 
 class Chain(Pending):
@@ -70,7 +72,9 @@ def all_reduce(tensor: Tensor, axis: Axis, reduction: Reduction = "sum") -> Pend
     """Reduce `tensor` in place over the axis."""
     if axis.small is not None and axis.degree > 1 and reduction == "sum":
         strategy = axis.small.strategy(tensor.numel() * tensor.element_size())
-        if strategy != "library":
+        if strategy in SYMMETRIC and axis.symmetric is not None and axis.symmetric.takes(tensor):
+            return symmetric_sum(tensor, axis, strategy)
+        if strategy not in ("library", *SYMMETRIC):
             return Chain(small_steps(tensor, axis, strategy))
     if axis.levels is not None and (ranks := axis.levels[1].device_ranks) is not None and ranks.takes(tensor):
         return DeviceSum(tensor, axis.levels, reduction)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from weft.cluster.small_choice import STRATEGIES, SmallChoice, Strategy
+from weft.cluster.small_choice import STRATEGIES, SYMMETRIC, SmallChoice, Strategy
 from weft.comm import collectives, hierarchical
 from weft.comm.collectives import Axis
 from weft.comm.ledger import Ledger
@@ -22,16 +22,18 @@ def measured_choice(axis: Axis, device: torch.device, sizes: Sequence[int] = SIZ
     """The fastest strategy at each size. All ranks of the axis must call it, and get the same table: the slowest
     rank's median counts.
     """
-    seconds = torch.tensor([[_median_seconds(axis, device, size, one) for one in STRATEGIES] for size in sizes])
+    strategies = [one for one in STRATEGIES if one not in SYMMETRIC or axis.symmetric is not None]
+    seconds = torch.tensor([[_median_seconds(axis, device, size, one) for one in strategies] for size in sizes])
     seconds = seconds.to(device)
     collectives.all_reduce(seconds, _uncounted(axis), "max").wait()
-    return SmallChoice(tuple(sizes), tuple(fastest(row) for row in seconds.tolist()))
+    rows = (dict(zip(strategies, row, strict=True)) for row in seconds.tolist())
+    return SmallChoice(tuple(sizes), tuple(map(fastest, rows)))
 
 
-def fastest(seconds: Sequence[float]) -> Strategy:
+def fastest(seconds: Mapping[Strategy, float]) -> Strategy:
     """The strategy to take, given the time of each. The library's is kept unless another gains 5 %."""
-    best = min(range(len(STRATEGIES)), key=seconds.__getitem__)
-    return STRATEGIES[best] if seconds[best] <= LEAST_GAIN * seconds[0] else "library"
+    best = min(seconds, key=seconds.__getitem__)
+    return best if seconds[best] <= LEAST_GAIN * seconds["library"] else "library"
 
 
 def _median_seconds(axis: Axis, device: torch.device, size: int, strategy: Strategy) -> float:

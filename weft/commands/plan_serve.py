@@ -25,7 +25,7 @@ from weft.planner.serving_speculation import SpeculationPrice, price_speculation
 
 NUM_SHOWN = 8
 NOT_PRICED = (
-    "Not priced: --speculate FOLDER, --sums (sums over ranks are the library's), --head graph, --adapter, and LSTM and "
+    "Not priced: --speculate FOLDER, --sums (sums over ranks are the library's), --head, --adapter, and LSTM and "
     "GRU models."
 )
 
@@ -107,10 +107,12 @@ def explain(found: list[ServingPrediction], cluster: Cluster) -> list[str]:
     ]
     if best.streaming is not None:
         price = best.streaming
+        whole = f" and gathers {price.gathered_bytes / 1e9:.1f} GB over replicas"
+        gathers = whole if price.gathered_bytes else ""
         lines.append(
-            f"Weights in host memory: each step copies {price.copied_bytes / 1e9:.1f} GB, at least "
-            f"{price.copy_seconds * 1e3:,.0f} ms. From {price.break_even_tokens:,} tokens a step on, products take as "
-            f"long; with fewer, the device waits."
+            f"Weights in host memory: each step copies {price.copied_bytes / 1e9:.1f} GB to a device{gathers}, at "
+            f"least {price.copy_seconds * 1e3:,.0f} ms. From {price.break_even_tokens:,} tokens a step on, products "
+            f"take as long; with fewer, the device waits."
         )
     fastest = min(found, key=lambda one: -one.alone.tokens_per_second)
     if fastest is not best:

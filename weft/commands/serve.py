@@ -72,12 +72,17 @@ KeysValuesOption = Annotated[
 HeadOption = Annotated[
     str | None,
     typer.Option(
-        help="on a CPU, find the likeliest tokens by the graph=FILE of weft index; may change answers",
+        help="on a CPU: int8 or int4, the head's weight in fewer bits; or the graph=FILE of weft index, by which the "
+        "likeliest tokens are found; changes answers",
         show_default=False,
     ),
 ]
 SumsOption = Annotated[
-    str, typer.Option(help="how ranks add up partial results: library, one-shot, two-shot, or measured at the start")
+    str,
+    typer.Option(
+        help="how ranks add up partial results: library, one-shot, two-shot, symmetric-one-shot or symmetric-two-shot "
+        "(on GPUs that read each other's memory), or measured at the start"
+    ),
 ]
 StreamOption = Annotated[
     int,
@@ -204,14 +209,13 @@ def _serve_on_ranks(source: Path, options: ServeOptions, plan: Plan, ready: Read
     """Start the ranks of a plan on this machine, and serve until told to stop."""
     from weft.launch.fork_server import ForkServer
     from weft.serve.addresses import listen
-    from weft.serve.follow import require_run
     from weft.serve.generate import model_config
     from weft.serve.local_ranks_server import serve_as_rank, start_server
     from weft.serve.rank_part import refuse_plan
+    from weft.serve.run_server import refuse_options
 
-    if options.follows:
-        require_run(source)
     refuse_plan(model_config(source), plan)
+    refuse_options(source, options, plan)
     sock = listen(options.host, options.port)  # before the fork server, so that ranks inherit it
     with ForkServer(partial(serve_as_rank, ready=ready, say=say)) as fork_server:
         status = start_server(fork_server, sock, source, options, plan)

@@ -22,13 +22,13 @@ from weft.plan import Pipe, Plan, Tensor
 from weft.planner.kernels import LAUNCH_SECONDS, Kernels
 from weft.planner.lean_kernels import decode_reads, packed_product, small_kernels
 from weft.planner.micro_batch import LINK_SHARE
-from weft.planner.step import HOST_LINK_SHARE
+from weft.planner.serving_streaming import StreamedStage, StreamingPrice, streamed_stage
 from weft.profiling.software import software_for_text
 from weft.serve.blocks import PagedBlocks
 from weft.serve.cache_formats import cache_format
 from weft.serve.mixed_graph import MAX_TOKENS
-from weft.serve.model_part import GPU_SHARE
-from weft.serve.rank_part import RankPlace, block_bytes, part_bytes, refuse_plan, stage_of
+from weft.serve.model_part import GPU_SHARE, refuse_shared_reading
+from weft.serve.rank_part import RankPlace, part_bytes, refuse_plan, stage_of
 from weft.serve.request import Request
 from weft.serve.scheduler import ActiveRequest, ScheduledChunk, Scheduler
 from weft.serve.traffic import ServedSizes, step_calls
@@ -77,17 +77,6 @@ class ServingTimes:
     @property
     def floor_tokens_per_second(self) -> float:
         return self.num_tokens / self.floor_seconds
-
-
-@dataclass(frozen=True)
-class StreamingPrice:
-    """What weights in host memory cost: bytes and seconds of a step's copies, and with how many tokens of a step its
-    products take as long.
-    """
-
-    copied_bytes: int
-    copy_seconds: float
-    break_even_tokens: int
 
 
 @dataclass(frozen=True)
@@ -146,33 +135,25 @@ class ServingModel:
             part_bytes(config, places[stage], self.kernels.item_bytes, self._format)
             for stage in range(plan.pipe.degree)
         ]
-        self._copied_bytes = 0  # from host memory, for each step
+        self._streamed: list[StreamedStage] = []  # if weights are in host memory
         if ahead:
-            blocks = block_bytes(config, self.kernels.item_bytes, self._format)
-            self._copied_bytes = sum(blocks)
-            self._weight_bytes[0] += min(ahead + 1, len(blocks)) * max(blocks) - self._copied_bytes
+            given = (self.kernels.item_bytes, self._format, ahead, self._call_seconds)
+            self._streamed = [streamed_stage(config, cluster, one, *given) for _, one in sorted(places.items())]
+            for stage, streamed in enumerate(self._streamed):
+                self._weight_bytes[stage] -= streamed.saved_bytes
 
     @property
     def streaming(self) -> StreamingPrice | None:
-        """None if weights stay on the device."""
-        if not self._copied_bytes:
+        """That of the stage that copies most; None if weights stay on the device."""
+        if not self._streamed:
             return None
-        flops = 0.0  # of a token
-        for has_experts, number in self._layer_kinds[0].items():
+        most = max(range(len(self._streamed)), key=lambda stage: self._streamed[stage].copied_bytes)
+        flops, one = 0.0, self._streamed[most]  # of a token
+        for has_experts, number in self._layer_kinds[most].items():
             for rows, inner, columns, times, _ in self._products(1, has_experts):
                 flops += 2 * number * times * rows * inner * columns
-        seconds = self._copied_bytes / (self._link_rate * HOST_LINK_SHARE)
-        return StreamingPrice(self._copied_bytes, seconds, math.ceil(seconds * self.kernels.peak / flops))
-
-    @property
-    def _link_rate(self) -> float:
-        rate = self.cluster.node.host_link_bytes_per_second
-        if rate is None:
-            raise PlanError(
-                "the cluster's file does not say how fast devices read host memory, which --stream-weights needs; give "
-                "node.host_link_bytes_per_second"
-            )
-        return rate
+        tokens = math.ceil(one.seconds * self.kernels.peak / flops)
+        return StreamingPrice(one.copied_bytes, one.gathered_bytes, one.seconds, tokens)
 
     @property
     def weight_bytes(self) -> int:
@@ -262,15 +243,15 @@ class ServingModel:
             "communication": self._communication(stage, num_tokens, num_sampled),
         }
         is_graph = not prompts or (self._cache_format.name == "plain" and num_tokens <= MAX_TOKENS)
-        if not is_graph or plan.num_ranks > plan.data or self._copied_bytes:
+        if not is_graph or plan.num_ranks > plan.data or self._streamed:
             host = OPERATIONS_PER_LAYER * len(layers) * HOST_SECONDS
             by_cause["waiting for the host"] = max(0.0, host - sum(by_cause.values()))
         assert self.cluster.node.device.memory_bandwidth_bytes_per_second is not None
         read = (num_read + cache) / self.cluster.node.device.memory_bandwidth_bytes_per_second
-        if self._copied_bytes:  # while blocks compute
-            copies = self._copied_bytes / (self._link_rate * HOST_LINK_SHARE)
-            by_cause["copies from host memory"] = max(0.0, copies - sum(by_cause.values()))
-            read = max(read, self._copied_bytes / self._link_rate)
+        if self._streamed:  # while blocks compute
+            streamed = self._streamed[stage]
+            by_cause["copies from host memory"] = max(0.0, streamed.seconds - sum(by_cause.values()))
+            read = max(read, streamed.floor_seconds)
         return _StageStep(by_cause, max(read, flops / kernels.peak))
 
     def _product(self, rows: int, inner: int, columns: int, is_packed: bool) -> tuple[float, int]:
@@ -311,15 +292,15 @@ class ServingModel:
         total = 0.0
         calls = step_calls(self.sizes, self.plan, stage, num_tokens, num_sampled, self.kernels.item_bytes)
         for ((axis, operation), num_bytes), number in Counter(calls).items():
-            inner, degree = self.plan.place(axis)
-            link = self.cluster.axis_link(inner, degree, operation == "send")
-            wire, where = (
-                (self.cluster.node.inter, "inter") if link.crosses_nodes else (self.cluster.node.intra, "intra")
-            )
-            bandwidth = link.bandwidth_bytes_per_second * (wire.share or LINK_SHARE[where])
-            once = ring_seconds(operation, num_bytes, degree, bandwidth, link.latency_seconds) + wire.start_seconds
-            total += number * once
+            total += number * self._call_seconds(axis, operation, num_bytes)
         return total
+
+    def _call_seconds(self, axis: str, operation: str, num_bytes: int) -> float:
+        inner, degree = self.plan.place(axis)
+        link = self.cluster.axis_link(inner, degree, operation == "send")
+        wire, where = (self.cluster.node.inter, "inter") if link.crosses_nodes else (self.cluster.node.intra, "intra")
+        bandwidth = link.bandwidth_bytes_per_second * (wire.share or LINK_SHARE[where])
+        return ring_seconds(operation, num_bytes, degree, bandwidth, link.latency_seconds) + wire.start_seconds
 
     def simulate(self, lengths: Sequence[tuple[int, int]], cache_tokens: int) -> ServingTimes:
         """Serve requests that arrive at once on one replica, by the engine's scheduler."""
@@ -376,10 +357,8 @@ def predict_serving(
     `weights` and `cache` are formats of fewer bits. With `ahead`, blocks are in host memory (`ServingModel`).
     """
     refuse_plan(config, plan)
-    if ahead and plan.num_ranks > 1:
-        raise PlanError(
-            f"{plan.describe_axes()}: --stream-weights needs one rank; plan for one device, or leave it out"
-        )
+    if ahead:
+        refuse_shared_reading(plan)
     model = ServingModel(config, cluster, plan, precision, weights, cache, ahead)
     cache_tokens = model.cache_tokens
     longest = max(map(sum, workload.lengths))

@@ -157,6 +157,10 @@ class Engine:
                 f"shorten the prompt or max_tokens, or give the engine more blocks",
             )
 
+    def check_text(self, tokens: Sequence[int]) -> None:
+        """Raise RequestError if a text cannot be embedded."""
+        check_request(Request("embed", tuple(tokens), 1), self.context_length, self._part.paged.vocab_size)
+
     def _matcher(self, request: Request) -> AnswerMatcher | None:
         if request.json_schema is None:
             return None
@@ -204,7 +208,8 @@ class Engine:
     def step(self) -> list[GeneratedToken]:
         """Compute one step and return the tokens that are ready: one for each request, or several with drafts.
 
-        With several stages, steps are begun until there are as many as stages; the oldest is then finished.
+        With several stages, steps are begun until there are as many as stages; the oldest is then finished. Replicas
+        that read weights together must call it equally often: one without work only passes by the weights.
         """
         began = time.perf_counter()
         chunks = self._scheduler.schedule()
@@ -212,6 +217,8 @@ class Engine:
             if self._speculation is not None:
                 chunks = self._speculation.extend(chunks)
             self._begun.append(self._begin(chunks))
+        elif self.reads_together:
+            self.pass_by()
         launched = None
         if self._begun and (len(self._begun) == self._num_stages or not chunks):
             launched = self._launch(self._begun.popleft())
@@ -221,6 +228,17 @@ class Engine:
         if self._speculation is not None and launched is not None:
             self._speculation.record_step(launched.chunks, time.perf_counter() - began, len(found))
         return early + found
+
+    @property
+    def reads_together(self) -> bool:
+        """Do all replicas take part when one of them goes through the model?"""
+        return self._ranks is not None and self._ranks.readers is not None
+
+    def pass_by(self) -> None:
+        """Take part in a step of other replicas, which read weights together with this one."""
+        assert self._ranks is not None
+        self._ranks.tell(RankMessage("pass"))
+        self._part.pass_by()
 
     def idle(self) -> None:
         """Tell other ranks that there is nothing to do, so that each finds out if one is gone."""
@@ -257,7 +275,7 @@ class Engine:
     @torch.inference_mode()
     def embed(self, tokens: Sequence[int], pool: Literal["mean", "last"]) -> Tensor:
         """The last hidden states [hidden] of a text, their mean or the last one (float32, on the host)."""
-        check_request(Request("embed", tuple(tokens), 1), self.context_length, self._part.paged.vocab_size)
+        self.check_text(tokens)
         self._drain()
         self._part.adapters.choose([], self._part.device)
         inputs = text_inputs(tokens, self._options.block_size)

@@ -28,6 +28,8 @@ def follow_steps(part: ModelPart) -> None:
         elif message.kind == "score":
             assert message.inputs is not None
             part.text_logprobs(message.inputs, part.paged.vocab_size, 0)
+        elif message.kind == "pass":
+            part.pass_by()
         elif message.kind == "order":
             assert message.order is not None
             with suppress(WeftError):  # the scheduling rank says why; the weights in use stay

@@ -11,9 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, PlanError
 from weft.models import GPT2
 from weft.models.recurrent import RecurrentModel
+from weft.plan import Plan
 from weft.serve.adapters import attach_adapters
 from weft.serve.grammar import Grammars
 from weft.serve.graph_head import GraphHead
@@ -104,11 +105,12 @@ class ModelPart:
             _refuse_recurrent(options, ranks)
             self.paged: PagedModel | RecurrentRows = RecurrentRows(model)
         else:
-            self.paged = PagedModel(model, self.context_length, axes, options.cache)
+            self.paged = PagedModel(model, self.context_length, axes, options.cache, self.device)
         self.streamed: StreamedWeights | None = None
         if options.stream_weights:
             assert isinstance(self.paged, PagedModel)
-            self.streamed = self.paged.stream_weights(options.stream_weights)
+            self.streamed = self.paged.stream_weights(options.stream_weights, None if ranks is None else ranks.readers)
+        self._arrange_weights()
         linears = [linear for block in self.paged.blocks for linear in block.linears]
         if options.adapters and any(isinstance(linear, PackedLinear) for linear in linears):
             raise ConfigError("adapters cannot be added to weights in fewer bits; leave out --weights or --adapter")
@@ -188,11 +190,22 @@ class ModelPart:
         return None
 
     @torch.inference_mode()
+    def pass_by(self) -> None:
+        """Take part in a step of other replicas that reads weights together with this rank."""
+        assert self.streamed is not None
+        self.streamed.pass_by()
+
+    @torch.inference_mode()
     def take_weights(self, model: nn.Module) -> None:
         """Copy the weights of another model, or part, of the same config."""
         new = dict((*model.named_parameters(), *model.named_buffers()))
         for name, own in (*self.paged.model.named_parameters(), *self.paged.model.named_buffers()):
             own.copy_(new[name])
+        self._arrange_weights()
+
+    def _arrange_weights(self) -> None:
+        if self.device.type == "cpu" and self.streamed is None and isinstance(self.paged, PagedModel):
+            self.paged.arrange_for_cpu()
 
     def refuse_weights(self, model: nn.Module) -> None:
         """Raise ConfigError if a model is another one than this."""
@@ -241,8 +254,22 @@ def _refuse_streaming(options: EngineOptions, ranks: ServingRanks | None) -> Non
     """Raise ConfigError for options that do not go with weights in host memory."""
     if options.stream_weights < 0:
         raise ConfigError(f"stream_weights = {options.stream_weights} is negative; give the blocks to copy ahead, or 0")
-    if options.stream_weights and (ranks is not None or options.adapters):
-        raise ConfigError("weights are streamed on one rank and without adapters; leave out --stream-weights or these")
+    if options.stream_weights and options.adapters:
+        raise ConfigError("weights are streamed without adapters; leave out --stream-weights or these")
+    if options.stream_weights and ranks is not None:
+        refuse_shared_reading(ranks.mesh.plan)
+        assert (ranks.readers is not None) == (ranks.mesh.plan.data > 1), (
+            "the ranks must know that weights are streamed"
+        )
+
+
+def refuse_shared_reading(plan: Plan) -> None:
+    """Raise PlanError if replicas of a plan cannot read weights from host memory together."""
+    if plan.data > 1 and plan.pipe.degree > 1:
+        raise PlanError(
+            f"plan.data = {plan.data} replicas read weights in host memory together, step by step, and the stages of "
+            f"plan.pipe = {plan.pipe.degree} are in different steps; use one of the two, or leave out --stream-weights"
+        )
 
 
 def _refuse_cache(options: EngineOptions, model: nn.Module, ranks: ServingRanks | None) -> None:

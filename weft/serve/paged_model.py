@@ -17,13 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.comm import Axis
 from weft.errors import ConfigError
 from weft.models import GPT2, Decoder
 from weft.models.attention import RMSNorm
 from weft.models.decoder import Attention, DecoderLayer, rotary_tables
 from weft.models.experts import SparseMLP, SwiGLU
 from weft.models.gpt2 import GPT2MLP, GPT2Layer
-from weft.serve.fused import is_for_whole_kernel, rotate_and_store, whole_attention
+from weft.serve.fused import is_for_whole_kernel, rotate_and_store, rotate_by_angles, whole_attention
 from weft.serve.layer_cache import CacheFormat, CacheSizes, LayerCache, PlainFormat
 from weft.serve.packed_linear import PackedLinear, join_packed
 from weft.serve.paged_attention import PagedBatch
@@ -80,7 +81,9 @@ class PagedModel:
         context_length: int,
         axes: ModelAxes = ModelAxes(),  # noqa: B008
         cache_format: CacheFormat | None = None,
+        device: torch.device | None = None,
     ) -> None:
+        """`device`: where it computes, if some of its weights are elsewhere."""
         if not isinstance(model, Decoder | GPT2):
             raise ConfigError(
                 f"the engine cannot serve a {type(model).__name__}; it serves Decoder and GPT2 of weft.models, which "
@@ -92,7 +95,7 @@ class PagedModel:
         self.vocab_size = int(model.config.vocab_size)
         self.body = model.model if isinstance(model, Decoder) else model.transformer
         weight = next(model.parameters())
-        self.device, self.dtype = weight.device, weight.dtype
+        self.device, self.dtype = device or weight.device, weight.dtype
         self.rotary: tuple[Tensor, Tensor] | None = None  # cos and sin of every position [context, head_dim]
         with torch.no_grad():
             if isinstance(model, Decoder):
@@ -165,17 +168,33 @@ class PagedModel:
         """The attention [tokens, heads, head_dim] of a block. Keys and values of the batch go into its cache."""
         slots, keys, values = layer.room(batch)
         sizes = (block.num_heads, block.num_key_heads, block.head_dim)
+        if projected.device.type == "cpu":
+            angles = None if self.rotary is None else batch.angles(self.rotary)
+            query = rotate_by_angles(projected, sizes, block.head_norms, angles, slots, keys, values)
+            return layer.attend(query, keys, values, batch, block.window)
         given = (projected, sizes, block.head_norms, self.rotary, batch.positions, slots, keys, values)
         if layer.counts is not None and self.rotary is not None and is_for_whole_kernel(projected, batch):
             return whole_attention(*given, batch, block.window, layer.counts)
         return layer.attend(rotate_and_store(*given), keys, values, batch, block.window)
 
-    def stream_weights(self, ahead: int) -> StreamedWeights:
-        """Keep the weights of blocks in host memory, and copy those of `ahead` blocks before they are needed."""
+    @property
+    def block_modules(self) -> list[tuple[nn.Module, ...]]:
+        """What each block's weights are in."""
+        return [(block.layer, *block.linears) for block in self.blocks]
+
+    def stream_weights(self, ahead: int, readers: Axis | None = None) -> StreamedWeights:
+        """Keep the weights of blocks in host memory, and copy those of `ahead` blocks before they are needed. Ranks of
+        `readers` keep and copy a share each.
+        """
         with torch.no_grad():
-            blocks = [(block.layer, *block.linears) for block in self.blocks]
-            self._streamed = StreamedWeights(blocks, self.device, ahead)
+            self._streamed = StreamedWeights(self.block_modules, self.device, ahead, readers)
         return self._streamed
+
+    def arrange_for_cpu(self) -> None:
+        """Keep weights in fewer bits as a CPU's products take them. Call it again when weights have changed."""
+        for linear in (*(one for block in self.blocks for one in block.linears), self.model.lm_head):
+            if isinstance(linear, PackedLinear):
+                linear.arrange_for_cpu(self.dtype)
 
     def logits(self, residual: Tensor) -> Tensor:
         """The logits [rows, vocab] of rows of the residual stream."""

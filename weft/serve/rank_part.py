@@ -100,16 +100,18 @@ def part_bytes(config: LanguageConfig, place: RankPlace, item_bytes: int, format
     return part_numel(config, place) * item_bytes - _of_stage(config, place, saved)
 
 
-def block_bytes(config: LanguageConfig, item_bytes: int, format: WeightFormat | None = None) -> list[int]:
-    """Bytes of the parameters of each block of a model on one rank, with linears in a format if one is given."""
+def block_bytes(
+    config: LanguageConfig, place: RankPlace, item_bytes: int, format: WeightFormat | None = None
+) -> list[int]:
+    """Bytes of the parameters of each block that a rank holds, with linears in a format if one is given."""
     found = [0] * config.num_layers
-    for name, shape in _local_shapes(config, Plan(), tuple(dict.fromkeys(Plan().degrees, 0).items())).items():
+    for name, shape in _local_shapes(config, place.plan, tuple(place.coordinates.items())).items():
         layer = re.search(r"\.(?:layers|h)\.(\d+)\.", name)
         if layer is not None:
             is_packed = format is not None and name in _packed_names(config)
             plain = math.prod(shape) * item_bytes
             found[int(layer[1])] += weight_bytes(format, shape[0], shape[1]) if format and is_packed else plain
-    return found
+    return found[slice(*share(config.num_layers, place.plan.pipe.degree, stage_of(place)))]
 
 
 def part_numel(config: LanguageConfig, place: RankPlace) -> int:

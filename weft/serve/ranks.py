@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
-from weft.cluster.small_choice import STRATEGIES, SmallChoice, Strategy
+from weft.cluster.small_choice import STRATEGIES, SYMMETRIC, SmallChoice, Strategy
 from weft.comm import Axis, Pending, all_reduce, broadcast, receive, send
 from weft.comm.small_measure import measured_choice
+from weft.comm.symmetric_sums import with_symmetric_memory
 from weft.errors import ConfigError
 from weft.mesh import Mesh
 from weft.serve.rank_part import RankPlace, stage_of
 from weft.serve.split_layers import ModelAxes
 from weft.serve.step_inputs import StepInputs
 
-Kind = Literal["step", "text", "score", "order", "idle", "stop"]
-_KINDS: tuple[Kind, ...] = ("step", "text", "score", "order", "idle", "stop")
+Kind = Literal["step", "text", "score", "order", "idle", "pass", "stop"]
+_KINDS: tuple[Kind, ...] = get_args(Kind)
 _HEADER_SIZE = 7
 AXES = ("x", "y", "expert")  # over which partial results are added up
 Sums = Strategy | Literal["measured"]
@@ -32,7 +34,9 @@ Sums = Strategy | Literal["measured"]
 
 @dataclass(frozen=True)
 class RankMessage:
-    """What a rank is told: compute a step, compute a text or how likely it is, an order (JSON), nothing, or to end."""
+    """What a rank is told: compute a step, compute a text or how likely it is, an order (JSON), nothing, pass by the
+    weights that other replicas read, or to end.
+    """
 
     kind: Kind
     inputs: StepInputs | None = None
@@ -43,10 +47,18 @@ class ServingRanks:
     """One rank's view of the ranks that compute a model together. Creating it makes groups: all ranks must do it.
 
     `sums` says how partial results are added up: by a strategy of `cluster/small_choice.py`, or by the one that is
-    measured to be the fastest for each size.
+    measured to be the fastest for each size. With `streams`, weights are in host memory: `readers` are the ranks of all
+    replicas that read the same ones, together.
     """
 
-    def __init__(self, mesh: Mesh, sums: Sums = "library") -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        sums: Sums = "library",
+        streams: bool = False,
+        say: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        """`say` is told if sums cannot be carried out as they should be."""
         plan = mesh.plan
         self.mesh, self.num_stages = mesh, plan.pipe.degree
         self.place = RankPlace(plan, mesh.coordinates)
@@ -55,8 +67,9 @@ class ServingRanks:
         self.inputs = mesh.with_own_group("state", "inputs") if whole.degree > 1 else whole
         self.is_lead = whole.index == 0
         self.axes = ModelAxes(
-            *(_with_sums(mesh[name], sums, mesh.device) if mesh[name].degree > 1 else None for name in AXES)
+            *(_with_sums(mesh[name], sums, mesh.device, say) if mesh[name].degree > 1 else None for name in AXES)
         )
+        self.readers = mesh.with_own_group("data", "weights") if streams and plan.data > 1 else None
         everyone = mesh["world"]
         self._everyone = mesh.with_own_group("world", "agreement") if everyone.degree > 1 else everyone
         self._before, self._after = self._channels()
@@ -145,12 +158,21 @@ def sums_of(name: str) -> Sums:
     for one in (*STRATEGIES, "measured"):
         if name.replace("-", "_") == one:
             return cast(Sums, one)
-    raise ConfigError(f"--sums {name} is unknown; give library, one-shot, two-shot or measured")
+    raise ConfigError(
+        f"--sums {name} is unknown; give library, one-shot, two-shot, symmetric-one-shot, symmetric-two-shot or "
+        f"measured"
+    )
 
 
-def _with_sums(axis: Axis, sums: Sums, device: torch.device) -> Axis:
+def _with_sums(axis: Axis, sums: Sums, device: torch.device, say: Callable[[str], None]) -> Axis:
     if sums == "library":
         return axis
+    if sums == "measured" or sums in SYMMETRIC:
+        axis, reason = with_symmetric_memory(axis, device)
+        if reason is not None and sums != "measured":
+            name = sums.replace("_", "-")
+            say(f"--sums {name} needs symmetric memory: {reason}; the library adds up over {axis.name}")
+            return axis
     return replace(axis, small=measured_choice(axis, device) if sums == "measured" else SmallChoice.always(sums))
 
 

@@ -1,14 +1,15 @@
 """Replicas of a model behind one front: the axis `data`.
 
 The front has its own replica and gives each request to the replica that holds the fewest. In a step of the front, every
-replica that has work computes one step. Requests and tokens travel as JSON between the scheduling ranks.
+replica that has work computes one step. If replicas read weights from host memory together, the others take part in the
+reading. Requests and tokens travel as JSON between the scheduling ranks.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -63,12 +64,13 @@ class ReplicaFront:
         return bool(self._owner) or any(self._cancelled.values()) or self._engine.has_work()
 
     def step(self) -> list[GeneratedToken]:
-        busy = [one for one in self._others if one in self._owner.values() or self._cancelled[one]]
+        owners, together = set(self._owner.values()), self._engine.reads_together
+        busy = [one for one in self._others if together or one in owners or self._cancelled[one]]
         for index in busy:
             order = {"add": [_request_table(one) for one in self._added[index]], "cancel": self._cancelled[index]}
             self._added[index], self._cancelled[index] = [], []
             _send(order, self._axis, index)
-        found = self._engine.step() if self._engine.has_work() else []
+        found = self._engine.step() if together or self._engine.has_work() else []
         for index in busy:
             answer = _receive(self._axis, index)
             self._states[index] = EngineState(**answer["state"])
@@ -96,10 +98,26 @@ class ReplicaFront:
         self._engine.close()
 
     def embed(self, tokens: Sequence[int], pool: Literal["mean", "last"]) -> Tensor:
-        return self._engine.embed(tokens, pool)
+        self._engine.check_text(tokens)
+        with self._others_passing():
+            return self._engine.embed(tokens, pool)
 
     def score(self, request: Request) -> list[TokenLogprobs]:
-        return self._engine.score(request)
+        self._engine.check(replace(request, max_tokens=1))
+        with self._others_passing():
+            return self._engine.score(request)
+
+    @contextmanager
+    def _others_passing(self) -> Iterator[None]:
+        """A context in which only the front computes. Other replicas take part in the reading of weights."""
+        if not self._engine.reads_together:
+            yield
+            return
+        self._ask({"pass": True})
+        try:
+            yield
+        finally:
+            self._answers()
 
     def replace_weights(self, model: nn.Module) -> None:
         raise ConfigError("replicas read newer weights themselves; use replace_weights_from")
@@ -134,12 +152,14 @@ def serve_replica(engine: Engine, axis: Axis) -> None:
                 engine.replace_weights_from(Path(order["weights"]))
         elif "idle" in order:
             engine.idle()
+        elif "pass" in order:
+            engine.pass_by()
         else:
             for table in order["add"]:
                 engine.add(_request(table))
             for name in order["cancel"]:
                 engine.cancel(name)
-            tokens = engine.step() if engine.has_work() else []
+            tokens = engine.step() if engine.reads_together or engine.has_work() else []
         _send({"tokens": [asdict(one) for one in tokens], "state": asdict(engine.state())}, axis, FRONT)
 
 

@@ -32,11 +32,13 @@ from weft.serve.graph_head import graph_head
 from weft.serve.http import Api, build_app
 from weft.serve.http_guard import ServerLimits
 from weft.serve.loading import LoadedModel, Packing, load_draft, load_model
-from weft.serve.model_part import ModelPart
+from weft.serve.model_part import ModelPart, refuse_shared_reading
+from weft.serve.packed_linear import why_decoded
 from weft.serve.rank_part import refuse_plan
 from weft.serve.ranks import ServingRanks, sums_of
 from weft.serve.replicas import ReplicaFront, serve_replica
 from weft.serve.server import HttpServer
+from weft.serve.weight_formats import HEAD_FORMATS
 from weft.serve.worker import EngineWorker
 
 RANK_TIMEOUT = timedelta(minutes=10)  # of a rank that waits for another; a rank that died is found at once
@@ -71,20 +73,21 @@ class ServeOptions:
     weights: str | None = None  # a format of fewer bits
     calibration: str | None = None  # the path of a text by which rounding to it is corrected
     cache: str | None = None  # a format of keys and values
-    head: str | None = None  # "graph=FILE": how the likeliest tokens are found
+    head: str | None = None  # "graph=FILE": how the likeliest tokens are found; or a format of the head's weight
     sums: str = "library"  # how several ranks add up partial results
     stream_weights: int = 0  # blocks whose weights are copied ahead from host memory; 0: none
 
     @property
-    def packing(self) -> Packing | None:
+    def packing(self) -> Packing:
         """How weights are kept. Raises ConfigError for options that do not go together."""
-        if self.weights is None:
-            if self.calibration is not None:
-                raise ConfigError("--calibration corrects rounded weights; give --weights int4 or int8 too")
-            return None
-        if self.merged_adapter is not None:
-            raise ConfigError("--merge-adapter changes weights that --weights rounds; export a merged model first")
-        return Packing(self.weights, self.calibration)
+        if self.weights is None and self.calibration is not None:
+            raise ConfigError("--calibration corrects rounded weights; give --weights int4 or int8 too")
+        is_rounded = self.weights is not None or self.head in HEAD_FORMATS
+        if is_rounded and self.merged_adapter is not None:
+            raise ConfigError(
+                "--merge-adapter changes weights that --weights and --head round; export a merged model first"
+            )
+        return Packing(self.weights, self.calibration, self.head)
 
     def engine(self, loaded: LoadedModel, max_waiting: int, device: torch.device | str) -> EngineOptions:
         cache = cache_format(self.cache)
@@ -107,14 +110,21 @@ class ServeOptions:
         )
 
 
-def run_server(source: Path, options: ServeOptions, ready: Ready, say: Say) -> None:
-    """Serve a model until SIGTERM or Ctrl-C. `ready` is told what is served and where, `say` what happens."""
+def refuse_options(source: Path, options: ServeOptions, plan: Plan) -> None:
+    """Raise ConfigError or PlanError for options that do not go together, with each other or with the plan."""
     if options.follows:
         require_run(source)
     if options.follows and options.stream_weights:
         raise ConfigError("--follow replaces weights, which --stream-weights does not allow; leave out one of them")
-    if options.follows and options.head is not None:
+    if options.follows and options.head not in (None, *HEAD_FORMATS):
         raise ConfigError("--follow replaces weights, which the graph of --head is made of; leave out one of them")
+    if options.stream_weights:
+        refuse_shared_reading(plan)
+
+
+def run_server(source: Path, options: ServeOptions, ready: Ready, say: Say) -> None:
+    """Serve a model until SIGTERM or Ctrl-C. `ready` is told what is served and where, `say` what happens."""
+    refuse_options(source, options, Plan())
     sock = listen(options.host, options.port)  # before the model is loaded: a port in use is known at once
     on_host = options.stream_weights > 0
     loaded = load_model(source, options.tokenizer, options.device, say, packing=options.packing, on_host=on_host)
@@ -122,6 +132,9 @@ def run_server(source: Path, options: ServeOptions, ready: Ready, say: Say) -> N
         merge_adapter(loaded.model, Path(options.merged_adapter))
     if next(loaded.model.parameters()).device.type == "cpu" and not on_host and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(fastest_threads(torch.get_num_threads()))
+    if torch.device(options.device).type == "cpu":
+        for reason in why_decoded(loaded.model):
+            say(reason)
     engine = Engine(loaded.model, options.engine(loaded, options.max_waiting, options.device))
 
     def load(checkpoint: Path) -> nn.Module:
@@ -146,10 +159,9 @@ def run_rank(
     """Serve a model as one of the plan's ranks. Rank 0 listens, on `sock` if it is given."""
     check_world(rank_info, plan.num_ranks, plan.degrees)
     refuse_plan(model_config(source), plan)
+    refuse_options(source, options, plan)
     if options.adapters or options.merged_adapter is not None:
         raise ConfigError("--adapter and --merge-adapter need one rank; serve without a plan, or export a merged model")
-    if options.follows:
-        require_run(source)
     if rank_info.rank == 0 and sock is None:
         sock = listen(options.host, options.port)
     if rank_info.rank > 0:
@@ -157,12 +169,13 @@ def run_rank(
             signal.signal(number, signal.SIG_IGN)
     device = init_process_group(rank_info, cast(Literal["cpu", "cuda"], options.device), RANK_TIMEOUT)
     mesh = Mesh(plan, device)
-    ranks = ServingRanks(mesh, sums_of(options.sums))
+    on_host = options.stream_weights > 0
+    say_once = say if rank_info.rank == 0 else lambda message: None
+    ranks = ServingRanks(mesh, sums_of(options.sums), on_host, say_once)
     replicas = mesh.with_own_group("data", "requests") if plan.data > 1 else mesh["data"]
     is_folder = (source / "config.json").is_file()
     path = Path(ranks.agree_on_text(str(source if is_folder else open_checkpoint(source).path)))
-    say_once = say if rank_info.rank == 0 else lambda message: None
-    loaded = load_model(path, options.tokenizer, device, say_once, ranks.place, options.packing)
+    loaded = load_model(path, options.tokenizer, device, say_once, ranks.place, options.packing, on_host)
 
     def load(checkpoint: Path) -> nn.Module:
         return load_model(checkpoint, options.tokenizer, "cpu", say_once, ranks.place, options.packing).model

@@ -1,0 +1,191 @@
+"""Weights in host memory on several ranks: the same bits, shares of blocks that are gathered in order, and counted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from parallel_serving_for_tests import tokens_on_ranks, whole_model
+from serving_for_tests import CONFIGS, GREEDY
+
+from weft.comm import Ledger
+from weft.errors import PlanError
+from weft.launch.local_ranks import run_local
+from weft.mesh import Mesh
+from weft.plan import Pipe, Plan, Tensor
+from weft.serve.engine import Engine, EngineOptions
+from weft.serve.model_part import refuse_shared_reading
+from weft.serve.packed_linear import pack_model
+from weft.serve.rank_part import RankPlace
+from weft.serve.ranks import ServingRanks
+from weft.serve.request import Request
+from weft.serve.streamed_layout import ALIGNMENT, BlockLayout
+from weft.serve.streamed_traffic import pass_calls, streamed_bytes
+from weft.serve.streamed_weights import StreamedWeights
+from weft.serve.weight_formats import FORMATS
+
+LIMIT_SECONDS = 300.0
+OPTIONS = EngineOptions(block_size=4, num_blocks=30, token_budget=8, max_running=4)
+REQUESTS = [Request(str(i), (7 * i + 1, 5, 3, i), 5 + i, GREEDY) for i in range(5)]
+
+
+def blocks_of(number: int) -> list[torch.nn.Module]:
+    torch.manual_seed(3)
+    return [torch.nn.Sequential(torch.nn.Linear(24, 24 + one), torch.nn.LayerNorm(7)) for one in range(number)]
+
+
+def test_shares_of_all_readers_are_the_block() -> None:
+    block = blocks_of(3)[2]
+    weight = block[0].weight
+    view = torch.nn.Parameter(weight[3:5])  # of the same memory
+    block.register_parameter("view", view)
+    for num_readers in (1, 2, 3):
+        layout = BlockLayout([block], num_readers)
+        assert layout.num_bytes == num_readers * layout.share_bytes
+        assert layout.num_bytes % (num_readers * ALIGNMENT) == 0
+        whole = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+        for index in range(num_readers):
+            begin = index * layout.share_bytes
+            for start, piece in layout.read(begin, begin + layout.share_bytes):
+                whole[begin + start : begin + start + len(piece)] = piece
+        expected = {name: one.detach().clone() for name, one in block.named_parameters()}
+        layout.move_tensors(whole)
+        for name, one in block.named_parameters():
+            assert torch.equal(one, expected[name]), (num_readers, name)
+            assert one.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        assert view.data_ptr() == weight[3].data_ptr()  # they still share memory
+
+
+@pytest.mark.processes
+def test_readers_have_a_share_each_and_gather_blocks_in_one_order() -> None:
+    num_blocks, ahead, num_passes = 5, 1, 3
+    expected = [[one.detach() for one in block.parameters()] for block in blocks_of(num_blocks)]
+
+    def rank(index: int) -> Any:
+        torch.set_num_threads(1)
+        mesh = Mesh(Plan(data=3))
+        blocks = blocks_of(num_blocks)
+        with torch.no_grad():
+            streamed = StreamedWeights([(one,) for one in blocks], torch.device("cpu"), ahead, mesh["data"])
+        mesh.ledger.clear()
+        wrong = []
+        for number in range(num_passes):
+            if (index + number) % 3 == 0:  # this rank has nothing to compute
+                streamed.pass_by()
+                continue
+            for one, block in enumerate(blocks):
+                streamed.need(one)
+                found = [bool(torch.equal(*pair)) for pair in zip(block.parameters(), expected[one], strict=True)]
+                wrong += [] if all(found) else [(number, one)]
+                streamed.done(one)
+        streamed.need(0)  # the gathers that are under way end before the group does
+        streamed.need(1)
+        sizes = mesh.ledger.entries()["data", "all_gather"].sizes
+        return wrong, dict(sizes), [len(one) for one in streamed.home], list(streamed.block_bytes)
+
+    for wrong, sizes, shares, block_bytes in run_local(rank, 3, LIMIT_SECONDS):
+        assert wrong == []
+        assert shares == [size // 3 for size in block_bytes]
+        calls = list(pass_calls(block_bytes, 3, ahead))
+        assert {size: num_passes * calls.count((("data", "all_gather"), size)) for _, size in calls} == {
+            int(size): calls for size, calls in sizes.items()
+        }
+
+
+CASES = [
+    ("llama-deep", Plan(tensor=Tensor(2))),
+    ("qwen2-deep", Plan(data=2)),
+    ("qwen3-deep", Plan(pipe=Pipe(2))),
+    ("gpt2-deep", Plan(tensor=Tensor(1, 2))),
+    ("mixtral", Plan(expert=2)),
+]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("case", "num_ranks"),
+    [
+        (CASES[:2], 2),
+        pytest.param(CASES[2:], 2, marks=pytest.mark.soak),
+        pytest.param([("llama-deep", Plan(data=2, tensor=Tensor(2)))], 4, marks=pytest.mark.soak),
+    ],
+)
+def test_several_ranks_give_the_same_with_streamed_weights(case: list[tuple[str, Plan]], num_ranks: int) -> None:
+    def rank(_: int) -> Any:
+        torch.set_num_threads(1)
+        found = []
+        for name, plan in case:
+            of_plan = []
+            for ahead in (0, 1):
+                mesh = Mesh(plan)
+                ranks = ServingRanks(mesh, streams=ahead > 0)
+                options = replace(OPTIONS, stream_weights=ahead)
+                of_plan.append((tokens_on_ranks(name, mesh, REQUESTS, options, ranks=ranks), gathered(mesh.ledger)))
+            found.append(of_plan)
+        return found
+
+    results = run_local(rank, num_ranks, LIMIT_SECONDS)
+    for index, (name, plan) in enumerate(case):
+        (plain, none), (streamed, counted) = results[0][index]
+        assert streamed == plain, (name, plan.describe_axes())
+        assert none == {}
+        assert results[1][index][1][1] == counted  # of the other rank: equal calls
+        if plan.data == 1:
+            assert counted == {}  # each rank reads only its own slices
+            continue
+        place = RankPlace(plan, dict.fromkeys(plan.degrees, 0))
+        one_pass = list(pass_calls(streamed_bytes(CONFIGS[name], place, torch.float64, None), plan.data, 1))
+        assert len(one_pass) == 4
+        calls = {int(size): number for size, number in counted.items()}
+        num_passes, first = divmod(sum(calls.values()), len(one_pass))
+        assert first == 2  # the first blocks, when the engine is made
+        assert num_passes > len(REQUESTS)
+        assert len({size for _, size in one_pass}) == 1
+        assert calls == {one_pass[0][1]: num_passes * 4 + first}
+
+
+def gathered(ledger: Ledger) -> dict[int, int]:
+    """Calls by bytes of all-gathers over replicas."""
+    found = ledger.entries().get(("data", "all_gather"))
+    return {} if found is None else {int(size): calls for size, calls in found.sizes.items()}
+
+
+@pytest.mark.processes
+def test_a_share_that_is_not_given_is_noticed() -> None:
+    def rank(index: int) -> Any:
+        torch.set_num_threads(1)
+        mesh, blocks = Mesh(Plan(data=2)), blocks_of(3)
+        with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+            if index == 1:  # gives something else than its share
+                patch.setattr(BlockLayout, "read", lambda self, begin, end: iter(()))
+            streamed = StreamedWeights([(one,) for one in blocks], torch.device("cpu"), 2, mesh["data"])
+        for one in range(3):
+            streamed.need(one)
+        expected = blocks_of(3)
+        return [torch.equal(one[0].weight, other[0].weight) for one, other in zip(blocks, expected, strict=True)]
+
+    assert run_local(rank, 2, LIMIT_SECONDS) == [[False] * 3] * 2
+
+
+@pytest.mark.parametrize("kind", [None, "int4", "fp8"])
+def test_bytes_of_blocks_follow_from_the_config(kind: str | None) -> None:
+    format, plan = None if kind is None else FORMATS[kind], Plan()
+    model = whole_model("llama-deep")
+    if format is not None:
+        pack_model(model, format)
+    engine = Engine(model, replace(OPTIONS, stream_weights=1))
+    assert engine._part.streamed is not None
+    place = RankPlace(plan, dict.fromkeys(plan.degrees, 0))
+    predicted = streamed_bytes(CONFIGS["llama-deep"], place, torch.float64, format)
+    assert predicted == engine._part.streamed.block_bytes
+    assert list(pass_calls(predicted, 1, 1)) == []  # one rank gathers nothing
+    assert list(pass_calls(predicted, 2, 3)) == []  # all blocks have room
+
+
+def test_replicas_of_stages_are_refused() -> None:
+    refuse_shared_reading(Plan(data=2, tensor=Tensor(2)))
+    refuse_shared_reading(Plan(pipe=Pipe(2), tensor=Tensor(2)))
+    with pytest.raises(PlanError, match="are in different steps; use one of the two, or leave out --stream-weights"):
+        refuse_shared_reading(Plan(data=2, pipe=Pipe(2)))

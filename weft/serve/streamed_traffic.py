@@ -1,0 +1,36 @@
+"""What streamed weights cost, by a model's config alone: bytes of each block, and gathers of ranks that read together.
+
+`weft plan --serve --stream-weights` prices these; the bytes are those that `StreamedWeights` has and the ledger counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from weft.comm import Key
+from weft.models import LanguageConfig
+from weft.serve.packed_linear import make_room
+from weft.serve.paged_model import PagedModel
+from weft.serve.rank_part import RankPlace, build_part
+from weft.serve.streamed_layout import BlockLayout
+from weft.serve.weight_formats import WeightFormat
+
+
+def streamed_bytes(
+    config: LanguageConfig, place: RankPlace, dtype: torch.dtype, format: WeightFormat | None
+) -> tuple[int, ...]:
+    """Bytes of each block of a rank, with linears in a format if one is given. Replicas of the plan read together."""
+    model, _ = build_part(config, place)
+    model.to(dtype)
+    if format is not None:
+        make_room(model, format)
+    paged = PagedModel(model, 1)
+    return tuple(BlockLayout(modules, place.plan.data).num_bytes for modules in paged.block_modules)
+
+
+def pass_calls(block_bytes: Sequence[int], num_readers: int, ahead: int) -> Iterator[tuple[Key, int]]:
+    """Yields the gathers of one pass through all blocks: (axis, operation) and bytes. None if all blocks have room."""
+    if num_readers > 1 and len(block_bytes) > ahead + 1:
+        yield from ((("data", "all_gather"), size) for size in block_bytes)
