@@ -247,7 +247,8 @@ def test_data_is_allowed_with_other_norms_or_if_asked() -> None:
 def test_branches_are_searched() -> None:
     """The shortcuts of a ResNet are branches beside its longest convolutions: ranks cannot share them evenly."""
     shape = ImageShape(SIZE, SIZE, 3)
-    found = search(small(norm="group"), Question(8, 1, "fp32", parse_constraints(["branch=2", "no tile"]), shape)).best
+    wanted = parse_constraints(["branch=2", "no tile", "no pipe", "recompute=none"])
+    found = search(small(norm="group"), Question(8, 1, "fp32", wanted, shape)).best
     assert {one.plan.branch for one in found} == {Branch(2), Branch(2, "split")}
     for one in found:
         assert one.step is not None
