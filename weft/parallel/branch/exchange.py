@@ -66,7 +66,7 @@ class Exchanger:
         anchor = torch.zeros(
             (), device=self.device, requires_grad=torch.is_grad_enabled() and self.exchange.has_backward
         )
-        found: tuple[Tensor, ...] = _Exchange.apply(self, enter, len(forks), anchor, *forks, *own)
+        found: tuple[Tensor, ...] = _ResultExchange.apply(self, enter, len(forks), anchor, *forks, *own)
         return found
 
     def gather(self, own: Sequence[Tensor]) -> list[Tensor]:
@@ -115,7 +115,7 @@ def _bytes_in(part: Tensor, one: SentTensor) -> Tensor:
     return part[one.offset : one.offset + one.num_bytes]
 
 
-class _Exchange(Function):
+class _ResultExchange(Function):
     """An exchange. It saves a tensor without elements: if its block is recomputed, then on all ranks at the same
     place of backward (here, or in what all ranks run behind the exchange), and up to the last exchange at least. So
     all ranks repeat the same collectives in the same order, also those that have saved nothing else.

@@ -43,10 +43,10 @@ class _OneOperation:
         given = [*parameters, *tensors_in((args, kwargs))]
         if not has_torch_function(given):
             return self._forward(*args, **kwargs)
-        return handle_torch_function(_Run(self.__name__, self._forward), given, parameters, args, kwargs)
+        return handle_torch_function(_WholeForward(self.__name__, self._forward), given, parameters, args, kwargs)
 
 
-class _Run:
+class _WholeForward:
     """The operation: parameters are among its arguments so that a watch sees them."""
 
     def __init__(self, name: str, forward: Any) -> None:
