@@ -12,12 +12,12 @@ def arm(inputs: int, outputs: int, kernel: int, norm: bool) -> nn.Sequential:
 
 
 class InceptionCell(nn.Module):
-    """Four arms of unequal cost, concatenated."""
+    """Four arms of unequal cost, concatenated. `thin` channels lie between the two convolutions of one of them."""
 
-    def __init__(self, inputs: int, norm: bool) -> None:
+    def __init__(self, inputs: int, norm: bool, thin: int) -> None:
         super().__init__()
         self.one = arm(inputs, 4, 1, norm)
-        self.three = nn.Sequential(arm(inputs, 3, 1, norm), arm(3, 6, 3, norm))
+        self.three = nn.Sequential(arm(inputs, thin, 1, norm), arm(thin, 6, 3, norm))
         self.five = nn.Sequential(arm(inputs, 2, 1, norm), arm(2, 4, 5, norm))
         self.pooled = arm(inputs, 2, 1, norm)
 
@@ -27,10 +27,10 @@ class InceptionCell(nn.Module):
 
 
 class Inception(nn.Module):
-    def __init__(self, norm: bool = True) -> None:
+    def __init__(self, norm: bool = True, thin: int = 3) -> None:
         super().__init__()
         self.stem = arm(3, 8, 3, norm)
-        self.cells = nn.ModuleList([InceptionCell(8, norm), InceptionCell(16, norm)])
+        self.cells = nn.ModuleList([InceptionCell(8, norm, thin), InceptionCell(16, norm, thin)])
         self.head = nn.Linear(16, 5)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -92,6 +92,45 @@ class Heads(nn.Module):
             return torch.cat(results, 1)
         mixed = torch.stack([results[0] * results[1], results[2].sigmoid() * results[3]])
         return torch.logsumexp(mixed, 0) + torch.einsum("bi,bj->bi", results[0], results[3])
+
+
+class Attention(nn.Module):
+    """Self-attention of two heads, as users write it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = 2, width // 2
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        batch, length, _ = hidden.shape
+        q, k, v = (
+            one(hidden).view(batch, length, -1, self.head_dim).transpose(1, 2)
+            for one in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
+
+
+class ReadingTower(nn.Module):
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.table, self.norm, self.attention = nn.Embedding(rows, width), nn.LayerNorm(width), Attention(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.out = nn.Linear(width, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.table(ids)
+        hidden = hidden + self.attention(self.norm(hidden))
+        return self.out((hidden + self.down(nn.functional.gelu(self.up(hidden)))).mean(1))
+
+
+class ReadingTowers(TwoTowers):
+    """Two towers with attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item = ReadingTower(11, 8), ReadingTower(7, 12)
 
 
 def drawn(index: int) -> torch.Generator:

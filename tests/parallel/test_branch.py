@@ -27,7 +27,6 @@ from weft.parallel.branch import exchange, runner
 from weft.parallel.branch.axis import find_schedule
 from weft.parallel.branch.owners import ModelBranch, deal, find_branches, makespan
 from weft.plan import Branch, Context, Memory, Pipe, Plan, Shard, Tile, split_batch
-from weft.plan import Tensor as TensorAxes
 from weft.profiling import Profile, profile
 from weft.proof.prove import verify
 from weft.step.objective import CROSS_ENTROPY
@@ -169,7 +168,6 @@ class ReplacesBuffer(Heads):
     [
         (Plan(branch=Branch(5)), "branches for 4 ranks only"),
         (Plan(branch=Branch(2), pipe=Pipe(2)), "pipe"),
-        (Plan(branch=Branch(2), tensor=TensorAxes(2)), "x = 2"),
         (Plan(branch=Branch(2), context=Context(2)), "context = 2"),
         (Plan(branch=Branch(2), expert=2), "expert"),
         (Plan(branch=Branch(2), tile=Tile(2)), "rows = 2"),

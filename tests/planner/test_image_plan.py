@@ -247,9 +247,9 @@ def test_data_is_allowed_with_other_norms_or_if_asked() -> None:
 def test_branches_are_searched() -> None:
     """The shortcuts of a ResNet are branches beside its longest convolutions: ranks cannot share them evenly."""
     shape = ImageShape(SIZE, SIZE, 3)
-    found = search(small(norm="group"), Question(8, 1, "fp32", parse_constraints(["branch=2", "no tile"]), shape)).best
+    wanted = parse_constraints(["branch=2", "no tile", "no pipe", "recompute=none"])
+    found = search(small(norm="group"), Question(8, 1, "fp32", wanted, shape)).best
     assert {one.plan.branch for one in found} == {Branch(2), Branch(2, "split")}
-    assert all(one.plan.pipe.degree == 1 and one.plan.memory.recompute == "none" for one in found)
     for one in found:
         assert one.step is not None
         assert sum(one.step.where.values()) == pytest.approx(one.seconds)
@@ -259,6 +259,21 @@ def test_branches_are_searched() -> None:
     assert alone.where["compute"] < split.step.where["compute"] < 2 * alone.where["compute"]  # type: ignore[union-attr]
     refused = search(small(norm="group"), Question(8, 1, "fp32", parse_constraints(["branch=8", "no tile"]), shape))
     assert any("branches for 2 ranks only" in reason for _, reason in refused.refused)
+
+
+def test_branches_are_searched_beside_pipe_and_recompute() -> None:
+    wanted = parse_constraints(["branch=2", "pipe=2", "recompute=full", "no tile"])
+    found = search(small(norm="group"), Question(8, 1, "fp32", wanted, ImageShape(SIZE, SIZE, 3))).best
+    assert {one.plan.branch for one in found} == {Branch(2), Branch(2, "split")}
+    for one in found:
+        assert one.plan.pipe.degree == 2
+        assert one.plan.memory.recompute == "full"
+        assert one.step is not None
+        kept = replace(one.plan, memory=Memory())
+        steps = small(norm="group").steps
+        assert (
+            steps.step(kept, one.num_micro_batches).where["branch"] < one.step.where["branch"]
+        )  # it communicates once
 
 
 def test_the_state_of_branches_is_near_what_the_strategies_state() -> None:

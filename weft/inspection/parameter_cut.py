@@ -55,11 +55,19 @@ class Cut:
         """Is the part the whole parameter, in order?"""
         return self.intervals == Cut.whole(self.shape).intervals
 
+    @property
+    def is_nothing(self) -> bool:
+        """Does the rank hold no element of a parameter that has some?"""
+        return 0 in self.local_shape and 0 not in self.shape
+
     def beside(self, other: Cut | None) -> Cut:
-        """Returns the part under the axes of both cuts, which are of one parameter and cut different dims of it."""
-        if other is None or self.is_final:
+        """Returns the part under the axes of both cuts, which are of one parameter and cut different dims of it.
+
+        It is nothing if one of them is nothing.
+        """
+        if other is None or self.is_final or self.is_nothing:
             return self
-        if other.is_final:
+        if other.is_final or other.is_nothing:
             return other
         assert self.shape == other.shape
         whole = Cut.whole(self.shape).intervals

@@ -20,7 +20,7 @@ from weft.memory.recompute import RecomputePolicy
 from weft.mesh import Mesh
 from weft.models.loss_head import install_loss_head, is_loss_in_head
 from weft.models.vision.pools import fix_average_gradients
-from weft.parallel.branch.axis import BranchAxis, mark_branches
+from weft.parallel.branch.axis import BRANCHES, BranchAxis, RankBranches, rank_branches
 from weft.parallel.context.axis import ContextAxis
 from weft.parallel.data import DataAxis
 from weft.parallel.expert.axis import ExpertAxis
@@ -96,17 +96,21 @@ def parallelize(
             )
     if tiling is not None:
         mark(model, tiling)
-    mark_branches(model, whole, plan)
+    apply = partial(_apply_strategies, mesh=mesh, branches=rank_branches(whole, plan, mesh))
     if plan.pipe.degree == 1:
-        return _apply_strategies(plan, model, values, mesh)
-    pipeline = build(stage(whole, plan, mesh.device), mesh, values, partial(_apply_strategies, mesh=mesh))
+        return apply(plan, model, values)
+    pipeline = build(stage(whole, plan, mesh.device), mesh, values, apply)
     if tiling is not None:
         mark(pipeline, tiling)
     return pipeline
 
 
-def _apply_strategies(plan: Plan, model: nn.Module, values: Values, mesh: Mesh) -> nn.Module:
+def _apply_strategies(
+    plan: Plan, model: nn.Module, values: Values, mesh: Mesh, branches: RankBranches | None
+) -> nn.Module:
     """Apply the strategies to a model, or to the model of a pipeline stage, with the plan that the stage follows."""
+    if branches is not None:
+        BRANCHES.set(model, branches)
     local = partial(_local_value, model, values)
     for strategy in STRATEGIES:
         model = strategy.apply(model, plan, mesh, local)
@@ -179,7 +183,7 @@ def _kept_bytes(local: Profile, split: BatchSplit, plan: Plan, coordinates: Mapp
         return 0
     one, repeating = replace(split, accumulation=1), replace(plan.memory, keep_collectives=False)
     kept = 0
-    for strategy in (TensorAxes(), ExpertAxis(), ContextAxis()):
+    for strategy in (TensorAxes(), ExpertAxis(), BranchAxis(), ContextAxis()):
         fewer = strategy.cost(local, plan, one, coordinates).traffic
         for (axis, operation), more in strategy.cost(
             local, replace(plan, memory=repeating), one, coordinates

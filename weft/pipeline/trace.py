@@ -179,7 +179,7 @@ class _TraceRecorder(OperationWatch):
                 f"parts of the model on several ranks; {self.purpose.remedy}"
             )
         self.refuse_transform(f"'{operation_name(func)}'")
-        if self.purpose.inside and checkpoint_around():
+        if self.purpose.inside and checkpoint_around(trace.__code__):
             raise PlanError(
                 f"{self.purpose.failure}: its forward runs '{operation_name(func)}' in a checkpoint of its own, whose "
                 f"backward would compute again what other ranks computed; leave it out, or {self.purpose.remedy}"

@@ -69,9 +69,11 @@ class Tracer:
 
 
 def _shapes(args: Any, kwargs: Mapping[str, Any]) -> Hashable:
-    """Return what a trace depends on: the form of the arguments, shapes and dtypes of tensors, and other values."""
+    """Return what a trace depends on: the form of the arguments, shapes and dtypes of tensors, other values."""
     leaves, form = tree_flatten((args, dict(kwargs)))
-    return str(form), tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+    return str(form), tuple(
+        (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves
+    )
 
 
 def _zeros(tensor: Tensor, device: torch.device) -> Tensor:

@@ -55,8 +55,17 @@ class ImageSearch(Search):
     def _policies(self, inner: Plan) -> Iterator[Plan]:
         if inner.branch.degree == 1:
             yield from super()._policies(inner)
-        elif inner.tile.degree == 1:  # neither tiles nor recompute run beside branches
-            yield from (plan for plan in super()._policies(inner) if plan.memory.recompute == "none")
+        elif inner.tile.degree == 1:  # tiles do not run beside branches
+            for plan in super()._policies(inner):
+                if plan.memory.recompute == "none" or self._has_branches_in_blocks(inner):
+                    yield plan
+
+    def _has_branches_in_blocks(self, inner: Plan) -> bool:
+        """Are there branches that begin and meet in one block, as pipelines and recompute need?"""
+        key = "in blocks", inner.branch
+        if key not in self._reasons:
+            self._reasons[key] = self._reason(replace(self._base, branch=inner.branch, pipe=Pipe(2)))
+        return self._reasons[key] is None
 
     def _tiles(self, rows: int, columns: int) -> Iterator[Tile]:
         """Yields the tilings to try on a grid: layers per exchange, where tiles end, and how they are handed over."""
@@ -87,7 +96,7 @@ class ImageSearch(Search):
         if degree == 1:
             return [Pipe()]
         if inner.branch.degree > 1:
-            return []
+            return [Pipe(degree)] if self._has_branches_in_blocks(inner) else []
         if inner.tile.degree > 1 and self._refuses_pipe is not None:
             self._refused.setdefault(self._refuses_pipe, "tiles and pipe")
             return []

@@ -50,7 +50,7 @@ class ImageSteps(StepModel):
         """The sizes of the model's branches under the plan, for one image; None if they are not split."""
         if plan.branch.degree == 1:
             return None
-        key = plan.branch, plan.precision
+        key = plan.branch, plan.precision, plan.pipe.degree > 1, plan.memory
         if key not in self._branches:
             self._branches[key] = branch_sizes(self.sections.profile, plan)
         return self._branches[key]
@@ -101,7 +101,10 @@ class ImageSteps(StepModel):
         return num_micro_batches * sum(self.chain(plan)) / plan.pipe.degree + FIXED_SECONDS
 
     def step(self, plan: Plan, num_micro_batches: int) -> StepTime:
-        """Times a step. Branches wait for what they communicate: nothing overlaps with it."""
+        """Times a step. Branches wait for what they communicate: nothing overlaps with it.
+
+        A rank of a pipeline communicates for the branches of its own stages, also while others wait for its results.
+        """
         found, sizes = super().step(plan, num_micro_batches), self.branch_sizes(plan)
         if sizes is None:
             return found
@@ -110,6 +113,7 @@ class ImageSteps(StepModel):
         if plan.branch.splits_batch:  # gradients of what all ranks hold
             calls.append(("all_reduce", sizes.shared_numel / plan.shard.degree * self.software.gradient_bytes))
         sent = sum(self.seconds("branch", operation, num_bytes, plan) for operation, num_bytes in calls)
+        sent *= (num_micro_batches + plan.pipe.degree - 1) / (num_micro_batches * plan.pipe.degree)
         exposed = {**found.exposed_seconds, "branch": sent}
         return replace(
             found, seconds=found.seconds + sent, exposed_seconds=exposed, where={**found.where, "branch": sent}
@@ -143,9 +147,14 @@ class ImageSteps(StepModel):
             own = sections[begin:end]
             parts = tuple((one.part, plan.micro_batch * one.images) for one in own)
             message = own[-1].boundary_bytes * own[-1].images * plan.micro_batch
-            numel = sum(one.numel for one in own) if sizes is None else sizes.largest_numel
+            numel = self._held_numel(own, sizes)
             found.append(PlannedStage(total, numel, len(own), message, parts))
         return found
+
+    def _held_numel(self, own: Sequence[ImageSection], sizes: BranchSizes | None) -> float:
+        """Parameters of these sections on a rank; of branches, the share of the rank that holds most of the model."""
+        numel = sum(one.numel for one in own)
+        return numel if sizes is None else numel * sizes.largest_numel / self.sections.profile.numel
 
     # --- memory
 
@@ -164,7 +173,7 @@ class ImageSteps(StepModel):
         found = []
         for rank in range(plan.pipe.degree):
             own = [(section, plans[stage]) for stage, _ in on_rank(plan.pipe, rank) for section in stages[stage]]
-            numel = sum(section.numel for section, _ in own) if sizes is None else sizes.largest_numel
+            numel = self._held_numel([section for section, _ in own], sizes)
             held = state(plan, numel, num_micro_batches)
             found.append(RankMemory(*held, alive[rank], _transient(own, plan, numel, num_micro_batches)))
         return max(found, key=lambda memory: memory.total_bytes)

@@ -148,9 +148,9 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
         if staging is None:
             step = compute + _not_hidden(sum(communication_by_rank[0].values()), compute, cluster)
         else:
-            times = _stage_seconds(run, whole, staging, cluster, rate)
+            times = _stage_seconds(run, whole, staging, cluster, rate / share)
             timeline = _run_schedule(run, staging, times, cluster)
-            step = _last_end(timeline, times, communication_by_rank, cluster)
+            step = _last_end(timeline, times, communication_by_rank[:: plan.branch.degree], cluster)
     sent = costs[worst].host_bytes.get(ACTIVATIONS, 0)
     if sent or plan.memory.weights:
         moved = link_traffic(whole, plan, run.split.accumulation)
@@ -164,7 +164,7 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
             step += max(0.0, communication_by_rank[worst]["host"] - hidden)
     limit = cluster.node.device.memory_bytes
     host_limit = cluster.node.host_memory_bytes // min(cluster.node.num_devices, plan.num_ranks)
-    pipe_rank = None if staging is None else worst
+    pipe_rank = None if staging is None else worst // plan.branch.degree
     return Prediction(
         costs[worst],
         traffic[worst],
@@ -185,7 +185,7 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
 
 
 def _different(plan: Plan) -> list[dict[str, int]]:
-    """The coordinates of the ranks whose costs differ: each stage, or each rank of `branch`."""
+    """The coordinates of the ranks whose costs differ: each stage, and in it each rank of `branch`."""
     first, places = dict.fromkeys(plan.degrees, 0), product(range(plan.pipe.degree), range(plan.branch.degree))
     return [{**first, "pipe": pipe, "branch": branch} for pipe, branch in places]
 

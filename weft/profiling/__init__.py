@@ -21,6 +21,7 @@ from weft.profiling.count import Tally, cast, count, fake
 from weft.profiling.flops import KEPT_OPERATIONS
 from weft.profiling.parts import (
     FULL_SHARES,
+    WHOLE_PROFILE,
     BackwardShares,
     Block,
     Convolution,
@@ -63,7 +64,7 @@ def profile(
         return found
     tally = Tally()
     try:
-        counted = count(model, example, finish, dtype, found, tally)
+        counted = replace(count(model, example, finish, dtype, found, tally), given=tally.given)
     except (DataDependentOutputException, DynamicOutputShapeException):
         return found
     if finish is None:
@@ -87,6 +88,7 @@ __all__ = [
     "KEPT_OPERATIONS",
     "PARAMETER_CUTS",
     "SHARED_BY_STAGES",
+    "WHOLE_PROFILE",
     "BackwardShares",
     "Block",
     "Convolution",

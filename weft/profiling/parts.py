@@ -229,6 +229,9 @@ class ProfileSource:
     cache: dict[str, Any] = field(default_factory=dict)
 
 
+WHOLE_PROFILE = "whole"  # in the cache of a pipeline stage's profile: the profile of the whole model
+
+
 @dataclass(frozen=True)
 class Profile:
     """A model's root and blocks.
@@ -256,6 +259,7 @@ class Profile:
     checkpoints: Mapping[str, CheckpointKind] = field(default_factory=dict)  # the model's own, around blocks
     model: nn.Module | None = field(default=None, compare=False, repr=False)
     example: Callable[[], Any] | None = field(default=None, compare=False, repr=False)
+    given: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # as in `ProfileSource`
     source: ProfileSource | None = field(default=None, compare=False, repr=False)
     gathers_logits: bool = False  # the loss takes whole logits, also if x splits them
     has_loss: bool = False  # `finish` was given, and a stage's profile is that of the last stage

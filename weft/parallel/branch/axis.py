@@ -28,41 +28,56 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import nn
 
 from weft.errors import PlanError
+from weft.inspection.absent_module import AbsentModule
 from weft.inspection.annotations import Annotation
 from weft.inspection.parameter_cut import Cut
 from weft.mesh import Mesh
-from weft.parallel.branch.batch_dims import all_samples, find_batch_dims
-from weft.parallel.branch.owners import Deal, deal, find_branches, total_work
+from weft.parallel.branch.batch_dims import find_batch_dims
+from weft.parallel.branch.beside import refuse_beside
+from weft.parallel.branch.one_operation import as_operations
+from weft.parallel.branch.owners import Deal, ModelBranch, deal, find_branches, join_regions, total_work
+from weft.parallel.branch.regions import (
+    WHOLE,
+    common_parameters,
+    is_in_blocks,
+    region_names,
+    region_trace,
+    region_tracer,
+    split_names,
+    whole_of,
+    within,
+)
 from weft.parallel.branch.runner import BranchRunner
 from weft.parallel.branch.schedule import BranchSchedule, make_schedule
 from weft.parallel.cut_parameters import cut_parameters
-from weft.pipeline.stand_in import skeleton
-from weft.pipeline.trace import Trace
-from weft.pipeline.trace_watch import FOR_BRANCHES
 from weft.pipeline.tracer import Tracer
 from weft.plan import BatchSplit, Branch, Plan
-from weft.profiling import Block, Profile
+from weft.profiling import PARAMETER_CUTS, Block, LayerShape, Profile
 from weft.strategy import Cost, SearchSpace, Strategy, Values, divisors, refuse_batch_mixers, tally
 
 logger = logging.getLogger("weft")
-_REASONS = {  # why an axis does not run beside `branch`
-    "pipe": "a stage is traced block by block, and branches operation by operation",
-    "expert": "which tokens go to which expert depends on values, and a trace has none",
-    "rows": "operations on tiles communicate, also those that a rank of branch skips",
-    "columns": "operations on tiles communicate, also those that a rank of branch skips",
-    "context": "attention communicates inside of blocks, also where a rank of branch skips it",
-    "x": "matmuls communicate inside of layers, also where a rank of branch skips them",
-    "y": "matmuls communicate inside of layers, also where a rank of branch skips them",
-}
 MOST_RANKS = 8  # of the axis, that a search tries
-_DEAL = Annotation[Deal]("branches")  # on a model that is about to be split
+
+
+@dataclass(frozen=True)
+class RankBranches:
+    """How one rank runs the branches of a model that is about to be split.
+
+    `regions` has a tracer for each region with branches, and `layers` the modules that communicate over `x`.
+    """
+
+    deal: Deal
+    regions: Mapping[str, Tracer]
+    layers: tuple[str, ...]
+
+
+BRANCHES = Annotation[RankBranches]("branches")  # on a model, or on a pipeline stage's model
 
 
 class BranchAxis(Strategy):
@@ -74,39 +89,53 @@ class BranchAxis(Strategy):
     def refuse(self, profile: Profile, plan: Plan) -> str | None:
         if plan.branch.degree == 1:
             return None
-        if (reason := _refuse_beside(plan)) is not None:
+        if (reason := refuse_beside(profile, plan)) is not None:
             return reason
         if profile.example is None:
             given = f"branch = {plan.branch.degree}"
             return f"{given} needs an example of the inputs; pass example=, the arguments of one forward"
         try:
             found = _deal(profile, plan)
-            find_schedule(profile, plan)
+            find_schedules(profile, plan)
         except PlanError as error:
             return str(error)
-        return _refuse_number(profile, found) or _refuse_mixers(profile, plan)
+        return _refuse_number(profile, plan, found) or _refuse_mixers(profile, plan)
 
     def localise(self, profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Profile:
         if plan.branch.degree == 1:
             return profile
+        found, index = _deal(profile, plan), coordinates["branch"]
         shapes = {parameter.name: parameter.shape for block in profile.all for parameter in block.parameters}
-        cuts = branch_cuts(shapes, _deal(profile, plan), coordinates["branch"], plan.branch.splits_batch)
-        share = find_schedule(profile, plan).result_share(coordinates["branch"])
+        cuts = branch_cuts(shapes, found, index, plan.branch.splits_batch)
+        schedules = find_schedules(profile, plan, coordinates["x"])
 
         def local(block: Block) -> Block:
             parameters = (replace(p, shape=cuts[p.name].local_shape, cut=cuts[p.name]) for p in block.parameters)
-            saved = block.saved_bytes
+            schedule, saved = schedules.get(WHOLE) or schedules.get(block.name), block.saved_bytes
+            share = 1.0 if schedule is None else schedule.result_share(index)
             if saved is not None and share > 1:
                 saved = {kind: math.ceil(share * num_bytes) for kind, num_bytes in saved.items()}
             return replace(block, parameters=tuple(parameters), saved_bytes=saved)
 
-        return replace(profile, root=local(profile.root), blocks=tuple(local(block) for block in profile.blocks))
+        return replace(
+            profile,
+            root=local(profile.root),
+            blocks=tuple(local(block) for block in profile.blocks),
+            layer_calls=_local_calls(profile, plan, found, index),
+        )
 
     def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
         if plan.branch.degree == 1:
             return Cost()
-        calls = find_schedule(profile, plan).calls(plan.branch.degree)
-        return Cost(tally([(("branch", operation), size) for operation, size in calls] * split.accumulation))
+        again = {block.name for block in profile.blocks if plan.memory.repeats_collectives and block.in_backward}
+        here = {WHOLE, *(block.name for block in profile.blocks)}
+        calls = [
+            (("branch", operation), size)
+            for region, schedule in find_schedules(profile, plan, coordinates["x"]).items()
+            if region in here
+            for operation, size in schedule.calls(plan.branch.degree, 1 + (region in again))
+        ]
+        return Cost(tally(calls * split.accumulation))
 
     def settings(self, space: SearchSpace) -> Iterable[Mapping[str, Any]]:
         if space.samples != "images":
@@ -116,23 +145,35 @@ class BranchAxis(Strategy):
         return [{}, *({"branch": Branch(degree, batch)} for degree in degrees for batch in batches)]
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
-        found = _DEAL.pop(model)
+        found = BRANCHES.pop(model)
         if found is None:
             return model
-        if mesh.is_first:
-            logger.info(f"branch = {plan.branch.degree}: {found.describe()}")
-        tracer = Tracer(skeleton(model), plan, 1, purpose=FOR_BRANCHES)
-        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        cut_parameters(model, branch_cuts(shapes, found, mesh["branch"].index, plan.branch.splits_batch))
-        runner = BranchRunner(model, tracer, found.owners, mesh["branch"], mesh.device)
-        setattr(model, "forward", runner)  # noqa: B010 (a method to mypy)
+        as_operations(model, (name for region in found.regions for name in within(region, found.layers).values()))
+        shapes = {name: cut.shape for name, cut in (PARAMETER_CUTS.get(model) or {}).items()}
+        shapes = shapes or {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        cut_parameters(model, branch_cuts(shapes, found.deal, mesh["branch"].index, plan.branch.splits_batch))
+        modules = dict(model.named_modules())
+        for region, tracer in found.regions.items():
+            if region not in modules or isinstance(modules[region], AbsentModule):  # of another stage
+                continue
+            owners = {name: found.deal.owners[own] for name, own in within(region, found.deal.owners).items()}
+            runner = BranchRunner(model, region, tracer, owners, mesh["branch"], mesh.device)
+            setattr(modules[region], "forward", runner)  # noqa: B010 (a method to mypy)
         return model
 
 
-def mark_branches(model: nn.Module, whole: Profile, plan: Plan) -> None:
-    """Store with a model how a plan that was not refused deals out its branches."""
-    if plan.branch.degree > 1:
-        _DEAL.set(model, _deal(whole, plan))
+def rank_branches(whole: Profile, plan: Plan, mesh: Mesh) -> RankBranches | None:
+    """Returns how a rank runs the branches of a model under a plan that was not refused; None if it has no such axis.
+
+    The model must not be split yet.
+    """
+    if plan.branch.degree == 1:
+        return None
+    found, x = _deal(whole, plan), mesh["x"].index
+    if mesh.is_first:
+        logger.info(f"branch = {plan.branch.degree}: {found.describe()}")
+    tracers = {region: region_tracer(whole, plan, region, x) for region in find_schedules(whole, plan, x)}
+    return RankBranches(found, tracers, split_names(whole, plan))
 
 
 def work_share(profile: Profile, plan: Plan) -> float:
@@ -143,7 +184,12 @@ def work_share(profile: Profile, plan: Plan) -> float:
     """
     if plan.branch.degree == 1:
         return 1.0
-    found, total = _deal(profile, plan), total_work(_trace(profile, plan))
+    whole = whole_of(profile)
+    found, regions = _deal(profile, plan), region_names(whole, plan)
+    total = sum(total_work(region_trace(whole, plan, region)) for region in regions)
+    if is_in_blocks(plan):  # what is outside of regions, by its FLOPs
+        inside = sum(block.flops for block in whole.blocks if block.name in regions)
+        total *= whole.flops / max(1, inside)
     alone = sum(sum(one.work.values()) for one in found.branches)
     return 1.0 - (alone - found.makespan * (found.degree if plan.branch.splits_batch else 1)) / total
 
@@ -165,13 +211,14 @@ class BranchSizes(NamedTuple):
 
 def branch_sizes(profile: Profile, plan: Plan) -> BranchSizes:
     """Returns the sizes of a model's branches. The plan must not be refused."""
-    found, schedule, own = _deal(profile, plan), find_schedule(profile, plan), Counter[int | None]()
+    found, schedules, own = _deal(profile, plan), find_schedules(profile, plan).values(), Counter[int | None]()
     for block in profile.all:
         for parameter in block.parameters:
             own[found.owners.get(parameter.name)] += parameter.numel
     largest = own[None] + max(own[rank] for rank in range(found.degree))
-    results = max(schedule.result_share(rank) for rank in range(found.degree))
-    calls = tuple(schedule.calls(found.degree))
+    results = max(one.result_share(rank) for rank in range(found.degree) for one in schedules)
+    forwards = 1 + plan.memory.repeats_collectives
+    calls = tuple(call for one in schedules for call in one.calls(found.degree, forwards))
     return BranchSizes(work_share(profile, plan), calls, largest, own[None], max(1.0, results))
 
 
@@ -195,58 +242,76 @@ def branch_cuts(shapes: Mapping[str, tuple[int, ...]], found: Deal, index: int, 
     return cuts
 
 
-def _trace(profile: Profile, plan: Plan, times: int = 1) -> Trace:
-    """Returns the trace of a profile's example, or of one with so many times as many samples."""
-    key = f"branch trace {plan.precision} {times}"
-    if key not in profile.cache:
-        assert profile.model is not None
-        assert profile.example is not None
-        tracer = Tracer(profile.model, plan, 1, purpose=FOR_BRANCHES)
-        example = profile.example
-        profile.cache[key] = tracer.example(lambda: all_samples(example(), times), torch.device("cpu"))
-    found: Trace = profile.cache[key]
-    return found
+def _local_calls(profile: Profile, plan: Plan, found: Deal, index: int) -> Mapping[str, tuple[LayerShape, ...]]:
+    """Returns the calls of layers on a rank: none of other ranks' branches, and its own with the samples of all.
+
+    A recompute runs up to the last exchange of a block, also behind the last tensor that a branch saves.
+    """
+    owners, times = found.owners, found.degree if plan.branch.splits_batch else 1
+
+    def own(layer: LayerShape) -> LayerShape:
+        return replace(layer, rows=times * layer.rows, in_rows=times * layer.in_rows, is_last=False)
+
+    local: dict[str, tuple[LayerShape, ...]] = {}
+    for name, calls in profile.layer_calls.items():
+        owner = owners.get(f"{name}.weight")
+        if owner in (None, index):
+            local[name] = calls if owner is None else tuple(own(layer) for layer in calls)
+    return local
 
 
 def _deal(profile: Profile, plan: Plan) -> Deal:
-    key = f"branches {plan.precision} {plan.branch.degree} {plan.branch.modules}"
-    if key not in profile.cache:
-        profile.cache[key] = deal(find_branches(_trace(profile, plan), plan.branch.modules), plan.branch.degree)
-    found: Deal = profile.cache[key]
+    whole = whole_of(profile)
+    key = f"branches {plan.precision} {plan.branch.degree} {plan.branch.modules} {plan.tensor} {is_in_blocks(plan)}"
+    if key not in whole.cache:
+        whole.cache[key] = deal(join_regions(_find(whole, plan)), plan.branch.degree)
+    found: Deal = whole.cache[key]
     return found
+
+
+def _find(whole: Profile, plan: Plan) -> dict[str, tuple[ModelBranch, ...]]:
+    """Returns the branches of each region. All ranks of `x` find the same: in the trace of the first of them."""
+    modules, regions = plan.branch.modules, region_names(whole, plan)
+    for name in modules:
+        if not any(name in within(region, [name]).values() for region in regions):
+            raise PlanError(
+                f"branch.modules names '{name}', which is not inside of a block of the model; beside "
+                f"{_given_blocks(plan)} branches begin and end in one block; leave it out, or use {_no_blocks(plan)}"
+            )
+    named = {region: tuple(within(region, modules)) for region in regions}
+    return {
+        region: find_branches(region_trace(whole, plan, region), named[region], common_parameters(whole, region))
+        for region in regions
+        if named[region] or not modules
+    }
 
 
 def find_schedule(profile: Profile, plan: Plan) -> BranchSchedule:
-    """Returns which ranks run each event of a profile's example under a plan, and where they communicate."""
-    key = f"branch schedule {plan.precision} {plan.branch}"
-    if key not in profile.cache:
-        trace, batch = _trace(profile, plan), None
+    """Returns which ranks run each event of a model's example under a plan, if the whole model is one region."""
+    return find_schedules(profile, plan)[WHOLE]
+
+
+def find_schedules(profile: Profile, plan: Plan, x: int = 0) -> dict[str, BranchSchedule]:
+    """Returns for each region with branches which ranks run each event, and where they communicate.
+
+    The shapes are those of rank `x` of the axis.
+    """
+    whole = whole_of(profile)
+    key = f"branch schedules {plan.precision} {plan.branch} {plan.tensor} {x} {is_in_blocks(plan)}"
+    if key in whole.cache:
+        return dict(whole.cache[key])
+    owners, found = _deal(profile, plan).owners, dict[str, BranchSchedule]()
+    for region in region_names(whole, plan):
+        own = {name: owners[full] for name, full in within(region, owners).items()}
+        if not own and region != WHOLE:
+            continue
+        trace, batch = region_trace(whole, plan, region, x), None
         if plan.branch.splits_batch:
-            batch = find_batch_dims(trace, _trace(profile, plan, plan.branch.degree), plan.branch.degree)
-        profile.cache[key] = make_schedule(trace, _deal(profile, plan).owners, batch)
-    found: BranchSchedule = profile.cache[key]
+            more = region_trace(whole, plan, region, x, plan.branch.degree)
+            batch = find_batch_dims(trace, more, plan.branch.degree)
+        found[region] = make_schedule(trace, own, batch)
+    whole.cache[key] = found
     return found
-
-
-def _refuse_beside(plan: Plan) -> str | None:
-    """Returns which other axis or policy `branch` does not run beside; None if there is none."""
-    given = f"branch = {plan.branch.degree}"
-    for axis, reason in _REASONS.items():
-        if (degree := plan.degree(axis)) > 1:
-            return f"{given} beside {axis} = {degree}, which weft does not do: {reason}; use {axis} = 1, or branch = 1"
-    if plan.has_batch_statistics:
-        return f"{given} beside statistics = 'batch', which weft does not do; use statistics = 'rank', or branch = 1"
-    if plan.memory.recompute != "none":
-        return (
-            f"{given} beside memory.recompute = '{plan.memory.recompute}': recompute would run a block alone, without "
-            f"the exchanges that its branches need; use 'none', or branch = 1"
-        )
-    for field in ("activations", "weights"):
-        if share := getattr(plan.memory, field):
-            return f"{given} beside memory.{field} = {share:g}, which weft does not do; use 0, or branch = 1"
-    if plan.matmul != "compute":
-        return f"{given} beside matmul = '{plan.matmul}', which weft does not do; use 'compute', or branch = 1"
-    return None
 
 
 def _refuse_mixers(profile: Profile, plan: Plan) -> str | None:
@@ -254,11 +319,17 @@ def _refuse_mixers(profile: Profile, plan: Plan) -> str | None:
     return refuse_batch_mixers(profile, plan, "branch", plan.branch.degree if plan.branch.splits_batch else 1)
 
 
-def _refuse_number(profile: Profile, found: Deal) -> str | None:
+def _refuse_number(profile: Profile, plan: Plan, found: Deal) -> str | None:
     """Returns why a model has too few branches; None if every rank has one."""
     name, num_used = type(profile.model).__name__, len(set(found.ranks))
     if num_used == found.degree:
         return None
+    if num_used == 0 and is_in_blocks(plan):
+        return (
+            f"branch = {found.degree} beside {_given_blocks(plan)}, but no block of {name} has independent branches: "
+            f"stages and recompute run block by block, so a fork and its join must lie in one block; use "
+            f"{_no_blocks(plan)}, or branch = 1"
+        )
     if num_used == 0:
         return (
             f"branch = {found.degree}, but {name} has no independent branches: every operation with parameters needs "
@@ -268,3 +339,12 @@ def _refuse_number(profile: Profile, found: Deal) -> str | None:
         f"branch = {found.degree}, but {name} has branches for {num_used} ranks only ({found.describe()}); use "
         f"branch = {num_used}"
     )
+
+
+def _given_blocks(plan: Plan) -> str:
+    """Returns in words what makes each block of a model a region."""
+    return f"pipe = {plan.pipe.degree}" if plan.pipe.degree > 1 else f"memory.recompute = '{plan.memory.recompute}'"
+
+
+def _no_blocks(plan: Plan) -> str:
+    return "pipe = 1" if plan.pipe.degree > 1 else "memory.recompute = 'none'"

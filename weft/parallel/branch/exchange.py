@@ -61,9 +61,12 @@ class Exchanger:
         """Returns all tensors of the exchange. `own` are this rank's, and `forks` those forked since the last one.
 
         On every rank the forks' backward must follow that of the exchange, also where no branch has used them.
-        Backward calls `enter` first.
+        Backward calls `enter` first. All ranks take part in backward, also one that gives no result.
         """
-        found: tuple[Tensor, ...] = _ResultExchange.apply(self, enter, len(forks), *forks, *own)
+        anchor = torch.zeros(
+            (), device=self.device, requires_grad=torch.is_grad_enabled() and self.exchange.has_backward
+        )
+        found: tuple[Tensor, ...] = _ResultExchange.apply(self, enter, len(forks), anchor, *forks, *own)
         return found
 
     def gather(self, own: Sequence[Tensor]) -> list[Tensor]:
@@ -85,6 +88,14 @@ class Exchanger:
         """Returns those of this rank, of a value for each tensor of the exchange."""
         return [value for one, value in zip(self.exchange.tensors, values, strict=True) if one.rank == self.axis.index]
 
+    def receive(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the tensors that this rank gets of the exchange, without a backward."""
+        return self.gather(own)
+
+    def give_back(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Returns the gradients of this rank's own results, of those of all tensors that it got."""
+        return self.own_of(gradients)
+
 
 def put(part: Tensor, one: SentTensor, tensor: Tensor) -> None:
     """Write a tensor to its place in a part of an exchange."""
@@ -105,11 +116,19 @@ def _bytes_in(part: Tensor, one: SentTensor) -> Tensor:
 
 
 class _ResultExchange(Function):
+    """An exchange. It saves a tensor without elements: if its block is recomputed, then on all ranks at the same
+    place of backward (here, or in what all ranks run behind the exchange), and up to the last exchange at least. So
+    all ranks repeat the same collectives in the same order, also those that have saved nothing else.
+    """
+
     @staticmethod
-    def forward(ctx: Any, exchanger: Exchanger, enter: Enter, num_forks: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, exchanger: Exchanger, enter: Enter, num_forks: int, anchor: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.exchanger, ctx.enter, ctx.num_forks = exchanger, enter, num_forks
         ctx.set_materialize_grads(False)
-        found = exchanger.gather(tensors[num_forks:])
+        ctx.save_for_backward(anchor.new_empty(0))
+        found = exchanger.receive(tensors[num_forks:])
         pairs = zip(exchanger.forms, found, strict=True)
         ctx.mark_non_differentiable(*(tensor for form, tensor in pairs if not form.requires_grad))
         return tuple(found)
@@ -118,4 +137,5 @@ class _ResultExchange(Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.enter is not None:
             ctx.enter()
-        return None, None, None, *[None] * ctx.num_forks, *ctx.exchanger.own_of(gradients)
+        _ = ctx.saved_tensors
+        return None, None, None, None, *[None] * ctx.num_forks, *ctx.exchanger.give_back(gradients)

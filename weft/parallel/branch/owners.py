@@ -20,7 +20,7 @@ most 4/3 - 1/(3·ranks) times as long as the best one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weft.errors import PlanError
@@ -77,6 +77,19 @@ class Deal:
         return f"{len(self.branches)} branches ({own}); imbalance {self.imbalance:.2f}"
 
 
+def join_regions(found: Mapping[str, Sequence[ModelBranch]]) -> list[ModelBranch]:
+    """Returns the branches of all regions of a model, with names and waves of the whole model."""
+    joined: list[ModelBranch] = []
+    num_waves = 0
+    for region, branches in found.items():
+        start, first = f"{region}." if region else "", num_waves
+        for one in branches:
+            work = {first + wave: own for wave, own in one.work.items()}
+            joined.append(ModelBranch(frozenset(start + name for name in one.parameters), work))
+            num_waves = max(num_waves, *(wave + 1 for wave in work))
+    return joined
+
+
 def _list(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
@@ -130,12 +143,13 @@ class _BranchPath:
         return self if self.found is None else self.found.root()
 
 
-def find_branches(trace: Trace, modules: Sequence[str] = ()) -> tuple[ModelBranch, ...]:
+def find_branches(trace: Trace, modules: Sequence[str] = (), common: Collection[str] = ()) -> tuple[ModelBranch, ...]:
     """Returns the branches of a traced model, each of which is in a wave with another, in the order of computation.
 
-    If `modules` are given, they are the branches. Raises PlanError if they cannot be.
+    If `modules` are given, they are the branches. Raises PlanError if they cannot be. All ranks hold the parameters in
+    `common`.
     """
-    names = trace.parameter_numbers
+    names = {number: name for number, name in trace.parameter_numbers.items() if name not in common}
     if modules:
         names = {number: name for number, name in names.items() if _module_of(name, modules)}
     cuts = _passed_by_all(trace, set(names)) | _common_events(trace, set(trace.parameter_numbers) - set(names))

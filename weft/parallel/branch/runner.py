@@ -1,4 +1,6 @@
-"""Runs a model's own forward on a rank of `branch`: operations of other ranks' branches are skipped.
+"""Runs a region's own forward on a rank of `branch`: operations of other ranks' branches are skipped.
+
+A region is a model, or a block of it (`regions.py`).
 
 A skipped operation returns at once a fake tensor of the shape that the trace recorded. Before an operation that needs
 results of other ranks, all ranks exchange theirs (`schedule.py`), and the fake tensors stand for the exchanged ones.
@@ -20,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.comm import Axis
 from weft.errors import PlanError
@@ -71,16 +75,27 @@ class _Deferred:
     numbers: list[int | None]
 
 
+@contextmanager
+def _hidden_from_recompute() -> Iterator[None]:
+    """Hide a trace, which is made once, from a recompute around it: that counts the tensors which a forward saves."""
+    with _disable_current_modes(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        yield
+
+
 class BranchRunner(OperationWatch):
-    """Replaces a model's forward. `tracer` traces the whole model; `owners` has the rank of each branch's parameter."""
+    """Replaces the forward of a region of a model.
+
+    `tracer` traces the region. `owners` has the rank of each branch's parameter, by its name in the region.
+    """
 
     def __init__(
-        self, model: nn.Module, tracer: Tracer, owners: Mapping[str, int], axis: Axis, device: torch.device
+        self, model: nn.Module, region: str, tracer: Tracer, owners: Mapping[str, int], axis: Axis, device: torch.device
     ) -> None:
         super().__init__()
-        self.model, self.tracer, self.owners, self.axis, self.device = model, tracer, owners, axis, device
+        self.model, self.region, self.module = model, region, model.get_submodule(region)
+        self.tracer, self.owners, self.axis, self.device = tracer, owners, axis, device
         self._splits_batch = tracer.plan.branch.splits_batch
-        self._forward: Callable[..., Any] = model.forward
+        self._forward: Callable[..., Any] = self.module.forward
         self._schedules: dict[int, tuple[BranchSchedule, Forms]] = {}
         self._place = 0
         self._now: BranchSchedule
@@ -94,13 +109,13 @@ class BranchRunner(OperationWatch):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._now, self._forms = self._schedule(args, kwargs)
-        self._place, buffers = 0, dict(self.model.named_buffers())
+        self._place, buffers = 0, dict(self.module.named_buffers())
         try:
             with self.watching(dict(self._named_state())):
                 for tensor, number in zip(tensors_in((args, kwargs)), self._now.trace.inputs, strict=True):
                     self.numbers[tensor] = number
                 output = self._forward(*args, **kwargs)
-            for name, buffer in self.model.named_buffers():
+            for name, buffer in self.module.named_buffers():
                 if buffer is not buffers.get(name):
                     raise PlanError(
                         f"the model's forward replaces its buffer '{name}', which only one rank of branch = "
@@ -115,27 +130,30 @@ class BranchRunner(OperationWatch):
                 held.clear()
 
     def _schedule(self, args: Any, kwargs: Any) -> tuple[BranchSchedule, Forms]:
-        for traced, own in zip(self.tracer.model.modules(), self.model.modules(), strict=True):
+        for traced, own in zip(self.tracer.model.modules(), self.module.modules(), strict=True):
             traced.training = own.training
-        trace = self.tracer.own(args, kwargs, self.device)
-        if id(trace) not in self._schedules:
-            batch = None
-            if self._splits_batch:
-                degree = self.axis.degree
-                all_args, all_kwargs = all_samples((args, kwargs), degree)
-                whole = self.tracer.own(all_args, all_kwargs, self.device)
-                batch = find_batch_dims(trace, whole, degree)
-            made = make_schedule(trace, self.owners, batch)
-            self._schedules[id(trace)] = made, Forms(made)
+        with _hidden_from_recompute():
+            trace = self.tracer.own(args, kwargs, self.device)
+            if id(trace) not in self._schedules:
+                batch = None
+                if self._splits_batch:
+                    degree = self.axis.degree
+                    all_args, all_kwargs = all_samples((args, kwargs), degree)
+                    whole = self.tracer.own(all_args, all_kwargs, self.device)
+                    batch = find_batch_dims(trace, whole, degree)
+                made = make_schedule(trace, self.owners, batch)
+                self._schedules[id(trace)] = made, Forms(made)
         return self._schedules[id(trace)]
 
     def _named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the parameters that the model's own code sees while it computes, and its buffers, by name."""
-        yield from self.model.named_parameters()
+        """Yields the parameters that the region's own code sees while it computes, and its buffers, by name."""
+        yield from self.module.named_parameters()
+        start = f"{self.region}." if self.region else ""
         for flat in self._units.flats:
             for parameter, whole in zip(flat.layout.parameters, flat.whole_parameters, strict=True):
-                yield parameter.name, whole
-        yield from self.model.named_buffers()
+                if parameter.name.startswith(start):
+                    yield parameter.name.removeprefix(start), whole
+        yield from self.module.named_buffers()
 
     @property
     def _units(self) -> Units:

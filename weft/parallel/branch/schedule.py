@@ -64,17 +64,17 @@ class BranchSchedule:
     kept: frozenset[int] = frozenset()  # tensors that are exchanged
     batch: BatchDims | None = None  # where tensors have their samples, if ranks have different ones
 
-    def calls(self, degree: int) -> list[tuple[str, int]]:
-        """Returns the collectives of one forward and backward over the axis: (operation, bytes)."""
+    def calls(self, degree: int, forwards: int = 1) -> list[tuple[str, int]]:
+        """Returns the collectives of so many forwards and one backward over the axis: (operation, bytes)."""
         values, exchanges = self.trace.values, list(self.exchanges.values())
         summed = [values[number].num_bytes for one in exchanges for number in one.forks]
         if self.batch is None:
-            gathers = [("all_gather", degree * one.part_bytes) for one in exchanges]
+            gathers = [("all_gather", degree * one.part_bytes) for one in exchanges] * forwards
             return gathers + [("all_reduce", num_bytes) for num_bytes in summed]
         gathered = [values[number].num_bytes for numbers in self.forks.values() for number in numbers]
         gathered += [one.buffers.part_bytes for one in exchanges if one.buffers is not None]
-        swapped = [one.part_bytes for one in exchanges for _ in range(1 + one.has_backward) if one.tensors]
-        found = {"all_gather": gathered, "reduce_scatter": summed, "all_to_all": swapped}
+        swapped = [one.part_bytes for one in exchanges for _ in range(forwards + one.has_backward) if one.tensors]
+        found = {"all_gather": gathered * forwards, "reduce_scatter": summed, "all_to_all": swapped}
         return [(operation, degree * num_bytes) for operation, sizes in found.items() for num_bytes in sizes]
 
     def result_share(self, rank: int) -> float:

@@ -60,12 +60,11 @@ class ShareExchanger(Exchanger):
 
     dims: Mapping[int, int]
 
-    def run(self, own: Sequence[Tensor], forks: Sequence[Tensor], enter: Enter) -> tuple[Tensor, ...]:
-        # All ranks take part in backward, also one that gives no result.
-        has_backward = torch.is_grad_enabled() and self.exchange.has_backward
-        anchor = torch.zeros((), device=self.device, requires_grad=has_backward)
-        found: tuple[Tensor, ...] = _ShareExchange.apply(self, enter, len(forks), anchor, *forks, *own)
-        return found
+    def receive(self, own: Sequence[Tensor]) -> list[Tensor]:
+        return self.send_shares(own)
+
+    def give_back(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        return self.return_gradients(gradients)
 
     def send_shares(self, own: Sequence[Tensor]) -> list[Tensor]:
         """Returns this rank's samples of all results."""
@@ -101,23 +100,3 @@ class ShareExchanger(Exchanger):
         received = torch.empty_like(sent)
         all_to_all(received, sent, self.axis).wait()
         return received
-
-
-class _ShareExchange(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, exchanger: ShareExchanger, enter: Enter, num_forks: int, anchor: Tensor, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.exchanger, ctx.enter, ctx.num_forks = exchanger, enter, num_forks
-        ctx.set_materialize_grads(False)
-        found = exchanger.send_shares(tensors[num_forks:])
-        pairs = zip(exchanger.forms, found, strict=True)
-        ctx.mark_non_differentiable(*(tensor for form, tensor in pairs if not form.requires_grad))
-        return tuple(found)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        if ctx.enter is not None:
-            ctx.enter()
-        own = ctx.exchanger.return_gradients(gradients)
-        return None, None, None, None, *[None] * ctx.num_forks, *own

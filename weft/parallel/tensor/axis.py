@@ -116,17 +116,21 @@ class TensorAxes(Strategy):
         if plan.tensor.x == plan.tensor.y == 1:
             return model
         pairing = pair(model)
-        cuts = parameter_cuts(
-            pairing, {name: tuple(p.shape) for name, p in model.named_parameters()}, plan, mesh.coordinates
-        )
         for name, reason in pairing.kept.items() if mesh["x"].index == 0 else ():
             logger.info("tensor.x leaves '%s' whole: %s", name, reason)
-        _Applier(model, pairing, plan, mesh).apply()
-        cut_parameters(model, cuts)
+        split_model(model, pairing, plan, mesh)
         return model
 
 
 # --- changes to modules
+
+
+def split_model(model: nn.Module, pairing: Pairing, plan: Plan, mesh: Mesh) -> None:
+    """Replace the forwards of a model's layers by those with collectives, and its parameters by a rank's parts."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    cuts = parameter_cuts(pairing, shapes, plan, mesh.coordinates)
+    _Applier(model, pairing, plan, mesh).apply()
+    cut_parameters(model, cuts)
 
 
 class _Applier:

@@ -1,0 +1,131 @@
+"""Traces of the modules in which branches are looked for.
+
+A *region* is a module whose branches begin and meet inside of it: all ranks of `branch` have its inputs, and all get
+its results. It is the whole model (its name is ''), or with `pipe` or recompute each block, because stages and
+checkpoints run blocks one by one. Branches that begin in one block and meet in another one are then not found.
+
+If `x` splits the model, the traced model is split in the same way, for one rank of `x`. Every rank of `x` has the same
+operations, and they differ in the shapes of split tensors at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from weft.errors import PlanError
+from weft.inspection.functional_call import arguments
+from weft.inspection.nested_tensors import tensors_in
+from weft.parallel.branch.batch_dims import all_samples
+from weft.parallel.branch.one_operation import as_operations, split_layers
+from weft.parallel.tensor.dry_split import dry_split
+from weft.pipeline.stand_in import skeleton
+from weft.pipeline.trace import Trace
+from weft.pipeline.trace_watch import FOR_BRANCHES
+from weft.pipeline.tracer import Tracer
+from weft.plan import Plan
+from weft.profiling import WHOLE_PROFILE, Profile, TensorMetadata
+from weft.sharding.layout import COMPUTE_DTYPE
+
+WHOLE = ""  # the region of a whole model
+
+
+def whole_of(profile: Profile) -> Profile:
+    """Returns the profile of the whole model, of a profile that may be that of a pipeline stage."""
+    found: Profile = profile.cache.get(WHOLE_PROFILE, profile)
+    return found
+
+
+def is_in_blocks(plan: Plan) -> bool:
+    """Is each block of a model a region, instead of the whole model?"""
+    return plan.pipe.degree > 1 or plan.memory.recompute != "none"
+
+
+def region_names(whole: Profile, plan: Plan) -> tuple[str, ...]:
+    """Returns the names of a model's regions. A block that a forward calls several times is none."""
+    if not is_in_blocks(plan):
+        return (WHOLE,)
+    return tuple(block.name for block in whole.blocks if block.calls == 1 and block.name in whole.given)
+
+
+def within(region: str, names: Iterable[str]) -> dict[str, str]:
+    """Returns, of these names, those inside of a region, by their names as seen from it."""
+    start = f"{region}." if region else ""
+    return {name.removeprefix(start): name for name in names if name.startswith(start)}
+
+
+def traced_model(whole: Profile, plan: Plan, x: int) -> nn.Module:
+    """Returns the model that is traced for rank `x` of the axis: a copy that is split, or the model if it is not."""
+    assert whole.model is not None
+    if plan.tensor.x == 1:
+        return whole.model
+    key = f"branch model {plan.tensor} {x}"
+    if key not in whole.cache:
+        made = dry_split(whole.model, plan, x, whole._proofs)
+        as_operations(made, split_names(whole, plan))
+        whole.cache[key] = made
+    found: nn.Module = whole.cache[key]
+    return found
+
+
+def split_names(whole: Profile, plan: Plan) -> tuple[str, ...]:
+    """Returns the modules that communicate over `x`: each is one operation."""
+    return () if plan.tensor.x == 1 else split_layers(whole.pairing)
+
+
+def region_tracer(whole: Profile, plan: Plan, region: str, x: int) -> Tracer:
+    """Returns a tracer of a region for a run, which may change the profile's model afterwards."""
+    model = traced_model(whole, plan, x).get_submodule(region)
+    return Tracer(skeleton(model) if plan.tensor.x == 1 else model, plan, 1, purpose=FOR_BRANCHES)
+
+
+def region_trace(whole: Profile, plan: Plan, region: str, x: int = 0, times: int = 1) -> Trace:
+    """Returns the trace of a region with the profile's example, or with so many times as many samples."""
+    key = f"branch trace {plan.precision} {plan.tensor} {x} {region} {times}"
+    if key not in whole.cache:
+        tracer = Tracer(traced_model(whole, plan, x).get_submodule(region), plan, 1, purpose=FOR_BRANCHES)
+        args, kwargs = _inputs(whole, region, plan, times)
+        whole.cache[key] = tracer.own(args, kwargs, torch.device("cpu"))
+    found: Trace = whole.cache[key]
+    return found
+
+
+def _inputs(whole: Profile, region: str, plan: Plan, times: int) -> tuple[Any, Any]:
+    """Returns the arguments of a region. With `times` above 1 all tensors that a block is given have samples first."""
+    assert whole.example is not None
+    if region == WHOLE:
+        return arguments(all_samples(whole.example(), times))
+    num_samples = {one.shape[0] for one in tensors_in(whole.example()) if one.dim()} if times > 1 else set[int]()
+
+    def empty(form: Any) -> Any:
+        if not isinstance(form, TensorMetadata):
+            return form
+        shape, dtype = form.shape, form.dtype
+        if times > 1 and shape and shape[0] not in num_samples:
+            raise PlanError(
+                f"branch.batch = 'split': block '{region}' is given a tensor {list(shape)} whose first dim is not that "
+                f"of samples, {sorted(num_samples)}; use branch.batch = 'same'"
+            )
+        shape = (times * shape[0], *shape[1:]) if shape else shape
+        dtype = COMPUTE_DTYPE[plan.precision] if dtype.is_floating_point else dtype
+        return torch.empty(shape, dtype=dtype).requires_grad_(form.requires_grad)
+
+    args, kwargs = tree_map(empty, whole.given[region])
+    return args, kwargs
+
+
+def common_parameters(whole: Profile, region: str) -> frozenset[str]:
+    """Returns the parameters in a region that code outside of it uses, too, by their names in the region."""
+    if region == WHOLE:
+        return frozenset()
+    assert whole.model is not None
+    holders: dict[int, set[str]] = {}
+    for name, parameter in whole.model.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(parameter), set()).add(name)
+    start = f"{region}."
+    tied = {one for names in holders.values() if any(not one.startswith(start) for one in names) for one in names}
+    return frozenset(within(region, tuple(tied | whole.read_outside)))
