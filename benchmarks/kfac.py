@@ -75,7 +75,7 @@ def run(config: TrainConfig, steps: int, seed: int, above: float) -> Curve:
     initialise(model, seed)
     mesh = Mesh(Plan(exact=config.kfac is None))
     model = parallelize(model, mesh.plan, mesh)
-    optimizer = make_optimizer(model, config, mesh["data"])
+    optimizer = make_optimizer(model, config, mesh)
     target, losses, ends = entropy(probabilities) + above, list[float](), list[float]()
     used = 0.0
     for _ in range(steps):

@@ -16,6 +16,7 @@ import math
 import platform
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from weft.serve.layer_cache import CacheFormat, PlainFormat
 from weft.serve.loki_cache import LokiChoice, LokiFormat
 from weft.serve.loki_calibration import calibrate
 from weft.serve.model_part import ModelPart
-from weft.serve.packed_linear import pack_model
+from weft.serve.packed_linear import PackedLinear, pack_head, pack_model
 from weft.serve.request import Request, Sampling
 from weft.serve.step_inputs import StepInputs, text_inputs
 from weft.serve.weight_formats import FORMATS
@@ -49,13 +50,17 @@ def rows_of(folder: str, tokenizer: Tokenizer, number: int, width: int) -> Tenso
 
 
 @torch.inference_mode()
-def perplexity(model: nn.Module, rows: Tensor, form: CacheFormat) -> float:
-    """exp of the mean loss of all tokens but the first."""
+def perplexity(model: nn.Module, rows: Tensor, form: CacheFormat, by_codes: bool = False) -> float:
+    """exp of the mean loss of all tokens but the first. `by_codes`: by a CPU's products with codes."""
     number, width = rows.shape
     size = form.block_size or 16
     blocks = -(-width // size)
     options = EngineOptions(block_size=size, num_blocks=number * blocks, max_running=number, cache=form)
     part = ModelPart(model, options)
+    for linear in (*(one for block in part.paged.blocks for one in block.linears), part.paged.model.lm_head):
+        if isinstance(linear, PackedLinear):
+            assert linear.for_cpu is not None or not by_codes, "this CPU has no products with codes"
+            linear.for_cpu = replace(linear.for_cpu, max_rows=width) if by_codes and linear.for_cpu else None
     if form.is_chunked_alike:
         losses = [float(row_loss(part, row)) for row in rows]
         return math.exp(sum(losses) / (number * (width - 1)))
@@ -77,7 +82,7 @@ def row_loss(part: ModelPart, row: Tensor) -> Tensor:
     """The sum of losses of a row that is computed at once."""
     hidden = part.hidden_states(text_inputs(row.tolist(), part.layout.block_size))
     assert hidden is not None
-    logits = nn.functional.linear(hidden, part.paged.model.lm_head.weight)
+    logits = part.paged.model.lm_head(hidden)
     return nn.functional.cross_entropy(logits[:-1].double(), row[1:], reduction="sum")
 
 
@@ -139,10 +144,16 @@ def main() -> None:
     cases |= {"cache int4": (read(), FourBitFormat()), "cache loki": (read(), loki)}
     cases["cache loki, random axes"] = (read(), random_axes(loki))
     cases["weights int4, cache int4"] = (packed("int4", True), FourBitFormat())
+    for name in ("int8", "int4"):
+        cases[f"weights and head {name}, by codes"] = (packed(name, False), PlainFormat())
+        pack_head(cases[f"weights and head {name}, by codes"][0], name, "cpu")
     found: dict[str, Any] = {}
     for name, (model, form) in cases.items():
         weights = sum(one.numel() * one.itemsize for one in (*model.parameters(), *model.buffers()))
-        found[name] = {"perplexity": perplexity(model, rows, form), "weight_bytes_fp32": weights}
+        found[name] = {
+            "perplexity": perplexity(model, rows, form, name.endswith("by codes")),
+            "weight_bytes_fp32": weights,
+        }
         print(f"{name:28} {found[name]['perplexity']:.4f}  {weights:,} bytes of weights", flush=True)
     drafts = speculation(read, rows[:8], width)
     print("speculation", drafts)

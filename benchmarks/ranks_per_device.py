@@ -1,12 +1,17 @@
 """Ranks that share a GPU (AccDP): throughput of 1 to 4 of them at a fixed global batch, and what the tuner chooses.
 
-    python benchmarks/ranks_per_device.py [--tiny] [--brief] [--models cnn transformer] [--out FILE]
+    python benchmarks/ranks_per_device.py [--tiny] [--models NAME ..] [--seconds S] [--out FILE]
 
-For a small CNN (ResNet-18 of narrow layers on small images) and a small transformer. `weft tune ranks-per-device`
-chooses a number; then all numbers are measured again, independently. Stated are the gain over one rank, and how far the
-tuner's choice is from the best of the second measurement. One rank of the CNN replays its step as a CUDA graph, as
-`weft train` does by default; it is also measured without, and both models without MPS (not with --brief). --tiny runs
-on any machine and proves the script. Writes benchmarks/results/ranks-per-device-h200.json.
+Three runs: `cnn` (a narrow ResNet-18 on small images), `loading` (a narrower one on larger images, so that a rank works
+longer on loading its images than the GPU on them), and `transformer`. For each, `weft tune ranks-per-device` measures 1
+to 4 ranks and chooses a number. Then the chosen number is measured again, with every other that was not slower than the
+fastest by more than a tenth: how far is the choice from the best of this second measurement? One rank of a CNN replays
+its step as a CUDA graph, as `weft train` does by default; it is also measured without. Then 2 ranks without MPS, and
+one rank whose images three loaders prepare (`roles.loader`), which is weft's other way to load faster.
+
+Each row is printed, and written to the file, as soon as it is measured. No row begins after --seconds; the file names
+those that were left out. --tiny runs on any machine and proves the script. Writes
+benchmarks/results/ranks-per-device-h200.json.
 """
 
 from __future__ import annotations
@@ -14,36 +19,53 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from weft.commands.app import app
+from weft.commands.jobs import command_fork_server
+from weft.commands.tune import Measurement, choose, measure
+from weft.launch.fork_server import ForkServer
+from weft.launch.mps import CONTROL
+from weft.run_file import Run, load_run
+from weft.run_tables import Roles
+
 RESULT = Path(__file__).parent / "results" / "ranks-per-device-h200.json"
-ROOT = Path(__file__).parents[1]
-MODELS = {
-    "cnn": """
+CANDIDATE = 0.9  # of the fastest of the first measurement: slower numbers of ranks are not measured again
+COMMON = """
+name = "{name}"
+folder = "{folder}/{name}"
+[train]
+steps = 100
+batch = {batch}
+learning_rate = 1e-3
+compile = false
+timeout_seconds = 60
+[restart]
+limit = 0
+[plan]
+exact = false
+data = 1
+"""
+IMAGES = """
 [model]
 architecture = "resnet"
 depth = 18
 width = {width}
 [data]
 kind = "slides"
-images = 768
+images = {images}
 size = {size}
 held_out = 0.25
-[train]
-steps = 100
-batch = 48
-learning_rate = 1e-3
-compile = false
-[plan]
-exact = false
-data = 1
-""",
-    "transformer": """
+mirror = true
+cache = "{folder}/cache"
+"""
+TEXT = """
 [model]
 architecture = "llama"
 hidden_size = {width}
@@ -52,98 +74,145 @@ num_hidden_layers = {layers}
 num_attention_heads = 4
 num_key_value_heads = 4
 [data]
-source = "stdlib"
+source = "{source}"
 tokenizer = "bytes"
 sequence = {size}
 cache = "{folder}/cache"
-[train]
-steps = 100
-batch = 48
-learning_rate = 1e-3
-compile = false
-[plan]
-data = 1
-""",
+"""
+MODELS = {"loading": IMAGES, "cnn": IMAGES, "transformer": TEXT}
+SIZES: dict[str, dict[str, int]] = {
+    "loading": {"width": 16, "size": 512, "images": 64, "batch": 24, "steps": 25},
+    "cnn": {"width": 32, "size": 64, "images": 768, "batch": 48, "steps": 100},
+    "transformer": {"width": 256, "wide": 1024, "layers": 6, "size": 128, "batch": 48, "steps": 50},
 }
-SIZES = {"cnn": {"width": 32, "size": 64}, "transformer": {"width": 256, "wide": 1024, "layers": 6, "size": 128}}
-TINY = {"cnn": {"width": 4, "size": 32}, "transformer": {"width": 32, "wide": 64, "layers": 1, "size": 16}}
+TINY: dict[str, dict[str, int]] = {
+    "loading": {"width": 4, "size": 64, "images": 64, "batch": 12, "steps": 5},
+    "cnn": {"width": 4, "size": 32, "images": 64, "batch": 12, "steps": 5},
+    "transformer": {"width": 32, "wide": 64, "layers": 1, "size": 16, "batch": 12, "steps": 5},
+}
 
 
-def tune(run_file: Path, *arguments: str, **environ: str) -> dict[str, Any]:
-    """What `weft tune ranks-per-device` finds."""
-    command = [sys.executable, "-m", "weft", "tune", "ranks-per-device", str(run_file), *arguments, "--json"]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    began = time.monotonic()
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path, **environ}, capture_output=True, text=True, timeout=400
-    )
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}")
-    warnings = [line for line in done.stderr.splitlines() if line.startswith("weft:")]
-    found: dict[str, Any] = json.loads(done.stdout)
-    return {**found, "seconds": round(time.monotonic() - began, 1), "warnings": warnings}
+@dataclass
+class Report:
+    """What was measured so far. Every row is printed and written at once."""
 
+    path: Path
+    seconds: float
+    began: float = field(default_factory=time.monotonic)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    choices: list[dict[str, Any]] = field(default_factory=list)
 
-def rates(found: dict[str, Any]) -> dict[int, float]:
-    return {row["ranks_per_device"]: row["units_per_second"] for row in found["measured"] if not row["refused"]}
+    def measure(self, fork_server: ForkServer, run: Run, what: str, number: int, steps: int) -> Measurement | None:
+        """Measure `number` ranks per device; None if the time is spent."""
+        begins = time.monotonic()
+        if begins - self.began > self.seconds:
+            self.left_out.append(f"{run.name}, {what}, {number} ranks")
+            self.say(f"left out: {self.left_out[-1]}")
+            return None
+        found = measure(fork_server, run, number, steps, max(1, steps // 5))
+        took = time.monotonic() - begins
+        self.rows.append({"model": run.name, "what": what, **asdict(found), "seconds": round(took, 1)})
+        step = found.step_seconds * 1e3
+        numbers = found.refused or f"{found.units_per_second:,.0f} a second, step {step:.2f} ms, row {took:.1f} s"
+        self.say(f"{run.name}, {what}, {number} ranks: {numbers}")
+        return found
 
-
-def compare(name: str, folder: Path, tiny: bool, brief: bool, steps: list[str]) -> dict[str, Any]:
-    """The tuner's choice against a second measurement, and the rates of variants."""
-    run_file = folder / f"{name}.toml"
-    sizes = (TINY if tiny else SIZES)[name]
-    text = f'name = "{name}"\nfolder = "{folder}/{name}"\n' + MODELS[name].format(folder=folder, **sizes)
-    run_file.write_text(text)
-    device = ["train.device=cpu"] if tiny else []
-    tuned, again = tune(run_file, *device, *steps), tune(run_file, *device, *steps)
-    second = rates(again)
-    best = max(second, key=lambda number: second[number])
-    row: dict[str, Any] = {
-        "model": name,
-        "sizes": sizes,
-        "global_batch": 48,
-        "tuned": tuned,
-        "again": again,
-        "gain": {number: round(rate / second[1], 3) for number, rate in second.items()},
-        "best": best,
-        "chosen": tuned["chosen"],
-        "chosen_below_best": round(1 - second[tuned["chosen"]] / second[best], 4),
-    }
-    if name == "cnn" and not (tiny or brief):
-        row["without_graph"] = tune(run_file, "train.graph=false", "--most", "1", *steps[2:])
-    if not (tiny or brief):  # a folder without a service: ranks take turns on the GPU
-        nowhere = str(folder / "no-service")
-        row["time_slicing"] = tune(run_file, "--most", "2", *steps[2:], CUDA_MPS_PIPE_DIRECTORY=nowhere)
-    return row
+    def say(self, words: str) -> None:
+        """Print a line with the time since the start, and write all that is known."""
+        print(f"{time.monotonic() - self.began:6.1f} s  {words}", flush=True)
+        whole = {"benchmark": "ranks_per_device", **machine(), "rows": self.rows, "choices": self.choices}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps({**whole, "left_out": self.left_out}, indent=1) + "\n")
 
 
 def machine() -> dict[str, Any]:
     import torch
 
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    from weft.cluster.local_gpus import gpus
+
+    name = gpus()[0].name if gpus() else "CPU"
     return {"device": name, "cpu_cores": os.cpu_count(), "torch": torch.__version__}
 
 
+def read_run(name: str, folder: Path, tiny: bool) -> tuple[Run, int]:
+    """The run of this name, and the steps to measure."""
+    sizes = (TINY if tiny else SIZES)[name]
+    texts = folder / "texts"
+    texts.mkdir(exist_ok=True)
+    (texts / "all.txt").write_text("".join(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))))
+    run_file = folder / f"{name}.toml"
+    run_file.write_text((COMMON + MODELS[name]).format(folder=folder, source=texts, name=name, **sizes))
+    return load_run(run_file, ["train.device=cpu"] if tiny else []), sizes["steps"]
+
+
+def compare(report: Report, fork_server: ForkServer, run: Run, steps: int, most: int) -> None:
+    """The tuner's choice against a second measurement of it and of all that come near."""
+    first = [report.measure(fork_server, run, "tuner", number, steps) for number in range(1, most + 1)]
+    measured = [one for one in first if one is not None]
+    if not any(not one.refused for one in measured):
+        return
+    chosen = choose(measured)
+    fastest = max(one.units_per_second for one in measured)
+    near = [one.ranks_per_device for one in measured if one.units_per_second > CANDIDATE * fastest]
+    again = [report.measure(fork_server, run, "second", number, steps) for number in sorted({chosen, *near})]
+    rates = {one.ranks_per_device: one.units_per_second for one in again if one is not None and not one.refused}
+    one_rank = measured[0].units_per_second
+    gain = {one.ranks_per_device: round(one.units_per_second / one_rank, 3) for one in measured if not one.refused}
+    choice: dict[str, Any] = {"model": run.name, "chosen": chosen, "gain": gain, "second": rates}
+    if chosen in rates:
+        choice["chosen_below_best"] = round(1 - rates[chosen] / max(rates.values()), 4)
+    report.choices.append(choice)
+    report.say(json.dumps(choice))
+
+
+@contextmanager
+def without_mps() -> Iterator[None]:
+    """A context in which MPS's program is not found, so that ranks take turns on a GPU, with a warning."""
+    before = os.environ["PATH"]
+    with tempfile.TemporaryDirectory() as folder:
+        places = []
+        for number, place in enumerate(before.split(os.pathsep)):
+            if (Path(place) / CONTROL).exists():  # a copy of the folder, without it
+                copy = Path(folder) / str(number)
+                copy.mkdir()
+                for program in Path(place).iterdir():
+                    if program.name != CONTROL:
+                        (copy / program.name).symlink_to(program)
+                place = str(copy)
+            places.append(place)
+        os.environ["PATH"] = os.pathsep.join(places)
+        try:
+            yield
+        finally:
+            os.environ["PATH"] = before
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--brief", action="store_true")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--seconds", type=float, default=190.0)
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
-    steps = ["--most", "2" if options.tiny else "4", "--steps", "5" if options.tiny else "50"]
-    steps += ["--warm-up", "1" if options.tiny else "20"]
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name in options.models:
-            row = compare(name, Path(folder), options.tiny, options.brief, steps)
-            rows.append(row)
-            brief = {key: row[key] for key in ("model", "gain", "best", "chosen", "chosen_below_best")}
-            print(json.dumps(brief), flush=True)
-            if not options.tiny:
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                whole = {"benchmark": "ranks_per_device", **machine(), "rows": rows}
-                options.out.write_text(json.dumps(whole, indent=1) + "\n")
+    if options.tiny and options.out == RESULT:
+        parser.error("--tiny needs --out: its numbers say nothing")
+    report = Report(options.out, options.seconds)
+    start = command_fork_server(lambda arguments: app(arguments, standalone_mode=False))
+    with tempfile.TemporaryDirectory() as folder, start as fork_server:
+        runs = {name: read_run(name, Path(folder), options.tiny) for name in options.models}
+        report.say("begins")
+        for run, steps in runs.values():
+            compare(report, fork_server, run, steps, 2 if options.tiny else 4)
+        run, steps = next(iter(runs.values()))
+        with without_mps():
+            report.measure(fork_server, run, "time slicing", 2, steps)
+        report.measure(fork_server, replace(run, roles=Roles(loader=3)), "3 loaders", 1, steps)
+        for name in ("loading", "cnn"):
+            if name in runs and not options.tiny:
+                run, steps = runs[name]
+                eager = replace(run, train=replace(run.train, graph=False))
+                report.measure(fork_server, eager, "without a CUDA graph", 1, steps)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from torch import nn
 
 from weft.models import DecoderConfig
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.packed_linear import pack_model
+from weft.serve.packed_linear import pack_head, pack_model
 from weft.serve.request import Request, Sampling
 from weft.serve.weight_formats import FORMATS
 
@@ -40,7 +40,16 @@ LLAMA_200M = DecoderConfig(
     num_key_value_heads=4,
     max_position_embeddings=256,
 )
-WAYS = (("float32", None), ("bfloat16", None), ("bfloat16", "int8"), ("bfloat16", "int4"))
+# dtype, --weights, --head
+WAYS = (
+    ("float32", None, None),
+    ("bfloat16", None, None),
+    ("float32", "int8", None),
+    ("float32", "int8", "int8"),
+    ("float32", "int4", None),
+    ("float32", "int4", "int8"),
+    ("float32", "int4", "int4"),
+)
 Clock = Callable[[], float]
 
 
@@ -97,6 +106,19 @@ def bytes_read(model: nn.Module) -> int:
     return sum(one.numel() * one.element_size() for name, one in named if "embed_tokens" not in name)
 
 
+def way_result(
+    config: DecoderConfig, way: tuple[str, str | None, str | None], rate: float, clock: Clock, number: int
+) -> dict[str, float]:
+    """The time of a decode by the engine, and its floor."""
+    dtype, weights, head = way
+    model = random_model(config, torch.device("cpu")).to(getattr(torch, dtype))
+    if weights is not None:
+        pack_model(model, FORMATS[weights])
+    pack_head(model, head, "cpu")
+    floor, seconds = bytes_read(model) / rate, engine_seconds(model, clock, number)
+    return {"milliseconds_per_token": 1e3 * seconds, "share_of_floor": floor / seconds}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="tiny sizes; results are printed, not written")
@@ -121,21 +143,17 @@ def main() -> None:
         "seconds": "of a core" if given.cpu_time else "of the clock",
         "bytes_read_per_second": rate,
     }
-    for dtype, weights in WAYS:
-        model = random_model(config, torch.device("cpu")).to(getattr(torch, dtype))
-        if weights is not None:
-            pack_model(model, FORMATS[weights])
-        floor = bytes_read(model) / rate
-        seconds = engine_seconds(model, clock, number)
-        one = {"milliseconds_per_token": 1e3 * seconds, "share_of_floor": floor / seconds}
-        results[f"weft {weights or dtype}"] = one
-        print(f"weft {weights or dtype}", one, flush=True)
     for dtype in ("float32", "bfloat16") if not given.no_transformers else ():
         seconds = transformers_seconds(config, getattr(torch, dtype), clock, number)
-        own = results[f"weft {dtype}"]
-        own["times_as_fast_as_transformers"] = seconds / own["milliseconds_per_token"] * 1e3
         results[f"transformers {dtype}"] = {"milliseconds_per_token": 1e3 * seconds}
         print(f"transformers {dtype}", results[f"transformers {dtype}"], flush=True)
+    for dtype, weights, head in WAYS:
+        name = f"weft {weights or dtype}" + (f", head {head}" if head else "")
+        results[name] = way_result(config, (dtype, weights, head), rate, clock, number)
+        for other in ("float32", "bfloat16") if not given.no_transformers else ():
+            times = results[f"transformers {other}"]["milliseconds_per_token"] / results[name]["milliseconds_per_token"]
+            results[name][f"times_as_fast_as_transformers_in_{other}"] = times
+        print(name, results[name], flush=True)
     if not given.tiny:
         given.out.write_text(json.dumps(results, indent=1) + "\n")
 

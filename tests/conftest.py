@@ -48,12 +48,14 @@ def pytest_configure(config: pytest.Config) -> None:
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
         derandomize="soak" not in config.option.markexpr,
+        max_examples=30 if config.option.markexpr == "not processes" else 100,  # the first 30 of them in `make check`
         print_blob=True,
     )
     settings.load_profile("weft")
     config.addinivalue_line("markers", "soak: the full product of plans and models, minutes long; run with -m soak")
     config.addinivalue_line("markers", "sampled(count): one in `count` of its cases runs, the others with -m soak")
     config.addinivalue_line("markers", "processes: starts processes; `make check` leaves it out")
+    config.addinivalue_line("markers", "full: `make check` leaves it out; with a count, all but one in `count` cases")
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +63,7 @@ def _same_draws() -> None:
     """What a test draws without a seed of its own does not depend on the tests before it."""
     import torch
 
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # `torch.manual_seed` prints a stack for each kind of device, for later
 
 
 @pytest.fixture(autouse=True)
@@ -100,8 +102,14 @@ def _no_process_without_the_marker(request: pytest.FixtureRequest, monkeypatch: 
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Under `make check`, a file whose every test starts processes is not read: half of the files are such."""
-    if config.option.markexpr != "not processes" or collection_path.suffix != ".py":
+    """Under `make check`, a file whose every test starts processes is not read: half of the files are such. Nor are
+    tests for GPUs, which `make test-gpu` runs.
+    """
+    if config.option.markexpr != "not processes":
+        return None
+    if collection_path.name == "gpu":
+        return True
+    if collection_path.suffix != ".py":
         return None
     is_left_out = "\npytestmark = pytest.mark.processes\n" in collection_path.read_text(encoding="utf-8")
     return is_left_out or None  # None: other plug-ins decide
@@ -112,11 +120,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _mark_sampled(items)
     if "soak" in config.option.markexpr:
         return
-    soak = [item for item in items if item.get_closest_marker("soak")]
-    if soak:
-        config.hook.pytest_deselected(items=soak)
-        left_out = set(map(id, soak))
+    _leave_out(config, items, [item for item in items if item.get_closest_marker("soak")])
+    if config.option.markexpr == "not processes":
+        _leave_out(config, items, _only_in_full(items))
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item], deselected: list[pytest.Item]) -> None:
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        left_out = set(map(id, deselected))
         items[:] = [item for item in items if id(item) not in left_out]
+
+
+def _only_in_full(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Returns what has the marker `full`; of a test with full(count), all cases but one in `count`."""
+    found, numbers = [], defaultdict[str, int](int)
+    for item in items:
+        marker = item.get_closest_marker("full")
+        if marker is None:
+            continue
+        test = item.nodeid.partition("[")[0]
+        if not marker.args or numbers[test] % marker.args[0]:
+            found.append(item)
+        numbers[test] += 1
+    return found
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -1,5 +1,5 @@
 """`python -m weft` is the command line."""
 
-from weft.commands.main import main
+from weft.commands.main import run
 
-main()
+run()

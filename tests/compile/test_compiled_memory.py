@@ -47,10 +47,10 @@ import one_gpu
 RESULTS = Path(one_gpu.__file__).parent / "results"
 BACKEND = "aot_eager_decomp_partition"
 LLAMA = DecoderConfig(
-    vocab_size=256, hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
+    vocab_size=256, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2,
 )  # fmt: skip
-GPT2 = GPT2Config(vocab_size=256, n_positions=64, n_embd=64, n_layer=3, n_head=4, tie_word_embeddings=False)
+GPT2 = GPT2Config(vocab_size=256, n_positions=64, n_embd=64, n_layer=2, n_head=4, tie_word_embeddings=False)
 
 
 class Transformers(nn.Module):
@@ -59,7 +59,7 @@ class Transformers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         config = transformers.LlamaConfig(
-            vocab_size=256, hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
+            vocab_size=256, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, use_cache=False,
         )  # fmt: skip
         whole = transformers.LlamaForCausalLM(config)
@@ -98,6 +98,7 @@ def compile_blocks(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.sampled(2)
+@pytest.mark.full(2)
 def test_kept_bytes_are_those_of_compiled_blocks(name: str) -> None:
     model = MODELS[name]().to(torch.bfloat16)
     predicted = cost(compiled_profile(profiled(model)), Plan(), split_batch(Plan(), 2, 32)).saved_bytes
@@ -203,7 +204,12 @@ def test_a_block_that_cannot_be_traced_counts_as_uncompiled_and_says_so(
     def fail(*_: Any) -> Partition:
         raise RuntimeError("Cannot re-initialize CUDA\nin a forked process")
 
+    def save_input(*_: Any) -> Partition:
+        return Partition((0,), {}, 0)
+
     run, gpu = load_run(write_run_file(tmp_path)), load("h200:1x1")
+    monkeypatch.setattr(weft.compile.saved_bytes, "partition", save_input)
+    monkeypatch.setattr(weft.compile.saved_bytes, "_partition_cache", {})
     predict_again = _profile_of.cache_clear
     predict_again()
     whole = predict(run, gpu)
@@ -237,9 +243,11 @@ MEASURED = json.loads((RESULTS / "one-gpu-h200.json").read_text())["results"]
 @pytest.mark.parametrize(
     ("shape", "name"),
     one_in(
-        6, {f"{shape} {name}": (shape, name) for shape in MEASURED for name in MEASURED[shape] if name in one_gpu.PLANS}
+        6,
+        {f"{shape} {name}": (shape, name) for shape in MEASURED for name in MEASURED[shape] if name in one_gpu.PLANS},
     ),
 )
+@pytest.mark.full(2)
 def test_memory_on_an_h200_is_predicted_within_5_percent(shape: str, name: str) -> None:
     predicted = one_gpu.predicted_bytes(name, one_gpu.CASES[shape])
     assert predicted == pytest.approx(MEASURED[shape][name]["gpu_bytes"], rel=0.05)

@@ -74,12 +74,18 @@ def counted(graph: fx.GraphModule, inputs: Any) -> Any:
     return torch._dynamo.lookup_backend("aot_eager_decomp_partition")(graph, inputs)
 
 
+def listed(graph: fx.GraphModule, inputs: Any) -> Any:
+    CODES.append(graph.code)
+    return graph.forward
+
+
 torch._dynamo.register_backend(counted, name="counted_pieces")
+torch._dynamo.register_backend(listed, name="listed_pieces")  # traces no backward: in a tenth of the time
 
 
 @pytest.fixture
 def codes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Of what is compiled by the backend "counted_pieces", with backward; all blocks are compiled in pieces."""
+    """Of what "counted_pieces" compiles, with backward, or "listed_pieces". All blocks are compiled in pieces."""
     torch.compiler.reset()
     CODES.clear()
     monkeypatch.setattr(weft.compile.saved_bytes, "MAX_LAYERS", 5)
@@ -87,7 +93,7 @@ def codes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_pieces_compute_the_same_and_alike_ones_are_compiled_once(codes: list[str]) -> None:
-    plain, model = chain(4, 4, 4), chain(4, 4, 4)
+    plain, model = chain(4, 4), chain(4, 4)
     names = list(model.state_dict())
     compile_blocks(model, pytest.fail, "counted_pieces")
     found = trained(model)
@@ -100,7 +106,7 @@ def test_pieces_compute_the_same_and_alike_ones_are_compiled_once(codes: list[st
     assert not any("conv" in code or "pool" in code for code in blocks)
 
 
-@pytest.mark.parametrize("has_kernels", [False, True])
+@pytest.mark.parametrize("has_kernels", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_cell_keeps_what_is_foreseen(codes: list[str], has_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results of convolutions and of ReLUs; of a ReLU behind a sum the mask too. Parameters are there anyway."""
     if has_kernels:
@@ -170,7 +176,7 @@ class Narrow(nn.Module):
 def test_what_cannot_be_cut_is_compiled_whole(codes: list[str], kind: Callable[[], nn.Module]) -> None:
     model = kind().double() if kind is Changed else kind()
     given = images(4) if kind is Changed else images(4).float()
-    compiled = torch.compile(model, dynamic=False, backend=PieceCompiler("counted_pieces"))
+    compiled = torch.compile(model, dynamic=False, backend=PieceCompiler("listed_pieces"))
     with torch.no_grad():
         assert torch.equal(compiled(given), model(given))
     assert len(codes) == 1
@@ -179,8 +185,8 @@ def test_what_cannot_be_cut_is_compiled_whole(codes: list[str], kind: Callable[[
 
 def test_another_form_than_was_traced_goes_on_uncompiled(codes: list[str]) -> None:
     plain, model, said = chain(4), chain(4), list[str]()
-    compile_blocks(model, said.append, "counted_pieces")
-    with torch.no_grad():  # a backward would be traced, too, and is not asked for
+    compile_blocks(model, said.append, "listed_pieces")
+    with torch.no_grad():
         model(images())
         block: Any = model[1]
         for piece in block.forward.backend.compiled.values():
@@ -267,10 +273,10 @@ def test_pools_are_those_of_weft_where_it_has_kernels(codes: list[str], monkeypa
         return F.max_pool2d(given, *settings, **named)
 
     monkeypatch.setattr(weft.compile.pieces, "by_kernel", lambda node: {F.max_pool2d: pool})
-    compile_blocks(model, pytest.fail, "counted_pieces")
-    found, expected = trained(model), trained(plain)
-    assert pooled == [4] * 3
-    assert torch.allclose(found["out"], expected["out"], rtol=1e-10)
+    compile_blocks(model, pytest.fail, "listed_pieces")
+    with torch.no_grad():
+        assert torch.allclose(model(images()), plain(images()), rtol=1e-10)
+    assert pooled == [4]
 
 
 def test_averages_of_parallel_models_are_those_of_weft_too(codes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,6 +290,6 @@ def test_averages_of_parallel_models_are_those_of_weft_too(codes: list[str], mon
     monkeypatch.setattr(weft.compile.pieces, "by_kernel", lambda node: {F.avg_pool2d: pool})
     given = [images(16).float(), images(16).float()]
     with torch.no_grad():
-        found = torch.compile(cell, dynamic=False, backend=PieceCompiler("counted_pieces"))(*given)
+        found = torch.compile(cell, dynamic=False, backend=PieceCompiler("listed_pieces"))(*given)
         assert pooled == [8]
         assert torch.allclose(found, cell(*given), rtol=1e-4, atol=1e-5)

@@ -10,16 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from weft.checkpoint import Saver
-from weft.comm import Axis, Ledger, Traffic
+from weft.comm import Traffic
 from weft.mesh import Mesh
 from weft.optim.kfac import KFAC
+from weft.optim.kfac_gradients import gathered_layouts
+from weft.optim.kfac_placement import kfac_state_bytes, kfac_traffic
+from weft.optim.kfac_ranks import BatchRanks
 from weft.optim.saved_state import pieces_to_save
 from weft.optim.stepper import stepper
 from weft.parallel.apply import parallelize
+from weft.parallel.model_state import all_flats
 from weft.plan import Plan
 from weft.run_tables import Kfac
 
-ALONE = Axis("data", 1, 0, None, Ledger())
 OPTIONS = Kfac(learning_rate=0.05, damping=1e-2, decay=0.8, factor_every=2, inverse_every=4, kl_clip=0.05)
 STEPS, SAVED, SAMPLES = 10, 5, 8
 
@@ -46,15 +49,16 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return images, torch.randint(0, 3, (SAMPLES,), generator=generator)
 
 
-def make_kfac(model: nn.Module, data: Axis = ALONE, options: Kfac = OPTIONS, decay: float = 0.1) -> KFAC:
+def make_kfac(model: nn.Module, mesh: Mesh | None = None, options: Kfac = OPTIONS, decay: float = 0.1) -> KFAC:
     trained = [one for one in model.parameters() if one.requires_grad and one.numel()]
-    return KFAC(model, data, options, [{"params": trained, "weight_decay": decay}], 0.01)
+    ranks = BatchRanks() if mesh is None else BatchRanks.of(mesh)
+    return KFAC(model, ranks, options, [{"params": trained, "weight_decay": decay}], 0.01)
 
 
 def train(model: nn.Module, optimizer: Any, mesh: Mesh, steps: range) -> None:
-    degree, index = mesh["data"].degree, mesh["data"].index
+    ranks = BatchRanks.of(mesh)
     for step in steps:
-        images, labels = (whole.chunk(degree)[index] for whole in batch(step))
+        images, labels = (whole.chunk(ranks.degree)[ranks.index] for whole in batch(step))
         stepper(optimizer).begin(torch.tensor(float(SAMPLES)))
         nn.functional.cross_entropy(model(images), labels).backward()
         stepper(optimizer).update(model, mesh, 1.0, None, None)
@@ -70,7 +74,7 @@ def reference() -> list[Tensor]:
 
 def build(mesh: Mesh, mode: Any, options: Kfac = OPTIONS) -> tuple[nn.Module, KFAC]:
     model = parallelize(make_model(), mesh.plan, mesh)
-    return model, make_kfac(model, mesh["data"], replace(options, mode=mode))
+    return model, make_kfac(model, mesh, replace(options, mode=mode))
 
 
 def values(model: nn.Module) -> list[Tensor]:
@@ -82,7 +86,7 @@ def difference(one: list[Tensor], other: list[Tensor]) -> float:
 
 
 def traffic_of(mesh: Mesh) -> dict[Any, Traffic]:
-    found = {key: value for key, value in mesh.ledger if key[0] == "data"}
+    found = {key: value for key, value in mesh.ledger if key[0] in ("data", "shard")}
     mesh.ledger.clear()
     return found
 
@@ -91,3 +95,16 @@ def save(folder: Path, mesh: Mesh, model: nn.Module, optimizer: KFAC) -> None:
     saver = Saver(folder, mesh.rank, mesh.plan.num_ranks, "token")
     saver.save(SAVED, pieces_to_save(model, optimizer, mesh), {}, asynchronous=False)
     saver.wait(published=True)
+
+
+def predicted(mesh: Mesh, model: nn.Module, optimizer: KFAC) -> tuple[dict[Any, Traffic], int]:
+    """The traffic of a step that samples and renews, beyond that with AdamW, and the state of the rank with most."""
+    layouts = [flat.layout for flat in all_flats(model) if flat.trainable]
+    layers = [one.layer for one in optimizer.states]
+    gathered = gathered_layouts(layouts, {name for layer in layers for name in layer.parameter_names})
+    traffic = kfac_traffic(layers, optimizer.options, mesh.plan.degrees, 8, [one.numel for one in gathered])
+    slices = []
+    for index in range(mesh.plan.shard.degree):
+        parts = [part for layout in layouts for part in layout.parts(index)]
+        slices.append({part.parameter.name: part.stop - part.start for part in parts if part.stop > part.start})
+    return traffic, kfac_state_bytes(layers, slices, optimizer.options, mesh.plan.data, 8)

@@ -86,7 +86,7 @@ def make_answer(**other: Any) -> dict[str, Any]:
     link += [("pipe", "send", 96, 1.6e9, "inter"), ("data", "reduce_scatter", 7, 8.1e9, "inter")]
     link += [("data", "all_reduce", 1, 4, "inter"), ("data", "all_gather", 7, 8.1e9, "inter")]
     plans[0]["traffic"] = [dict(zip(("axis", "operation", "calls", "bytes", "link"), one, strict=True)) for one in link]
-    plans[0]["timeline"] = make_timeline("1f1b", 16, 48, 11.4)
+    plans[0]["timeline"] = make_timeline("1f1b", 16, 24, 11.4)
     too_large = make_plan("data 80 × pipe 8 (1f1b) × x 8 (sequence)", 11.2, 61e9)
     far_too_large = make_plan("data 320 × shard 2 (stage 1) × pipe 4 (zero-bubble) × x 2", 10.4, 158e9)
     answer = {

@@ -31,6 +31,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 LIMIT_SECONDS = 60.0
+# Clients of a loopback port encrypt nothing. Without this, each of them reads all certificates of the machine.
+NO_CERTIFICATES: dict[str, Any] = {"verify": False}
 
 
 class RepeatingEngine:
@@ -113,10 +115,10 @@ class Served:
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
         if body is not None:
             options["json"] = body
-        return httpx.post(self.url + path, timeout=LIMIT_SECONDS, **options)
+        return httpx.post(self.url + path, timeout=LIMIT_SECONDS, **NO_CERTIFICATES, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=LIMIT_SECONDS, **options)
+        return httpx.get(self.url + path, timeout=LIMIT_SECONDS, **NO_CERTIFICATES, **options)
 
 
 @contextmanager

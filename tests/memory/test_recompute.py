@@ -61,6 +61,7 @@ def live_bytes(model: nn.Module, tokens: Tensor) -> int:
 
 @pytest.mark.parametrize("model_fn", [models.tied_decoder, models.dropout_gpt2, models.hf_llama, models.frozen_middle])
 @pytest.mark.parametrize("kind", ["selective", "full"])
+@pytest.mark.full(3)
 def test_gradients_are_equal_to_the_last_bit(model_fn: Callable[[], nn.Module], kind: Recompute) -> None:
     tokens, results = models.token_batch(0)[0], []
     for current in ("none", kind):

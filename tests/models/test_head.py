@@ -106,6 +106,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+@pytest.mark.full(2)
 def test_the_head_gives_the_loss(make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "PART_NUMEL", 64)
     torch.manual_seed(0)
@@ -161,6 +162,7 @@ def test_logits_that_are_used_stay_whole(way: str) -> None:
 @pytest.mark.parametrize("way", ["as made", "hook", "hook of the head", "forward", "subclass"])
 @pytest.mark.parametrize("make", SHIPPED.values(), ids=SHIPPED.keys())
 @pytest.mark.sampled(2)
+@pytest.mark.full(4)
 def test_shipped_models_are_not_asked_unless_they_were_changed(make: Callable[[], nn.Module], way: str) -> None:
     model: Any = make()
     if way == "hook":

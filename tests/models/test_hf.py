@@ -136,6 +136,7 @@ def assert_close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-10) -> None
 
 @pytest.mark.usefixtures("exact_norms")
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.full(2)
 def test_their_folder_gives_their_logits_and_loss(case: str, tmp_path: Path, batch: tuple[Tensor, Tensor]) -> None:
     tokens, labels = batch
     theirs = make_theirs(case)
@@ -154,6 +155,7 @@ def test_their_folder_gives_their_logits_and_loss(case: str, tmp_path: Path, bat
 
 @pytest.mark.usefixtures("exact_norms")
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.full(2)
 def test_our_folder_gives_transformers_our_logits(case: str, tmp_path: Path, batch: tuple[Tensor, Tensor]) -> None:
     config = read_config(saved(make_theirs(case), tmp_path / "theirs"))
     ours = build(config).double()

@@ -108,6 +108,7 @@ POOLS = {
 
 
 @pytest.mark.parametrize(("settings", "is_compiled"), POOLS.values(), ids=POOLS)
+@pytest.mark.full(2)
 def test_what_torchs_compiler_gets_right_is_compiled(settings: tuple[Any, ...], is_compiled: bool) -> None:
     functions: list[str] = []
 

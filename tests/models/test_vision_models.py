@@ -86,6 +86,7 @@ def test_parameters_of_deep_resnets_are_those_of_keras(depth: int, version: int,
     assert count(model) + statistics + biases == all_values
 
 
+@pytest.mark.full
 def test_a_resnet_of_a_thousand_layers_has_thirty_million_parameters_as_in_hypar_flow() -> None:
     model = on_meta(DeepResNetConfig(depth=1001))
     assert count(model) == pytest.approx(30e6, rel=0.02)
@@ -94,8 +95,9 @@ def test_a_resnet_of_a_thousand_layers_has_thirty_million_parameters_as_in_hypar
 
 @pytest.mark.parametrize(
     ("layers", "filters", "torchgpipe_millions", "gpipe_millions"),
-    [(18, 208, 81.5, 82), (18, 416, 319.0, 318), (18, 544, 542.7, 542), (36, 544, 1060, 1050), (72, 512, 1840, 1800)],
+    [(18, 208, 81.5, 82), (36, 544, 1060, 1050), (18, 416, 319.0, 318), (18, 544, 542.7, 542), (72, 512, 1840, 1800)],
 )
+@pytest.mark.full(3)
 def test_parameters_of_amoebanets_are_those_of_gpipe_and_torchgpipe(
     layers: int, filters: int, torchgpipe_millions: float, gpipe_millions: float
 ) -> None:
@@ -143,6 +145,7 @@ def portable(state: dict[str, Tensor]) -> dict[str, Tensor]:
     ],
 )
 @pytest.mark.sampled(2)
+@pytest.mark.full(2)
 def test_results_are_those_of_torchvision(
     name: str, evaluated: tuple[float, float], trained: tuple[float, float], variances: float
 ) -> None:
@@ -165,6 +168,7 @@ def test_results_are_those_of_torchvision(
 
 @pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.full(3)
 def test_shapes_and_gradients(name: str, norm: str) -> None:
     config = replace(TINY[name], norm=norm, in_channels=2)
     model = build(config)
@@ -268,8 +272,8 @@ def test_a_config_goes_through_its_table(name: str) -> None:
             groups=st.sampled_from([1, 2, 32]),
             width_per_group=st.sampled_from([4, 8, 64, 128]),
         ),
-        st.builds(DeepResNetConfig, depth=st.sampled_from([20, 56, 110, 200]), width=st.integers(1, 20)),
-        st.builds(AmoebaNetDConfig, layers=st.sampled_from([3, 18, 36]), filters=st.sampled_from([16, 208, 512])),
+        st.builds(DeepResNetConfig, depth=st.sampled_from([20, 56, 110]), width=st.integers(1, 20)),
+        st.builds(AmoebaNetDConfig, layers=st.sampled_from([3, 18]), filters=st.sampled_from([16, 208, 512])),
         st.builds(UNetConfig, depth=st.integers(1, 5), width=st.integers(1, 64)),
     ),
     num_layers=st.integers(2, 12),

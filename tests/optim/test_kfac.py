@@ -18,6 +18,7 @@ from kfac_for_tests import (
     difference,
     make_kfac,
     make_model,
+    predicted,
     reference,
     save,
     traffic_of,
@@ -33,11 +34,11 @@ from weft.comm import Pending, add_traffic
 from weft.errors import CheckpointError, ConfigError, PlanError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.optim import AdamW, kfac, kfac_inverse
+from weft.optim import AdamW, kfac, kfac_inverse, kfac_ranks
 from weft.optim.kfac import KFAC
 from weft.optim.kfac_inverse import RETRIES, damped_inverses
 from weft.optim.kfac_layers import find_layers
-from weft.optim.kfac_placement import kfac_state_bytes, kfac_traffic, owners_of
+from weft.optim.kfac_placement import owners_of
 from weft.optim.saved_state import load_state
 from weft.optim.stepper import stepper
 from weft.parallel.apply import parallelize
@@ -212,25 +213,21 @@ def test_a_bad_step_changes_nothing_and_a_layer_that_was_not_called_is_named() -
 
 def check_bytes(mesh: Mesh, model: nn.Module, optimizer: KFAC) -> None:
     """Of three steps: one that samples and inverts, one that does neither, one that only samples."""
-    layers, own = [one.layer for one in optimizer.states], optimizer.options
     adamw = parallelize(make_model(), mesh.plan, mesh)
     mesh.ledger.clear()
     train(adamw, AdamW(adamw), mesh, range(1))
     plain = traffic_of(mesh)
-    more = kfac_traffic(layers, own, mesh["data"].degree, 8)
-    operation = "all_reduce" if own.mode == "inline" else "reduce_scatter"
+    more, state = predicted(mesh, model, optimizer)
+    operation = "all_reduce" if optimizer.options.mode == "inline" else "reduce_scatter"
     samples = {("data", operation): more["data", operation]}
     for step, extra in enumerate((more, {}, samples)):
         train(model, optimizer, mesh, range(step, step + 1))
         assert {key: (one.calls, one.num_bytes) for key, one in traffic_of(mesh).items()} == {
             key: (one.calls, one.num_bytes) for key, one in add_traffic(plain, extra).items()
         }
-    sizes = {name: piece.numel() for name, piece in optimizer._pieces.items()}
-    held = state_bytes(model, optimizer)["optimizer"]
-    predicted = kfac_state_bytes(layers, sizes, own, mesh["data"].degree, 8)
-    largest = torch.tensor([float(held)])
-    kfac.all_reduce(largest, mesh["data"], "max").wait()
-    assert largest.item() == predicted
+    largest = torch.tensor([float(state_bytes(model, optimizer)["optimizer"])])
+    kfac_ranks.all_reduce(largest, mesh["data"], "max").wait()
+    assert largest.item() == state
 
 
 @pytest.mark.processes
@@ -263,7 +260,7 @@ def test_ranks_equal_one_process_and_resume_under_any_other_degree(tmp_path: Pat
                 load_state(Checkpoint(tmp_path / "inline-2" / step_name(SAVED)), adamw, AdamW(adamw))
         for mode, name in (("inline", "all_reduce"), ("owner-sharded", "reduce_scatter")):  # controls
             model, optimizer = build(mesh, mode)
-            with patch.object(kfac, name, without_sending):
+            with patch.object(kfac_ranks, name, without_sending):
                 train(model, optimizer, mesh, range(STEPS))
             assert difference(values(model), wanted) > 1e-6
         return found
@@ -295,7 +292,7 @@ def test_state_of_adamw_lets_k_fac_begin_anew(caplog: pytest.LogCaptureFixture) 
     for name, piece in model.named_parameters():
         moments = torch.full_like(piece, 0.5)
         steps.write_state(name, piece, {"step": torch.tensor(3.0), "exp_avg": moments, "exp_avg_sq": moments})
-    steps.finish_writing()
+    steps.finish_writing(lambda name, kind: torch.tensor(3.0) if kind == "step" else None)
     assert "no state of K-FAC" in caplog.text
     assert optimizer.num_updates == 0
     norm, weight = model[1].weight, model[4].weight
@@ -344,9 +341,10 @@ def test_a_run_sends_what_was_predicted_and_logs_statistics(run_file: Path) -> N
     ("overrides", "words"),
     [
         (["plan.exact=true"], r"plan\.exact = true; set plan\.exact = false"),
-        (["plan.shard=2"], r"beside data alone, and plan\.shard\.degree = 2"),
-        (["plan.tensor.x=2"], r"beside data alone, and plan\.tensor\.x = 2"),
-        (["plan.pipe=2", "plan.micro_batch=4"], r"beside data alone, and plan\.pipe\.degree = 2"),
+        (["plan.shard=2"], r"needs whole gradients on each rank, and plan\.shard\.stage = 3"),
+        (["plan.shard={degree=2, stage=2}"], r"plan\.shard\.stage = 2 keeps slices; set plan\.shard\.stage = 1"),
+        (["plan.tensor.x=2"], r"beside data and shard, and plan\.tensor\.x = 2"),
+        (["plan.pipe=2", "plan.micro_batch=4"], r"beside data and shard, and plan\.pipe\.degree = 2"),
         (["plan.memory.state=bf16"], "keeps its state in the master dtype"),
         (["plan.memory.recompute=full"], r"not built for plan\.memory\.recompute = 'full'"),
         (["train.compile=true"], r"not built for train\.compile"),

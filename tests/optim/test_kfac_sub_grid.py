@@ -25,6 +25,7 @@ from kfac_for_tests import (
     difference,
     make_kfac,
     make_model,
+    predicted,
     reference,
     save,
     traffic_of,
@@ -41,7 +42,7 @@ from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.optim.adamw import AdamW
 from weft.optim.kfac import KFAC
-from weft.optim.kfac_placement import NUM_STATISTICS, kfac_state_bytes, kfac_traffic
+from weft.optim.kfac_placement import NUM_STATISTICS
 from weft.optim.saved_state import load_state
 from weft.parallel.apply import parallelize
 from weft.parallel.model_state import state_bytes
@@ -136,14 +137,12 @@ def check_bytes(mesh: Mesh, mode: Any) -> None:
     adamw = parallelize(make_model(), mesh.plan, mesh)
     mesh.ledger.clear()
     train(adamw, AdamW(adamw), mesh, range(1))
-    layers = [one.layer for one in optimizer.states]
-    wanted = add_traffic(traffic_of(mesh), kfac_traffic(layers, optimizer.options, mesh["data"].degree, 8))
+    more, state = predicted(mesh, model, optimizer)
+    wanted = add_traffic(traffic_of(mesh), more)
     assert {key: (one.calls, one.num_bytes) for key, one in counted.items()} == {
         key: (one.calls, one.num_bytes) for key, one in wanted.items()
     }
-    sizes = {name: piece.numel() for name, piece in optimizer._pieces.items()}
-    predicted = kfac_state_bytes(layers, sizes, optimizer.options, mesh["data"].degree, 8)
-    assert state_bytes(model, optimizer)["optimizer"] == predicted
+    assert state_bytes(model, optimizer)["optimizer"] == state
 
 
 def on_curvature_ranks(mesh: Mesh, count: int) -> list[Tensor]:

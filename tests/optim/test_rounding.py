@@ -101,13 +101,14 @@ def test_zeros_have_codes() -> None:
 
 
 @pytest.mark.parametrize("size", one_in(2, {str(size): size for size in (3e-4, 1e-3, 1e-2, 0.1)}))
+@pytest.mark.full
 def test_moments_in_codes_have_the_mean_of_exact_ones_after_many_steps(size: float) -> None:
     """Gradients of `size` beside one of 1 in every block, so that their moments have small codes.
 
     Rounding that is fair to the roots of moments raises the moments themselves: after 3,000 steps the second was up to
-    twice what it should be. Half of them show it.
+    twice what it should be. A third of them shows it.
     """
-    numel, steps, beta1, beta2 = 16 * CODE_BLOCK, 1500, 0.9, 0.999
+    numel, steps, beta1, beta2 = 16 * CODE_BLOCK, 1000, 0.9, 0.999
     generator = torch.Generator().manual_seed(0)
     first = second = torch.zeros(numel)
     exact = torch.zeros(2, numel, dtype=torch.float64)

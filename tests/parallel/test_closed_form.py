@@ -84,6 +84,7 @@ def timed(strategy: Strategy, plan: Plan) -> Counter[str]:
 
 
 @pytest.mark.parametrize(("name", "plan"), PLANS, ids=lambda one: one.describe_axes() if isinstance(one, Plan) else one)
+@pytest.mark.full(3)
 def test_the_planner_times_the_bytes_that_the_cost_states(name: str, plan: Plan) -> None:
     strategy = next(one for one in STRATEGIES if one.name == name)
     plan = replace(plan, micro_batch=MICRO_BATCH, precision="bf16")

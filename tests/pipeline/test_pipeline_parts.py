@@ -83,6 +83,7 @@ ALL: dict[str, tuple[ModelFn, Callable[[int], Callable[[int], Batch]]]] = {
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.sampled(2)
+@pytest.mark.full(2)
 def test_every_process_numbers_alike_whatever_the_batch(name: str) -> None:
     model_fn, batch = ALL[name]
     small, again, large = (traced(model_fn, models.double(batch(size)(size))[0]) for size in (2, 2, 3))
@@ -146,7 +147,7 @@ def traces(draw: st.DrawFn) -> tuple[Trace, dict[str, int], int]:
     return found, stage_of, num_stages
 
 
-@settings(max_examples=300)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(traces())
 def test_every_stage_has_what_it_needs_and_nothing_else_crosses(given: tuple[Trace, dict[str, int], int]) -> None:
     found, stage_of, num_stages = given
@@ -174,7 +175,7 @@ def test_every_stage_has_what_it_needs_and_nothing_else_crosses(given: tuple[Tra
         assert route.stages[maker] == source < target
 
 
-@settings(max_examples=300)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(traces())
 def test_who_does_an_event(given: tuple[Trace, dict[str, int], int]) -> None:
     found, stage_of, num_stages = given
@@ -195,7 +196,6 @@ def test_who_does_an_event(given: tuple[Trace, dict[str, int], int]) -> None:
         assert not any(route.stages[place] == own for place in range(last + 1, len(found.events)))
 
 
-@settings(max_examples=100)
 @given(traces(), st.sampled_from(["gpipe", "1f1b", "zero-bubble", "message"]), st.integers(1, 4))
 def test_every_cut_runs_under_its_schedule(given: tuple[Trace, dict[str, int], int], name: str, count: int) -> None:
     found, stage_of, num_stages = given
@@ -236,7 +236,7 @@ def chain_trace(count: int) -> Trace:
     )
 
 
-@settings(max_examples=200)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(st.data())
 def test_stages_are_balanced_as_well_as_can_be(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 8))
@@ -387,7 +387,6 @@ nested = st.recursive(
 )
 
 
-@settings(max_examples=100)
 @given(nested)
 def test_tensors_are_found_and_changed_wherever_they_are(value: Any) -> None:
     found = tensors_in(value)
@@ -652,7 +651,7 @@ def test_inputs_of_the_shapes_of_the_example_are_not_traced_again(monkeypatch: p
 
 
 def test_random_splits_are_in_order() -> None:
-    for seed in range(4):
+    for seed in range(2):
         num_stages = random.Random(seed).randint(2, 5)
         split = models.random_split(seed, num_stages)
         assert len(split) == num_stages - 1

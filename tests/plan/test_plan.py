@@ -250,7 +250,7 @@ values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.di
 
 
 @given(st.dictionaries(keys, scalars | st.dictionaries(keys, values, max_size=4), max_size=4))
-@settings(max_examples=200)
+@settings(max_examples=2 * settings.default.max_examples)
 def test_tables_that_are_written_read_back(table: dict[str, Any]) -> None:
     assert parse_toml(dump_toml(table), "text") == table
 

@@ -11,7 +11,7 @@ from weft.cluster.hardware import load
 from weft.data.config import ImageShape
 from weft.errors import ConfigError
 from weft.models import GPT2Config
-from weft.models.vision import ResNetConfig
+from weft.models.vision import DeepResNetConfig
 from weft.plan import Plan
 from weft.planner.asked import AskedFields
 from weft.planner.explain import why
@@ -19,6 +19,7 @@ from weft.planner.image_model import planned_images
 from weft.planner.model import planned_model
 from weft.planner.question import LIST, Question, _fields, _kind_of, asked_fields, parse_constraints
 from weft.planner.search import Model, search
+from weft.profiling.software import Software
 
 TINY = GPT2Config(vocab_size=1024, n_positions=128, n_embd=64, n_layer=4, n_head=4)
 BATCH, SEQUENCE = 8, 128
@@ -26,7 +27,7 @@ BATCH, SEQUENCE = 8, 128
 
 @lru_cache(maxsize=1)
 def model() -> Model:
-    return planned_model(TINY, SEQUENCE, load("h100:1x4"))
+    return planned_model(TINY, SEQUENCE, load("h100:1x4"), Software())
 
 
 def values(name: str) -> list[Any]:
@@ -59,7 +60,7 @@ IMAGE = ImageShape(64, 64, 3)
 
 @lru_cache(maxsize=1)
 def image_model() -> Model:
-    return planned_images(ResNetConfig(depth=10, width=8, norm="group"), IMAGE, "fp32", load("h100:1x4"))
+    return planned_images(DeepResNetConfig(depth=8, version=1, width=8, norm="group"), IMAGE, "fp32", load("h100:1x4"))
 
 
 @pytest.mark.parametrize(
@@ -70,12 +71,12 @@ def image_model() -> Model:
         ("tile.degree=4", ""),
         ("tile.rows>1", ""),
         ("tile.fused=2", ""),
-        ("tile.until=layer3.0", ""),
+        ("tile.until=stage3.0", ""),
         ("tile.hand_over=batch", ""),
         ("tile.columns=3", "plans with tile.columns = 1, 2, 4 were tried"),
         ("tile.degree>4", "plans with tile.degree = 1, 2, 4 were tried"),
         ("tile.fused=3", "plans with tile.fused = 1, 2, 4 were tried"),
-        ("tile.until=layer9", "plans with tile.until = '', layer2.0, layer3.0, layer4.0 were tried"),
+        ("tile.until=layer9", "plans with tile.until = '', stage2.0, stage3.0 were tried"),
     ],
 )
 @pytest.mark.sampled(2)

@@ -29,6 +29,7 @@ from weft.models.catalog import CATALOG, load_model, names
         ("deepseek-v3", 671.0),
     ],
 )
+@pytest.mark.full(2)
 def test_a_model_has_the_parameters_of_its_name(name: str, billions: float) -> None:
     with torch.device("meta"):
         model = build(load_model(name))

@@ -19,6 +19,7 @@ from weft.planner.memory_stages import StageCosts
 from weft.planner.model import planned_model
 from weft.planner.question import Question, parse_constraints
 from weft.planner.search import Model, TextSearch, search
+from weft.profiling.software import Software
 
 SMALL = GPT2Config(vocab_size=50304, n_positions=1024, n_embd=1024, n_layer=8, n_head=16)
 NUM_SAMPLED, NUM_SOAK = 1, 41
@@ -57,7 +58,7 @@ class EachAlone(Model):
 
 @lru_cache(maxsize=1)
 def small() -> Model:
-    return planned_model(SMALL, 1024, load("h100:1x8"))
+    return planned_model(SMALL, 1024, load("h100:1x8"), Software())
 
 
 def on(cluster: Cluster, gigabytes: float) -> Model:

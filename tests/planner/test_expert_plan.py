@@ -71,7 +71,7 @@ def test_the_search_tries_expert_where_there_are_experts() -> None:
     assert first is not None
     assert first.where["expert"] > 0
     dense = replace(CONFIG, architecture="qwen3", num_experts=0, num_experts_per_tok=0, moe_intermediate_size=0)
-    free = search(planned_model(dense, SEQUENCE, load("h100:1x4"), Software()), Question(4, SEQUENCE), keep=200)
+    free = search(planned_model(dense, SEQUENCE, load("h100:1x4"), Software()), Question(4, SEQUENCE), keep=60)
     assert {one.plan.expert for one in free.best} == {1}
     assert not any("expert" in reason for _, reason in free.refused)
 
@@ -103,7 +103,7 @@ def test_thin_parts_of_experts_are_slower() -> None:
     """Tensor ranks that split experts multiply by thin matrices, and gather rows."""
     plan = Plan(expert=2, tensor=TensorAxis(4, sequence=True), micro_batch=1, precision="bf16")
     narrow = replace(WIDE, moe_intermediate_size=512)
-    part = planned_model(narrow, 4096, load("h100:1")).steps.workload.blocks[0]
+    part = planned_model(narrow, 4096, load("h100:1"), Software()).steps.workload.blocks[0]
     software = Software(many_tiles=True)
     whole, split = (
         Kernels(load("h100:1").node.device, replace(software, splits_experts=value)) for value in (False, True)
@@ -132,7 +132,7 @@ def test_fp8_experts_are_priced() -> None:
     plan = Plan(micro_batch=4, precision="bf16", exact=False)
     ratios, sent = {}, {}
     for cluster in ("h200:1x1", "a100-80:1x1"):
-        steps = planned_model(WIDE, 4096, load(cluster)).steps
+        steps = planned_model(WIDE, 4096, load(cluster), Software()).steps
         part = steps.workload.blocks[0]
         assert part.expert_flops == 2 * 2 * 4096 * 3 * 2048 * 4096  # k rows a token, three matrices
         assert part.expert_numel == 8 * 3 * 2048 * 4096
@@ -186,10 +186,10 @@ def test_experts_over_context_are_state_of_one_rank_each() -> None:
 
 def test_the_search_keeps_collectives_of_split_experts() -> None:
     question = Question(8, SEQUENCE, constraints=parse_constraints(["expert=2", "recompute=full"]))
-    found = search(planned(), question, keep=200)
+    found = search(planned(), question, keep=60)
     assert {one.plan.memory.keep_collectives for one in found.best} == {False, True}
     whole = Question(8, SEQUENCE, constraints=parse_constraints(["expert=1", "recompute=full"]))
-    assert not any(one.plan.memory.keep_collectives for one in search(planned(), whole, keep=200).best)
+    assert not any(one.plan.memory.keep_collectives for one in search(planned(), whole, keep=60).best)
 
 
 def test_rows_over_a_joint_axis_take_as_long_as_over_one_of_its_size() -> None:
@@ -203,7 +203,7 @@ def test_rows_over_a_joint_axis_take_as_long_as_over_one_of_its_size() -> None:
 
 def test_the_search_folds_experts_of_the_plans_that_it_finds() -> None:
     asked = ["expert=2", "x=2", "data=1", "pipe=1"]
-    found = search(planned(), Question(8, SEQUENCE, constraints=parse_constraints(asked)), keep=200).best
+    found = search(planned(), Question(8, SEQUENCE, constraints=parse_constraints(asked)), keep=60).best
     assert {one.plan.expert_over for one in found} == {(), ("x",)}
     folded = next(one for one in found if one.plan.expert_over)
     whole = next(one for one in found if one.plan == replace(folded.plan, expert_over=()))
@@ -211,6 +211,6 @@ def test_the_search_folds_experts_of_the_plans_that_it_finds() -> None:
     assert folded.seconds != whole.seconds
     for constraint, over in (("expert_over=x", {("x",)}), ("expert_over!=x", {()})):
         constraints = parse_constraints([*asked, constraint])
-        again = search(planned(), Question(8, SEQUENCE, constraints=constraints), keep=200).best
+        again = search(planned(), Question(8, SEQUENCE, constraints=constraints), keep=60).best
         assert {one.plan.expert_over for one in again} == over
     assert [one.expert_over for one in folded_plans(Plan(tensor=TensorAxis(16)), 8)] == []  # 16 do not divide 8

@@ -210,7 +210,7 @@ def test_scaling_curve() -> None:
 
 def test_a_long_pipeline_stays_small() -> None:
     answer = make_answer()
-    answer["plans"][0]["timeline"] = make_timeline("1f1b", 64, 256, 11.4)
+    answer["plans"][0]["timeline"] = make_timeline("1f1b", 64, 128, 11.4)
     source = page(answer)
     svg = picture(source, "Timeline")
     assert len(source.encode()) < 1_000_000
@@ -264,6 +264,7 @@ def test_no_plan_at_all() -> None:
 
 
 @pytest.mark.parametrize("missing", ["rejected", "scaling", "sensitivities", "why", "considered", "search_seconds"])
+@pytest.mark.full(2)
 def test_each_part_may_be_missing(missing: str) -> None:
     answer = make_answer(**{missing: None})
     nothing = check(answer).text

@@ -48,24 +48,37 @@ def mean_error(sample: list[Case]) -> float:
     return statistics.mean(abs(predict(case).error) for case in sample)
 
 
+def whole(name: str, rows: int, reached: float) -> Any:
+    """All rows of a table."""
+    return pytest.param(name, slice(None), rows, reached, id=f"{name} whole", marks=pytest.mark.full)
+
+
+# A sample has rows of few shapes: a shape is traced in a fifth of a second, and its rows take no time.
 @pytest.mark.parametrize(
     ("name", "sample", "rows", "reached"),
     [
-        ("megatron_sc21_table1_a100", slice(0, 5), 10, 0.035),
+        ("megatron_sc21_table1_a100", slice(1, 4), 10, 0.024),
         ("korthikanti_activation_recompute_a100", slice(0, 4), 8, 0.04),
-        ("megatron_2020_v100_a100_tp_scaling", slice(0, 12), 12, 0.06),
-        ("mosaicml_llm_foundry_mpt_throughput", slice(0, 216, 16), 216, 0.045),
+        ("megatron_2020_v100_a100_tp_scaling", slice(1, 12, 2), 12, 0.049),
         ("torchtitan_llama3", slice(0, 6), 32, 0.03),
-        (FOLDING, slice(2, 15, 6), 79, 0.055),
+        (FOLDING, slice(2, 15, 12), 79, 0.046),
         ("megatron_llama_fp8_h100", slice(0, 2), 3, 0.103),
-        (VTRAIN, slice(0, 720, 4), 720, 0.067),
+        (VTRAIN, slice(0, 720, 12), 720, 0.067),
+        pytest.param(FOLDING, slice(2, 15, 6), 79, 0.055, marks=pytest.mark.full),
+        whole("megatron_sc21_table1_a100", 10, 0.036),
+        whole("korthikanti_activation_recompute_a100", 8, 0.043),
+        whole("megatron_2020_v100_a100_tp_scaling", 12, 0.057),
+        whole("torchtitan_llama3", 32, 0.08),
+        whole("megatron_llama_fp8_h100", 3, 0.08),
+        whole(VTRAIN, 720, 0.067),
+        pytest.param("mosaicml_llm_foundry_mpt_throughput", slice(None), 216, 0.045, marks=pytest.mark.soak),
     ],
 )
 def test_every_table_is_read_and_its_error_has_not_grown(name: str, sample: slice, rows: int, reached: float) -> None:
-    whole = cases(name)
-    assert len(whole) == rows
-    assert all(case.seconds > 0 and case.plans for case in whole)
-    assert mean_error(whole[sample]) < reached + 0.01
+    table = cases(name)
+    assert len(table) == rows
+    assert all(case.seconds > 0 and case.plans for case in table)
+    assert mean_error(table[sample]) < reached + 0.01
 
 
 HELD_OUT = PUBLISHED / "heldout"
@@ -74,19 +87,25 @@ HELD_OUT = PUBLISHED / "heldout"
 @pytest.mark.parametrize(
     ("name", "sample", "rows", "reached"),
     [
-        ("dgx_cloud_h100", slice(0, 108, 6), 108, 0.075),
-        ("nemo_h100_fp8", slice(4, 13), 23, 0.02),
+        ("dgx_cloud_h100", slice(0, 22), 108, 0.07),
+        ("nemo_h100_fp8", slice(10, 13), 23, 0.011),
         ("fms_fsdp_a100_h100", slice(0, 2), 6, 0.057),
-        ("torchtitan_a100", slice(0, 6), 6, 0.035),
+        ("torchtitan_a100", slice(0, 2), 6, 0.044),
         ("kempnerforge_h200", slice(0, 6), 26, 0.14),
-        ("mosaicml_llm_foundry_branch", slice(0, 50, 7), 50, 0.06),
+        ("mosaicml_llm_foundry_branch", slice(8, 50, 20), 50, 0.06),
+        whole("dgx_cloud_h100", 108, 0.065),
+        whole("nemo_h100_fp8", 23, 0.068),
+        whole("fms_fsdp_a100_h100", 6, 0.055),
+        whole("torchtitan_a100", 6, 0.037),
+        whole("kempnerforge_h200", 26, 0.158),
+        whole("mosaicml_llm_foundry_branch", 50, 0.064),
     ],
 )
 def test_sets_that_nothing_was_fitted_on(name: str, sample: slice, rows: int, reached: float) -> None:
-    whole = read(HELD_OUT / f"{name}.csv")
-    assert len(whole) == rows
+    table = read(HELD_OUT / f"{name}.csv")
+    assert len(table) == rows
     assert (HELD_OUT / f"{name}.csv").read_text().startswith("# source: ")
-    assert mean_error(whole[sample]) < reached + 0.01
+    assert mean_error(table[sample]) < reached + 0.01
 
 
 def test_a_folder_of_tables_is_reported(
@@ -127,7 +146,7 @@ def test_the_core_table_offers_plans_for_what_it_does_not_print() -> None:
     core = cases("megatron_core_h100_weak_scaling")
     assert [len(case.plans) for case in core][:4] == [3, 3, 3, 3]  # micro-batches of 1, 2 and 4
     assert all(plan.micro_batch for case in core for plan, _ in case.plans)
-    assert mean_error(core[:4]) < 0.08
+    assert mean_error(core[:2]) < 0.08
 
 
 TABLES = sorted(set(PUBLISHED.glob("*.csv")) - {PUBLISHED / "famous.csv"})  # that one is for weft plan --like
@@ -298,7 +317,9 @@ def test_ranks_next_to_each_other_share_no_nic() -> None:
 
 
 def test_keys_that_travel_for_nothing_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = [case for case in cases("torchtitan_llama3") if "CP4" in case.label or "CP8" in case.label]
+    sample = [
+        case for case in cases("torchtitan_llama3") if "8B" in case.label and case.label.split()[2] in ("CP4", "CP8")
+    ]
     before = mean_error(sample)
     monkeypatch.setattr(micro_batch, "RING_BYTES", {False: (0, 0, 0)})
     monkeypatch.setattr(ContextAxis, "block_calls", lambda *_: iter(()))
@@ -306,7 +327,7 @@ def test_keys_that_travel_for_nothing_are_seen(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_missing_latency_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = cases("megatron_2020_v100_a100_tp_scaling")[8:10]  # on 128 and 256 devices
+    sample = cases("megatron_2020_v100_a100_tp_scaling")[9:12:2]  # on 256 and 1024 devices
     before = mean_error(sample)
 
     def without(op: str, num_bytes: float, degree: int, bandwidth: float, latency: float) -> float:
@@ -389,8 +410,8 @@ def test_rows_with_experts_that_weft_cannot_express_are_refused(row: str, messag
         read(path)
 
 
-def memory_errors(name: str) -> list[float]:
-    return [planner_accuracy.memory_error(Result(case, case.plans[0][0], 1.0)) for case in memory_cases(name)]
+def memory_errors(sample: list[Case]) -> list[float]:
+    return [planner_accuracy.memory_error(Result(case, case.plans[0][0], 1.0)) for case in sample]
 
 
 def memory_cases(name: str) -> list[Case]:
@@ -398,15 +419,17 @@ def memory_cases(name: str) -> list[Case]:
 
 
 def test_what_torchtitan_reserved() -> None:
-    errors = [abs(error) for error in memory_errors("torchtitan_llama3")]
+    errors = [abs(error) for error in memory_errors(memory_cases("torchtitan_llama3"))]
     assert len(errors) == 20
     assert statistics.mean(errors) < 0.055
     assert max(errors) < 0.11
 
 
-def test_korthikantis_columns_are_counted_exactly() -> None:
-    assert max(map(abs, memory_errors("korthikanti_activation_recompute_a100"))) < 0.005
-    first = memory_cases("korthikanti_activation_recompute_a100")[0]  # 22B: 45.5625 GiB and, without recompute, 59.25
+@pytest.mark.parametrize("sample", [slice(1), pytest.param(slice(1, None), marks=pytest.mark.full)])
+def test_korthikantis_columns_are_counted_exactly(sample: slice) -> None:
+    rows = memory_cases("korthikanti_activation_recompute_a100")
+    assert max(map(abs, memory_errors(rows[sample]))) < 0.005
+    first = rows[0]  # 22B: 45.5625 GiB and, without recompute, 59.25
     plain = replace(first.plans[0][0], memory=Memory("none"))
     without = replace(first, plans=((plain, 1),), memory_gib=45.5625 + 59.25)
     assert abs(planner_accuracy.memory_error(Result(without, plain, 1.0))) < 0.005
@@ -419,4 +442,4 @@ def test_scores_and_cached_buffers_that_are_left_out_are_seen(monkeypatch: pytes
     monkeypatch.setattr(published_memory, "SCORE_BYTES", 0)
     assert planner_accuracy.memory_error(Result(without, plain, 1.0)) < -0.25
     monkeypatch.setattr(published_memory, "EAGER_LOGIT_BYTES", 4)
-    assert statistics.mean(map(abs, memory_errors("torchtitan_llama3"))) > 0.1
+    assert statistics.mean(map(abs, memory_errors(memory_cases("torchtitan_llama3")))) > 0.1

@@ -222,21 +222,24 @@ def test_the_closed_form_is_near_the_list(plan: Plan) -> None:
     ids=lambda plan: plan.describe_axes() + plan.memory.words,
 )
 @pytest.mark.sampled(9)
+@pytest.mark.full(2)
 def test_memory_in_closed_form_is_what_the_strategies_state(plan: Plan, compiles: bool) -> None:
     check_memory(SMALL, 1024, plan, compiles)
 
 
 HEAVY = GPT2Config(vocab_size=4096, n_positions=128, n_embd=1024, n_layer=4, n_head=16)  # its head outweighs logits
 LIGHT = GPT2Config(vocab_size=1024, n_positions=512, n_embd=256, n_layer=3, n_head=4)
+ONE_MICRO_BATCH = Plan(data=4, pipe=Pipe(2, "zero-bubble"), micro_batch=16, memory=MemoryPolicy("selective"))
 
 
 @pytest.mark.parametrize(
     ("config", "plan"),
     [
         (HEAVY, Plan(shard=Shard(4, 2), tensor=Tensor(2, 1, True), micro_batch=16)),
-        (LIGHT, Plan(data=4, pipe=Pipe(2, "zero-bubble"), micro_batch=16, memory=MemoryPolicy("selective"))),
+        (HEAVY, ONE_MICRO_BATCH),
+        pytest.param(LIGHT, ONE_MICRO_BATCH, marks=pytest.mark.full),
     ],
-    ids=["heavy head", "one micro-batch"],
+    ids=["heavy head", "one micro-batch", "one micro-batch of light blocks"],
 )
 def test_memory_in_closed_form_of_small_models(config: GPT2Config, plan: Plan) -> None:
     check_memory(config, config.n_positions, plan, compiles=True)

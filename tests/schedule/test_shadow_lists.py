@@ -38,6 +38,7 @@ def sends(schedule: Schedule) -> Counter[tuple[int, int, int, str]]:
 
 
 @pytest.mark.parametrize(("name", "ranks", "batches"), SIZES)
+@pytest.mark.full(5)
 def test_a_shadow_adds_forwards_and_no_message(name: str, ranks: int, batches: int) -> None:
     plain, made = with_messages(make_schedule(name, ranks, batches)), shadowed(name, ranks, batches)
     check(made)
@@ -89,6 +90,7 @@ def check_losses(schedule: Schedule, stride: int) -> None:
 
 @pytest.mark.parametrize(("name", "ranks", "batches"), SIZES)
 @pytest.mark.sampled(2)
+@pytest.mark.full(4)
 def test_any_loss_at_any_moment_is_finished(name: str, ranks: int, batches: int) -> None:
     check_losses(shadowed(name, ranks, batches), stride=1 if ranks * batches <= 8 else 47)
 

@@ -54,6 +54,7 @@ def by_transformers(model: nn.Module, folder: Path, requests: list[Request]) -> 
 
 
 @pytest.mark.parametrize("name", some_soak(CONFIGS, *MODELS))
+@pytest.mark.full(2)
 def test_tokens_are_those_of_transformers_in_any_chunks_order_and_memory(name: str, tmp_path: Path) -> None:
     model = tiny_model(name)
     requests = [Request(f"{len(prompt)}", prompt, 12, GREEDY) for prompt in prompts()]
@@ -108,6 +109,7 @@ def fifty() -> tuple[nn.Module, list[Request], list[list[int]]]:
 
 
 @pytest.mark.parametrize(("overlap", "swap_blocks"), [(False, 0), (True, 0), (True, 4)])
+@pytest.mark.full(2)
 def test_fifty_requests_with_cancels_give_no_wrong_token_and_leak_no_block(overlap: bool, swap_blocks: int) -> None:
     rng, (model, requests, answers) = random.Random(8), fifty()
     sizes = {"num_blocks": 8, "token_budget": 9, "max_running": 5, "swap_blocks": swap_blocks}

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 import torch
 from serve_for_tests import Served, serving
@@ -127,6 +126,8 @@ def served(model: nn.Module) -> Iterator[Served]:
 
 
 def test_over_http_whole_streamed_and_with_stop(served: Served) -> None:
+    import openai
+
     client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
     schema = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA, "strict": True}}
     messages = [{"role": "user", "content": "x"}]

@@ -103,6 +103,7 @@ def head_of(name: str, number: int = 8, beam: int = 61) -> GraphHead:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2"])
+@pytest.mark.full(2)
 def test_an_engine_with_a_full_beam_gives_the_tokens_of_one_without(name: str) -> None:
     greedy = [Request(str(i), tuple(range(i, i + 9)), 9, GREEDY) for i in range(3)]
     drawn = [Request(f"t{i}", tuple(range(i, i + 9)), 9, Sampling(0.8, top_k=8, seed=i)) for i in range(3)]
@@ -146,7 +147,7 @@ def test_requests_that_need_other_logits_are_refused_in_words() -> None:
 
 def test_the_beam_is_the_least_that_finds_the_likeliest() -> None:
     weight, bias, _ = some_matrix()
-    states = torch.randn(300, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    states = torch.randn(100, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     head, tried = with_chosen_beam(GraphHead(build_graph(weight, bias, 6), "", number=4), weight, bias, states)
     assert [beam for beam, _, _ in tried] == [4 * 2**index for index in range(len(tried))]
     assert len(tried) > 1

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from serve_for_tests import LIMIT_SECONDS, RepeatingEngine, Served, serving, wait_for
+from serve_for_tests import LIMIT_SECONDS, NO_CERTIFICATES, RepeatingEngine, Served, serving, wait_for
 
 from weft.serve.http_guard import ServerLimits
 
@@ -153,7 +153,7 @@ def test_tokenize(served: Served) -> None:
 
 def open_stream(served: Served, max_tokens: int = FOREVER) -> httpx.Response:
     """A stream of which nothing was read yet."""
-    client = httpx.Client(timeout=LIMIT_SECONDS)
+    client = httpx.Client(timeout=LIMIT_SECONDS, **NO_CERTIFICATES)
     body = {"prompt": "x", "max_tokens": max_tokens, "stream": True}
     request = client.build_request("POST", f"{served.url}/v1/completions", json=body, headers=KEY)
     response = client.send(request, stream=True)
@@ -185,7 +185,7 @@ def test_a_full_queue_and_disconnects(served: Served, engine: RepeatingEngine) -
 def give_up_after_a_second(served: Served) -> None:
     body, timeout = {"prompt": "x", "max_tokens": FOREVER}, httpx.Timeout(LIMIT_SECONDS, read=1.0)
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{served.url}/v1/completions", json=body, headers=KEY, timeout=timeout)
+        httpx.post(f"{served.url}/v1/completions", json=body, headers=KEY, timeout=timeout, **NO_CERTIFICATES)
 
 
 def test_metrics_and_health(served: Served) -> None:

@@ -107,7 +107,8 @@ def test_how_tokens_are_added_changes_no_page() -> None:
             torch.testing.assert_close(one, two, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gpt2"])
+@pytest.mark.parametrize("name", ["mistral", "llama", "gpt2", "qwen3"])
+@pytest.mark.full(2)
 def test_an_engine_that_chooses_all_tokens_gives_the_tokens_of_a_plain_one(name: str) -> None:
     model = tiny_model(name).double()
     texts = [torch.randint(0, 61, (3, 24), generator=torch.Generator().manual_seed(0))]

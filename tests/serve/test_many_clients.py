@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serve_for_tests import LIMIT_SECONDS, serving, wait_for
+from serve_for_tests import LIMIT_SECONDS, NO_CERTIFICATES, serving, wait_for
 from serving_for_tests import CONTEXT, likeliest, tiny_model
 
 from weft.serve.engine import Engine, EngineOptions
@@ -54,7 +54,7 @@ class Clients:
         numbers = iter(names)
 
         async def client() -> None:
-            async with httpx.AsyncClient(base_url=self.url, timeout=10 * LIMIT_SECONDS) as http:
+            async with httpx.AsyncClient(base_url=self.url, timeout=10 * LIMIT_SECONDS, **NO_CERTIFICATES) as http:
                 for number in numbers:
                     await self.ask(http, random.Random(number))
 

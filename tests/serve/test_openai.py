@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import openai
 import pytest
 from serve_for_tests import RepeatingEngine, Served, serving, wait_for
+
+if TYPE_CHECKING:
+    import openai  # takes a second, which only the process that runs these tests spends
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +26,15 @@ def served(engine: RepeatingEngine) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def client(served: Served) -> Iterator[openai.OpenAI]:
+    import openai
+
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as found:
         yield found
 
 
 def test_models(client: openai.OpenAI) -> None:
+    import openai
+
     (model,) = client.models.list().data
     assert (model.id, model.context_length, model.has_chat_template) == ("tiny", 64, True)  # type: ignore[attr-defined]
     assert client.models.retrieve("tiny") == model
@@ -92,6 +99,8 @@ def test_logprobs_of_a_completion(client: openai.OpenAI) -> None:
 
 
 def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI) -> None:
+    import openai
+
     asked = {"model": "tiny", "prompt": ["abc", "abc", "x"], "echo": True, "logprobs": 1}
     found = client.completions.create(**asked, max_tokens=2).choices  # type: ignore[call-overload]
     for choice, text in zip(found, ["abcab", "abcab", "xxx"], strict=True):
@@ -180,6 +189,8 @@ def test_embeddings(client: openai.OpenAI) -> None:
 
 
 def test_errors_are_those_that_the_client_knows(client: openai.OpenAI) -> None:
+    import openai
+
     with pytest.raises(openai.NotFoundError, match="'gpt' is not served here; this server has 'tiny'"):
         client.completions.create(model="gpt", prompt="x")
     with pytest.raises(openai.BadRequestError, match="a prompt of 65 tokens") as caught:

@@ -51,6 +51,7 @@ def test_equal_numbers_are_kept_and_codes_lie_low_half_first() -> None:
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.full(3)
 def test_the_engine_computes_with_the_decoded_weights(kind: str, name: str) -> None:
     requests = [Request(str(i), (7 * i + 1, 5, 3, i), 9, GREEDY) for i in range(3)]
     plain, packed = tiny_model(name).double(), tiny_model(name).double()

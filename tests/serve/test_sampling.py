@@ -59,6 +59,7 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.full(2)
 def test_draws_of_many_seeds_have_the_exact_distribution(name: str) -> None:
     sampling, logits = SETTINGS[name], torch.randn(NUM_TOKENS) * 1.5
     request = Request("x", PROMPT, 9, sampling)

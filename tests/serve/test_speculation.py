@@ -86,6 +86,7 @@ def test_a_seed_gives_its_tokens_with_any_drafter() -> None:
 
 def test_requests_with_cancels_and_stops_leak_no_block() -> None:
     rng, model = random.Random(7), tiny_model("qwen3")
+    answers = {prompt: likeliest(model, prompt, 13) for prompt in repetitive(12, 3)}
     for speculate in drafters("qwen3").values():
         engine = make_engine(model, num_blocks=8, token_budget=9, max_running=5, speculate=speculate)
         waiting = [
@@ -104,8 +105,7 @@ def test_requests_with_cancels_and_stops_leak_no_block() -> None:
                 found.setdefault(one.request, []).append(one)
         assert engine.state().num_free_blocks == 8
         for name, tokens in found.items():
-            expected = likeliest(model, requests[name].tokens, len(tokens))
-            assert [one.token for one in tokens] == expected
+            assert [one.token for one in tokens] == answers[requests[name].tokens][: len(tokens)]
             stops = [one.token in requests[name].stop_tokens for one in tokens]
             assert not any(stops[:-1])
             assert (tokens[-1].finish == "stop") == stops[-1]
@@ -156,6 +156,7 @@ def pair_counts(model: nn.Module, speculate: object, temperature: float) -> tupl
 
 
 @pytest.mark.parametrize("drafter", ["constant", "early", "model"])
+@pytest.mark.full(2)
 def test_sampled_tokens_have_the_models_distribution(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, temperature = tiny_model("llama"), 2.0
     if drafter == "early":  # the first layer alone must give another distribution

@@ -20,6 +20,7 @@ REQUESTS = [Request(str(i), (7 * i + 1, 5, 3, i), 6, GREEDY) for i in range(3)]
     ("name", "kind"), [("llama", None), ("llama", "int4"), ("qwen2", "fp8"), ("gpt2", None), ("mixtral", None)]
 )
 @pytest.mark.parametrize("ahead", [1, 9])
+@pytest.mark.full(3)
 def test_streamed_weights_give_the_same_bits(name: str, kind: str | None, ahead: int) -> None:
     models = [tiny_model(name).double() for _ in range(2)]
     for model in models:

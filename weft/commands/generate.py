@@ -40,11 +40,15 @@ def generate_command(
     from weft.serve.generate import generate, load_for_generation
     from weft.serve.graph_head import graph_head
     from weft.serve.loading import load_draft
+    from weft.serve.packed_linear import pack_head, why_decoded
     from weft.serve.weight_formats import weight_format
 
     with Console(stderr=True).status("generating"):
         packed = None if weights is None else weight_format(weights)
         model, tokens_of, context = load_for_generation(source, tokenizer, kind, _warn, weights=packed)
+        pack_head(model, head, kind)
+        for reason in why_decoded(model) if kind == "cpu" else ():
+            _warn(reason)
         text = generate(
             model,
             tokens_of,

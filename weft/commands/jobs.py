@@ -25,7 +25,6 @@ from weft.planner.predict import refuse_run
 from weft.proof.prove import prove_run
 from weft.proof.report import ProofReport, report_from_json, report_to_json
 from weft.run_file import Run, run_from_json
-from weft.serve.generate import generate, load_for_generation
 
 # With this variable torch asks NVIDIA's management library whether there is a GPU. Without it torch initialises CUDA,
 # and then no forked child of the process can use a GPU.
@@ -77,6 +76,8 @@ def _verify(run: str, device: DeviceType, precision: Literal["fp64", "bf16"], co
 
 
 def _sample(folder: str, device: DeviceType, options: Mapping[str, Any]) -> str:
+    from weft.serve.generate import generate, load_for_generation  # for this job alone: commands that plan start faster
+
     model, tokenizer, context = load_for_generation(Path(folder), device=device)
     return generate(model, tokenizer, context=context, **options)
 

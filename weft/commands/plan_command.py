@@ -22,7 +22,7 @@ WriteJobOption = Annotated[
     str | None, typer.Option(help="slurm or kubernetes: write the file that starts the run, beside the run file")
 ]
 WhatIfOption = Annotated[bool, typer.Option("--what-if", help="say what more bandwidth, memory or nodes would change")]
-RolesOption = Annotated[bool, typer.Option("--roles", help="say whether loaders or a validator would pay")]
+RolesOption = Annotated[bool, typer.Option("--roles", help="say which ranks that do not train would pay")]
 TimelineOption = Annotated[
     bool,
     typer.Option("--timeline", help="draw the pipeline's schedule, here or to the FILE.svg (.png, .txt) given"),

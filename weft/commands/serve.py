@@ -72,7 +72,8 @@ KeysValuesOption = Annotated[
 HeadOption = Annotated[
     str | None,
     typer.Option(
-        help="on a CPU, find the likeliest tokens by the graph=FILE of weft index; may change answers",
+        help="on a CPU: int8 or int4, the head's weight in fewer bits; or the graph=FILE of weft index, by which the "
+        "likeliest tokens are found; changes answers",
         show_default=False,
     ),
 ]

@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from weft.compile.equal_nodes import merge_equal_nodes, storage_of
 from weft.inspection.functional_call import call_with
 from weft.inspection.memory_traffic import FusedTraffic
 from weft.parallel.fp8 import traced_as_on_a_gpu
@@ -90,6 +91,7 @@ def _fake_tensor(leaf: Any) -> Any:
 
 def _trace(run: Callable[..., Any], tensors: Sequence[Tensor], num_own: int) -> _Graphs:
     """Returns the forward and backward graphs. Saving one of the first `num_own` tensors (parameters) costs nothing."""
+    from torch._functorch import config
     from torch._functorch.aot_autograd import aot_function  # takes seconds to import, and eager runs do not need it
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
@@ -98,7 +100,9 @@ def _trace(run: Callable[..., Any], tensors: Sequence[Tensor], num_own: int) -> 
 
     def cut(joint: fx.GraphModule, inputs: Any, **keywords: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         keywords["static_lifetime_input_indices"] = list(range(num_own))
-        forward, backward = min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **keywords)
+        merged = config.patch(cse=False) if merge_equal_nodes(joint.graph) else nullcontext()
+        with merged:
+            forward, backward = min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **keywords)
         found.append(_Graphs(forward.graph, backward.graph, keywords["num_fwd_outputs"]))
         return forward, backward
 
@@ -118,22 +122,22 @@ def _trace(run: Callable[..., Any], tensors: Sequence[Tensor], num_own: int) -> 
 def _read(graphs: _Graphs, names: Sequence[str]) -> Partition:
     """Returns the partition of two graphs. `names` are those of the first inputs: parameters and buffers."""
     inputs = {_index(node): node for node in graphs.forward.find_nodes(op="placeholder")}
-    own = {_storage(node): names[index] for index, node in inputs.items() if index < len(names)}
-    given = {_storage(node): index - len(names) for index, node in inputs.items() if index >= len(names)}
+    own = {storage_of(node): names[index] for index, node in inputs.items() if index < len(names)}
+    given = {storage_of(node): index - len(names) for index, node in inputs.items() if index >= len(names)}
     outputs, gradients = _outputs(graphs.forward), _outputs(graphs.backward)[: len(names)]
-    results = {_storage(node) for node in outputs[: graphs.num_results] if isinstance(node, fx.Node)}
+    results = {storage_of(node) for node in outputs[: graphs.num_results] if isinstance(node, fx.Node)}
     layers = _layers_of(graphs.forward, own)
     saved_inputs, saved_by_layer, seen = set[int](), dict[str, int](), {*own, *results, None}
     saved_sizes: list[int] = []
     for node in outputs[graphs.num_results :]:
-        storage = _storage(node)
+        storage = storage_of(node)
         if storage in given:
             saved_inputs.add(given[storage])
         elif storage not in seen:
             saved_by_layer[layers[node]] = saved_by_layer.get(layers[node], 0) + _bytes(node)
             seen.add(storage)
             saved_sizes.append(_bytes(node))
-    peak_bytes = backward_peak_bytes(graphs.backward, {*own, *map(_storage, gradients)})
+    peak_bytes = backward_peak_bytes(graphs.backward, {*own, *map(storage_of, gradients)})
     return Partition(
         tuple(sorted(saved_inputs)), saved_by_layer, peak_bytes, tuple(saved_sizes), _fused_traffic(graphs)
     )
@@ -144,7 +148,9 @@ def _layers_of(graph: fx.Graph, own: Mapping[int | None, str]) -> dict[fx.Node, 
     layers, layer = {}, ""
     for node in graph.nodes:
         if _is_external(node):
-            matrices = [own[_storage(one)] for one in node.all_input_nodes if _storage(one) in own and _rank(one) > 1]
+            matrices = [
+                own[storage_of(one)] for one in node.all_input_nodes if storage_of(one) in own and _rank(one) > 1
+            ]
             layer = matrices[0].rpartition(".")[0] if matrices else layer
         layers[node] = layer
     return layers
@@ -168,14 +174,14 @@ def _fused_traffic(graphs: _Graphs) -> FusedTraffic:
     """
     forward, sizes = _fused_kernels(graphs.forward)
     backward, backward_sizes = _fused_kernels(graphs.backward)
-    there = {_storage(node) for node in _outputs(graphs.forward)[graphs.num_results :]}
-    there |= {_storage(node) for node in graphs.forward.find_nodes(op="placeholder")}
+    there = {storage_of(node) for node in _outputs(graphs.forward)[graphs.num_results :]}
+    there |= {storage_of(node) for node in graphs.forward.find_nodes(op="placeholder")}
     external = [one for node in graphs.forward.nodes if _is_external(node) for one in node.all_input_nodes]
-    multiplied = {_storage(node) for node in external}
+    multiplied = {storage_of(node) for node in external}
     again = again_kernels = 0
     for kernel in forward:
-        again += sum(_bytes(node) for node in kernel.written if _storage(node) in multiplied)
-        if multiplied & {_storage(node) for node in kernel.written} and kernel.read - there:
+        again += sum(_bytes(node) for node in kernel.written if storage_of(node) in multiplied)
+        if multiplied & {storage_of(node) for node in kernel.written} and kernel.read - there:
             again += sum(sizes[storage] for storage in kernel.read - there)
             again_kernels += 1
     totals = [_fused_bytes(kernels, of) for kernels, of in ((forward, sizes), (backward, backward_sizes))]
@@ -198,15 +204,17 @@ def _fused_kernels(graph: fx.Graph) -> tuple[list[_FusedKernel], dict[int | None
     found: dict[int, _FusedKernel] = {}
     for node in written:
         ready = max((starts.get(storage, 0) for storage in reads[node]), default=0)
-        starts[_storage(node)] = order[node] if _is_external(node) else ready
+        starts[storage_of(node)] = order[node] if _is_external(node) else ready
         if not _is_external(node):
             kernel = found.setdefault(ready, _FusedKernel([], set()))
             kernel.written.append(node)
             kernel.read.update(reads[node])
     for kernel in found.values():
-        kernel.read.difference_update(map(_storage, kernel.written))
+        kernel.read.difference_update(map(storage_of, kernel.written))
         kernel.read.discard(None)
-    sizes = {_storage(node): _bytes(node) for node in (*graph.find_nodes(op="placeholder"), *written) if _storage(node)}
+    sizes = {
+        storage_of(node): _bytes(node) for node in (*graph.find_nodes(op="placeholder"), *written) if storage_of(node)
+    }
     return list(found.values()), sizes
 
 
@@ -226,21 +234,25 @@ def backward_peak_bytes(graph: fx.Graph, ignored: set[int | None]) -> int:
     order = {node: place * len(graph.nodes) for place, node in enumerate(graph.nodes, start=1)}
     for node in written:
         ready = max((starts.get(storage, 0) for storage in reads[node]), default=0)
-        starts[_storage(node)] = order[node] if _is_external(node) else ready + 1  # before the next kernel of a library
+        starts[storage_of(node)] = (
+            order[node] if _is_external(node) else ready + 1
+        )  # before the next kernel of a library
     ends: dict[int | None, int] = {}
     for node in written:
         for storage in reads[node]:
-            ends[storage] = max(ends.get(storage, 0), starts[_storage(node)])
+            ends[storage] = max(ends.get(storage, 0), starts[storage_of(node)])
     given = graph.find_nodes(op="placeholder")
-    ends |= {_storage(node): max(order.values()) for node in graph.output_node().all_input_nodes}
-    sizes = {_storage(node): _bytes(node) for node in (*given, *written)}
-    alive = {*map(_storage, given)} - {*ignored, None}
-    tangents = {_storage(node) for node in given if "tangents" in node.name}
+    ends |= {storage_of(node): max(order.values()) for node in graph.output_node().all_input_nodes}
+    sizes = {storage_of(node): _bytes(node) for node in (*given, *written)}
+    alive = {*map(storage_of, given)} - {*ignored, None}
+    tangents = {storage_of(node) for node in given if "tangents" in node.name}
     base = sum(sizes[storage] for storage in alive - tangents)
     most = now = sum(sizes[storage] for storage in alive)
     for time in sorted({*starts.values()}):
-        made = [_storage(node) for node in written if starts[_storage(node)] == time and _storage(node) not in ignored]
-        fused = [node for node in written if _storage(node) in made and not _is_external(node)]
+        made = [
+            storage_of(node) for node in written if starts[storage_of(node)] == time and storage_of(node) not in ignored
+        ]
+        fused = [node for node in written if storage_of(node) in made and not _is_external(node)]
         dying = sorted(sizes[storage] for storage in alive if ends.get(storage, 0) <= time)
         over = 0
         for node in fused:
@@ -258,11 +270,13 @@ def backward_peak_bytes(graph: fx.Graph, ignored: set[int | None]) -> int:
 
 def _written_nodes(graph: fx.Graph) -> tuple[list[fx.Node], dict[fx.Node, set[int | None]]]:
     """Returns the first node of each storage that is written to memory, and the storages that each node reads."""
-    needed = {_storage(node) for node in graph.output_node().all_input_nodes}
+    needed = {storage_of(node) for node in graph.output_node().all_input_nodes}
     for node in graph.nodes:
         if _is_external(node):
-            needed |= {_storage(one) for one in node.all_input_nodes} | {_storage(user) for user in (node, *node.users)}
-    there = {_storage(node) for node in graph.find_nodes(op="placeholder")}
+            needed |= {storage_of(one) for one in node.all_input_nodes} | {
+                storage_of(user) for user in (node, *node.users)
+            }
+    there = {storage_of(node) for node in graph.find_nodes(op="placeholder")}
     written: list[fx.Node] = []
     reads: dict[fx.Node, set[int | None]] = {}
     for node in graph.nodes:
@@ -270,10 +284,10 @@ def _written_nodes(graph: fx.Graph) -> tuple[list[fx.Node], dict[fx.Node, set[in
             continue
         storages = set[int | None]()
         for one in node.all_input_nodes:
-            storages |= {_storage(one)} if _storage(one) in there else reads.get(one, set())
+            storages |= {storage_of(one)} if storage_of(one) in there else reads.get(one, set())
         reads[node] = storages
-        if _storage(node) in needed and _storage(node) not in there and _storage(node) is not None:
-            there.add(_storage(node))
+        if storage_of(node) in needed and storage_of(node) not in there and storage_of(node) is not None:
+            there.add(storage_of(node))
             written.append(node)
     return written, reads
 
@@ -296,11 +310,6 @@ def _outputs(graph: fx.Graph) -> list[Any]:
 def _index(node: fx.Node) -> int:
     """Returns the index of an input node from its name: torch calls them primals_1, primals_2, ..."""
     return int(node.name.rpartition("_")[2]) - 1
-
-
-def _storage(node: Any) -> int | None:
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return int(value.untyped_storage()._cdata) if isinstance(value, Tensor) else None
 
 
 def _bytes(node: fx.Node) -> int:

@@ -8,17 +8,20 @@ For a layer with rows of inputs a and gradients of outputs g, of M targets:
 g is taken from the same backward as the gradient, with the true labels, so G is the empirical Fisher matrix. A training
 loss is a mean, so what backward gives is scaled: `_fold` has the factor. All other parameters have AdamW's update.
 
-Factors are sums over all ranks of `data`. With `inline` each rank inverts all of them. With `owner-sharded` each layer
-has an owner, which alone keeps and inverts its factors (`kfac_placement.py`). With `sub-grid` ranks that do not train
-invert them (`kfac_sub_grid.py`). All give the same updates. `sub-grid-async` does not wait for these ranks: it uses
-inverses some updates late, and is another optimizer.
+Factors are sums over all ranks of `data` and `shard` (`kfac_ranks.py`). With `inline` each rank inverts all of them.
+With `owner-sharded` each layer has an owner, which alone keeps and inverts its factors (`kfac_placement.py`). With
+`sub-grid` ranks that do not train invert them (`kfac_sub_grid.py`). All give the same updates. `sub-grid-async` does
+not wait for these ranks: it uses inverses some updates late, and is another optimizer.
+
+With `shard` stage 1, whole gradients are gathered (`kfac_gradients.py`), and a rank keeps momentum and AdamW's moments
+of its slices alone.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,11 +30,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from weft.comm import Axis, all_gather, all_reduce, reduce_scatter
 from weft.errors import PlanError
+from weft.optim.kfac_gradients import WholeGradients, refuse_buffers
 from weft.optim.kfac_inverse import write_inverses
 from weft.optim.kfac_layers import KfacLayer, find_layers
 from weft.optim.kfac_placement import NUM_ROWS, NUM_STATISTICS, make_slots, owners_of, slot_views
+from weft.optim.kfac_ranks import BatchRanks
 from weft.optim.kfac_sub_grid import SubGrid
 from weft.optim.update import apply_fused_update
 from weft.parallel.model_state import all_flats, named_pieces
@@ -41,6 +45,7 @@ logger = logging.getLogger("weft")
 MOMENTUM = "kfac_momentum"
 # Kinds of a layer's own state in a checkpoint, under the name of its weight.
 FACTORS, INVERSES = ("kfac_input", "kfac_output"), ("kfac_input_inverse", "kfac_output_inverse")
+ReadState = Callable[[str, str], Tensor | None]  # the whole of a state by the name of its parameter and its kind
 
 
 @dataclass
@@ -54,7 +59,7 @@ class _LayerState:
 
 
 class KFAC(Optimizer):
-    """K-FAC over a model that `weft.parallelize` has split over `data` alone, or that one rank holds.
+    """K-FAC over a model that `weft.parallelize` has split over `data` and `shard` stage 1, or that one rank holds.
 
     Call `begin(num_targets)` before the forwards of each step, with the number of targets of all ranks. The loss of a
     rank is a mean over its share of them. `groups` are those of AdamW, for all trained parameters; those of K-FAC's
@@ -64,45 +69,50 @@ class KFAC(Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        data: Axis,
+        ranks: BatchRanks,
         options: Kfac,
         groups: Sequence[Mapping[str, Any]],
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
-        _refuse_buffers(model)
-        self.data, self.options, self.num_updates = data, options, 0
-        self._pieces = {part.parameter.name: piece for part, piece in named_pieces(model) if piece.requires_grad}
-        layers = find_layers(model, self._pieces.keys(), options.exclude, options.max_size)
+        refuse_buffers(model)
+        self.ranks, self.options, self.num_updates = ranks, options, 0
+        trained = [(part, piece) for part, piece in named_pieces(model) if piece.requires_grad]
+        self._pieces = {part.parameter.name: piece for part, piece in trained}
+        self._intervals = {id(piece): (part.start, part.stop) for part, piece in trained}
+        flats = [flat for flat in all_flats(model) if flat.trainable]
+        names = {one.name for flat in flats for one in flat.layout.parameters} or self._pieces.keys()
+        layers = find_layers(model, names, options.exclude, options.max_size)
         if not layers:
             raise PlanError(
                 "train.kfac: the model has no trained linear or convolution that K-FAC takes (within max_size, not in "
                 "exclude, called by its own forward); leave train.kfac out"
             )
-        own = {id(self._pieces[name]) for layer in layers for name in layer.parameter_names}
-        super().__init__(_split_groups(groups, own, options), {"lr": lr, "betas": betas, "eps": eps})
-        self.owners = owners_of(layers, data.degree)
+        own_names = [name for layer in layers for name in layer.parameter_names]
+        own = {id(self._pieces[name]) for name in own_names if name in self._pieces}
+        nothing = {"params": [torch.zeros(0, requires_grad=True)]}  # a slice may be padding alone
+        super().__init__(_split_groups(groups, own, options) or [nothing], {"lr": lr, "betas": betas, "eps": eps})
+        self._gradients = WholeGradients(model, own_names, self._pieces)
+        self._like = (flats[0].slice if flats else self._pieces[own_names[0]]).detach()[:0]
+        self.owners = owners_of(layers, ranks.degree)
         is_sharded = options.mode == "owner-sharded"
         self.states = [
-            self._initial(layer, not is_sharded or owner == data.index)
+            self._initial(layer, not is_sharded or owner == ranks.index)
             for layer, owner in zip(layers, self.owners, strict=True)
         ]
-        owners, degree = (self.owners, data.degree) if is_sharded else ([0] * len(layers), 1)
+        owners, degree = (self.owners, ranks.degree) if is_sharded else ([0] * len(layers), 1)
         self._sum_slots = make_slots(layers, owners, degree, NUM_ROWS)
         self._inverse_slots = make_slots(layers, owners, degree, NUM_STATISTICS)
-        self._by_weight = {id(self._pieces[one.layer.weight_name]): n for n, one in enumerate(self.states)}
         self._sums: Tensor | None = None
         self._num_targets: Tensor | None = None
         self._statistics: Tensor | None = None  # [layers, NUM_STATISTICS], of the last renewal
         self._of_update = self._used_at_update = 0  # of the last renewal: whose factors, and from which update on
         self.sub_grid: SubGrid | None = None
         if options.mode in ("sub-grid", "sub-grid-async"):
-            waits, like = options.mode == "sub-grid", self.states[0].inverses[0]
-            self.sub_grid = SubGrid(layers, data, options.damping, waits, like)
-        for group in self.param_groups:
-            for piece in group["params"]:
-                self.state[piece] = _piece_state(piece, id(piece) in own)
+            self.sub_grid = SubGrid(layers, ranks, options.damping, options.mode == "sub-grid", self._like)
+        for piece in self._pieces.values():
+            self.state[piece] = _piece_state(piece, id(piece) in own)
         for index, layer in enumerate(layers):
             layer.module.register_forward_hook(partial(self._capture, index), with_kwargs=True)
 
@@ -112,13 +122,13 @@ class KFAC(Optimizer):
         """Start a step. Its forwards and backwards are sampled if factors are due."""
         self._num_targets, self._sums = num_targets, None
         if self.num_updates % self.options.factor_every == 0:
-            self._sums = self.states[0].inverses[0].new_zeros(self._sum_slots.numel)
+            self._sums = self._like.new_zeros(self._sum_slots.numel)
             for one in self.states:
                 one.num_rows = 0
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient. All ranks of `data` must call it."""
+        """Update all parameters that have a gradient. All ranks must call it."""
         if closure is not None:
             raise PlanError("K-FAC samples one backward, and a closure may make several; call step() without one")
         if self._num_targets is None:
@@ -144,15 +154,18 @@ class KFAC(Optimizer):
     def _update_layers(self) -> None:
         """Precondition gradients and update the parameters of all layers."""
         changes, product = dict[int, Tensor](), torch.zeros((), dtype=torch.float64)
+        gradients = self._gradients.read()
         for one in self.states:
             layer = one.layer
-            gradients = {name: self._pieces[name].grad for name in layer.parameter_names}
-            if any(gradient is None for gradient in gradients.values()):
+            if not gradients.keys() >= set(layer.parameter_names):
                 continue
-            matrix = layer.to_matrix({name: grad for name, grad in gradients.items() if grad is not None})
+            matrix = layer.to_matrix(gradients)
             changed = one.inverses[1] @ matrix @ one.inverses[0]
             product = product.to(matrix.device) + (changed * matrix).sum().double()
-            changes |= {id(self._pieces[name]): value for name, value in layer.from_matrix(changed).items()}
+            for name, value in layer.from_matrix(changed).items():
+                if name in self._pieces:
+                    piece = self._pieces[name]
+                    changes[id(piece)] = value[slice(*self._intervals[id(piece)])]
         for group in self.param_groups:
             if MOMENTUM not in group:
                 continue
@@ -210,14 +223,12 @@ class KFAC(Optimizer):
                 )
         base = 0
         if self.options.mode != "owner-sharded":
-            all_reduce(sums, self.data).wait()
+            self.ranks.sum(sums)
         else:
-            part = sums.new_empty(self._sum_slots.part_numel)
-            reduce_scatter(part, sums, self.data).wait()
-            sums, base = part, self.data.index * self._sum_slots.part_numel
+            sums, base = self.ranks.scatter(sums), self.ranks.index * self._sum_slots.part_numel
         number = self.num_updates // self.options.factor_every + 1
         keep = min(self.options.decay, 1 - 1 / number)  # the first sample is the average
-        scale = (num_targets.double() / self.data.degree**2).to(sums)
+        scale = (num_targets.double() / self.ranks.degree**2).to(sums)
         for index, one in enumerate(self.states):
             if one.factors is not None:
                 first, second, num_rows = self._sum_views(sums, index, base)
@@ -230,18 +241,17 @@ class KFAC(Optimizer):
             self.sub_grid.ask(self.num_updates, [one.factors for one in self.states if one.factors is not None])
             if self.sub_grid.waits:
                 self._take_answer(waits=True)
-            elif self.num_updates == 0 and self.data.index == 0:
+            elif self.num_updates == 0 and self.ranks.index == 0:
                 logger.warning("weft: K-FAC does not precondition until the first inverses arrive (sub-grid-async)")
             return
-        slots = self._inverse_slots
-        whole = self.states[0].inverses[0].new_zeros(slots.numel)
+        slots, is_sharded = self._inverse_slots, self.options.mode == "owner-sharded"
+        part = self._like.new_zeros(slots.part_numel)
+        base = self.ranks.index * slots.part_numel if is_sharded else 0
         for start, one in zip(slots.starts, self.states, strict=True):
             if one.factors is not None:
-                write_inverses(slot_views(whole, start, one.layer, NUM_STATISTICS), one.factors, self.options.damping)
-        if self.options.mode == "owner-sharded":
-            own = whole.view(slots.degree, -1)[self.data.index]
-            all_gather(whole, own, self.data).wait()
-        self._use(whole, self.num_updates)
+                views = slot_views(part, start - base, one.layer, NUM_STATISTICS)
+                write_inverses(views, one.factors, self.options.damping)
+        self._use(self.ranks.gather(part) if is_sharded else part, self.num_updates)
 
     def _take_answer(self, waits: bool) -> None:
         """Use the inverses that curvature ranks have computed, if there are any, or after a wait."""
@@ -250,7 +260,7 @@ class KFAC(Optimizer):
             self._use(found[1], found[0])
 
     def synchronize(self) -> None:
-        """Wait for outstanding inverses. All ranks of `data` must call it."""
+        """Wait for outstanding inverses. All ranks must call it."""
         self._take_answer(waits=True)
 
     def _use(self, whole: Tensor, of_update: int) -> None:
@@ -265,7 +275,7 @@ class KFAC(Optimizer):
             if math.isfinite(used):
                 one.inverses[0].copy_(first)
                 one.inverses[1].copy_(second)
-            elif self.data.index == 0:
+            elif self.ranks.index == 0:
                 logger.warning("weft: the factors of '%s' have no inverse; its last one stays", one.layer.name)
 
     def take_statistics(self) -> dict[str, float] | None:
@@ -294,13 +304,13 @@ class KFAC(Optimizer):
     # --- its state in checkpoints
 
     def _initial(self, layer: KfacLayer, keeps: bool) -> _LayerState:
-        weight = self._pieces[layer.weight_name]
+        like = self._like
 
         def identity(shape: tuple[int, int, int]) -> Tensor:
-            return torch.eye(shape[1], dtype=weight.dtype, device=weight.device).expand(shape).clone()
+            return torch.eye(shape[1], dtype=like.dtype, device=like.device).expand(shape).clone()
 
         shapes = layer.input_shape, layer.output_shape
-        factors = (weight.new_zeros(shapes[0]).detach(), weight.new_zeros(shapes[1]).detach()) if keeps else None
+        factors = (like.new_zeros(shapes[0]), like.new_zeros(shapes[1])) if keeps else None
         return _LayerState(layer, factors, (identity(shapes[0]), identity(shapes[1])))
 
     @property
@@ -309,40 +319,45 @@ class KFAC(Optimizer):
         held = [tensor for one in self.states for tensor in (*(one.factors or ()), *one.inverses)]
         return {"optimizer": held}
 
-    def read_layer(self, piece: nn.Parameter) -> dict[str, Tensor]:
-        """The factors and inverses of the layer whose weight this is, by kind, on the layer's owner; else nothing."""
-        index = self._by_weight.get(id(piece))
-        if index is None or self.owners[index] != self.data.index:
-            return {}
-        one = self.states[index]
-        assert one.factors is not None
-        return dict(zip((*FACTORS, *INVERSES), (*one.factors, *one.inverses), strict=True))
+    def layer_state(self) -> Iterator[tuple[str, str, Tensor]]:
+        """The factors and inverses of the layers that this rank owns: the name of the weight, kind and value."""
+        for one, owner in zip(self.states, self.owners, strict=True):
+            if owner == self.ranks.index:
+                assert one.factors is not None
+                for kind, value in zip((*FACTORS, *INVERSES), (*one.factors, *one.inverses), strict=True):
+                    yield one.layer.weight_name, kind, value
 
     @torch.no_grad()
     def write_piece(self, piece: nn.Parameter, state: Mapping[str, Tensor]) -> bool:
-        """Set a piece's state, with its layer's if it is a weight. What is missing begins anew: returns False then."""
+        """Set a piece's state. What is missing begins anew: returns False then."""
         fresh = _piece_state(piece, MOMENTUM in self.state[piece])
         for kind, value in fresh.items():
             self.state[piece][kind].copy_(state.get(kind, value).view(value.shape))
-        is_whole = state.keys() >= fresh.keys() or not state
-        index = self._by_weight.get(id(piece))
-        if index is None:
-            return is_whole
-        one, initial = self.states[index], self._initial(self.states[index].layer, True)
-        assert initial.factors is not None
-        has_layer = state.keys() >= {*FACTORS, *INVERSES}
-        for kind, value in zip(FACTORS, initial.factors, strict=True):
-            if one.factors is not None:
-                one.factors[FACTORS.index(kind)].copy_(state[kind] if has_layer else value)
-        for kind, value in zip(INVERSES, initial.inverses, strict=True):
-            one.inverses[INVERSES.index(kind)].copy_(state[kind] if has_layer else value)
-        if not has_layer:
-            self.state[piece]["step"].zero_()
-        return is_whole and (has_layer or not state)
+        return state.keys() >= fresh.keys() or not state
 
-    def finish_writing(self) -> None:
-        """All pieces' states were given. Intervals begin anew if a layer's state was missing."""
-        self.num_updates = min(int(self.state[self._pieces[one.layer.weight_name]]["step"]) for one in self.states)
+    @torch.no_grad()
+    def write_layers(self, read: ReadState) -> bool:
+        """Set the state of all layers, after that of all pieces. `read` returns a whole tensor by the name of a weight
+        and its kind, or None. What is missing begins anew, and with it all intervals: returns False then.
+        """
+        counts, is_whole = list[int](), True
+        for one in self.states:
+            name, fresh = one.layer.weight_name, self._initial(one.layer, one.factors is not None)
+            values = {kind: read(name, kind) for kind in (*FACTORS, *INVERSES)}
+            count = read(name, "step")
+            has_layer = count is not None and all(value is not None for value in values.values())
+            is_whole &= has_layer or count is None  # there is no count before the first update
+            pairs = [*zip(INVERSES, one.inverses, fresh.inverses, strict=True)]
+            if one.factors is not None and fresh.factors is not None:
+                pairs += zip(FACTORS, one.factors, fresh.factors, strict=True)
+            for kind, own, initial in pairs:
+                value = values[kind]
+                own.copy_(value if has_layer and value is not None else initial)
+            if not has_layer and name in self._pieces:
+                self.state[self._pieces[name]]["step"].zero_()
+            counts.append(int(count) if has_layer and count is not None else 0)
+        self.num_updates = min(counts)
+        return is_whole
 
 
 def _split_groups(groups: Sequence[Mapping[str, Any]], own: set[int], options: Kfac) -> list[dict[str, Any]]:
@@ -361,11 +376,3 @@ def _piece_state(piece: nn.Parameter, is_own: bool) -> dict[str, Tensor]:
     kinds = (MOMENTUM,) if is_own else ("exp_avg", "exp_avg_sq")
     step = torch.zeros((), dtype=torch.float32, device=piece.device)
     return {"step": step, **{kind: torch.zeros_like(piece, requires_grad=False) for kind in kinds}}
-
-
-def _refuse_buffers(model: nn.Module) -> None:
-    for flat in all_flats(model):
-        if flat.shard.degree > 1 or flat.is_streamed or flat.options.on_host or flat.options.delays:
-            raise PlanError(
-                "K-FAC needs whole gradients on the device; set plan.shard to 1, plan.memory.offload and weights to 0"
-            )

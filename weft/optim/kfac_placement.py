@@ -1,4 +1,4 @@
-"""Which rank of `data` inverts the factors of which layer, where they lie in messages, and the bytes of these.
+"""Which training rank inverts the factors of which layer, where they lie in messages, and the bytes of these.
 
 Factors travel as sums over a rank's rows, each layer's followed by its number of rows; inverses are followed by the
 statistics of the layer. With `owner-sharded`, a message has one equal part for each rank, padded to the longest, so
@@ -8,13 +8,15 @@ have messages of one part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from weft.comm import Key, Traffic
+from weft.comm import Key, Traffic, add_traffic
 from weft.optim.kfac_layers import FactorSizes, KfacLayer
+from weft.optim.kfac_ranks import AXES, traffic_of
 from weft.run_tables import Kfac
 from weft.sharding.layout import STEP_COUNTER_BYTES
 
@@ -63,36 +65,57 @@ def slot_views(message: Tensor, start: int, layer: FactorSizes, extra: int) -> t
     return first.view(layer.input_shape), second.view(layer.output_shape), message[stop : stop + extra]
 
 
-def kfac_traffic(layers: Sequence[FactorSizes], options: Kfac, degree: int, item_bytes: int) -> dict[Key, Traffic]:
-    """The traffic over `data` of a step that samples factors and renews inverses, beyond that of its gradients."""
+def kfac_traffic(
+    layers: Sequence[FactorSizes],
+    options: Kfac,
+    degrees: Mapping[str, int],
+    item_bytes: int,
+    gathered: Sequence[int] = (),
+) -> dict[Key, Traffic]:
+    """The traffic of a step that samples factors and renews inverses, beyond that of its gradients.
+
+    `degrees` gives the ranks along `data` and `shard`, and `gathered` the elements of each buffer whose gradients are
+    gathered over `shard` in every step.
+    """
+    degree = math.prod(degrees[axis] for axis in AXES)
     if degree == 1 or not layers:
         return {}
-    if options.mode != "owner-sharded":
-        sums, inverses = (make_slots(layers, [0] * len(layers), 1, extra) for extra in (NUM_ROWS, NUM_STATISTICS))
-        found = {("data", "all_reduce"): Traffic(1, sums.numel * item_bytes)}
-        if options.mode == "sub-grid":
-            found["data", "broadcast"] = Traffic(1, inverses.numel * item_bytes)
-        elif options.mode == "sub-grid-async":  # whether they have come, and then they themselves
-            found["data", "broadcast"] = Traffic(2, inverses.numel * item_bytes + FLAG_BYTES)
-        return found
-    owners = owners_of(layers, degree)
-    sums, inverses = (make_slots(layers, owners, degree, extra) for extra in (NUM_ROWS, NUM_STATISTICS))
-    return {
-        ("data", "reduce_scatter"): Traffic(1, sums.numel * item_bytes),
-        ("data", "all_gather"): Traffic(1, inverses.numel * item_bytes),
-    }
+    is_sharded = options.mode == "owner-sharded"
+    owners, parts = (owners_of(layers, degree), degree) if is_sharded else ([0] * len(layers), 1)
+    sums, inverses = (make_slots(layers, owners, parts, extra).numel for extra in (NUM_ROWS, NUM_STATISTICS))
+    calls = [("scatter" if is_sharded else "sum", sums * item_bytes)]
+    if is_sharded:
+        calls.append(("gather", inverses * item_bytes))
+    elif options.mode != "inline":
+        calls.append(("broadcast", inverses * item_bytes))
+        if options.mode == "sub-grid-async":
+            calls.append(("broadcast", FLAG_BYTES))
+    found: dict[Key, Traffic] = {}
+    for operation, num_bytes in calls:
+        found = add_traffic(found, dict(traffic_of(operation, num_bytes, degrees)))
+    for numel in gathered:
+        found = add_traffic(found, {("shard", "all_gather"): Traffic(1, numel * item_bytes)})
+    return found
 
 
 def kfac_state_bytes(
-    layers: Sequence[KfacLayer], sizes: Mapping[str, int], options: Kfac, degree: int, item_bytes: int
+    layers: Sequence[KfacLayer], slices: Sequence[Mapping[str, int]], options: Kfac, data: int, item_bytes: int
 ) -> int:
-    """The bytes of the optimizer's state on the rank of `data` that has most. `sizes`: elements of each parameter.
+    """The bytes of the optimizer's state on the rank that has most.
+
+    `slices` has, for each rank of `shard`, the elements of each parameter that it updates; `data` is the number of
+    ranks that update the same ones.
 
     That is a momentum for parameters of layers, two moments for others, a step count each, factors and inverses.
     """
     own = {name for layer in layers for name in layer.parameter_names}
-    moments = sum(numel * (1 if name in own else 2) for name, numel in sizes.items())
     numbers = [layer.numel for layer in layers]
-    owners = owners_of(layers, degree) if options.mode == "owner-sharded" else [0] * len(layers)
-    held = [sum(numel for numel, owner in zip(numbers, owners, strict=True) if owner == rank) for rank in range(degree)]
-    return (moments + max(held) + sum(numbers)) * item_bytes + STEP_COUNTER_BYTES * len(sizes)
+    is_sharded = options.mode == "owner-sharded"
+    owners = owners_of(layers, len(slices) * data) if is_sharded else None
+    held = []
+    for rank in range(len(slices) * data):
+        sizes = slices[rank // data]
+        moments = sum(numel * (1 if name in own else 2) for name, numel in sizes.items())
+        factors = sum(number for index, number in enumerate(numbers) if owners is None or owners[index] == rank)
+        held.append((moments + factors + sum(numbers)) * item_bytes + STEP_COUNTER_BYTES * len(sizes))
+    return max(held)

@@ -1,4 +1,4 @@
-"""Inverses of K-FAC's factors that ranks with the role `curvature` compute, asked by rank 0 of `data`.
+"""Inverses of K-FAC's factors that ranks with the role `curvature` compute, asked by the first training rank.
 
 All training ranks keep the factors. When inverses are due, rank 0 gives the factors to an `Inverter`, and broadcasts
 what it answers. With `sub-grid` all ranks wait for that. With `sub-grid-async` they go on: while an answer is
@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from weft.comm import Axis, broadcast
 from weft.optim.kfac_inverse import invert_message
 from weft.optim.kfac_layers import FactorSizes
 from weft.optim.kfac_placement import NUM_STATISTICS, make_slots
+from weft.optim.kfac_ranks import BatchRanks
 
 Factors = tuple[Tensor, Tensor]
 
@@ -67,14 +67,16 @@ def pack_factors(factors: Sequence[Factors]) -> Tensor:
 class SubGrid:
     """A training rank's view of the requests: `of_update` is the update whose factors are being inverted, or None.
 
-    `like` is a tensor with the device and the dtype of the inverses. All ranks of `data` call `ask` and `take`.
+    `like` is a tensor with the device and the dtype of the inverses. All ranks call `ask` and `take`.
     """
 
-    def __init__(self, sizes: Sequence[FactorSizes], data: Axis, damping: float, waits: bool, like: Tensor) -> None:
+    def __init__(
+        self, sizes: Sequence[FactorSizes], ranks: BatchRanks, damping: float, waits: bool, like: Tensor
+    ) -> None:
         self.inverter: Inverter = LocalInverter(sizes, damping)  # used on rank 0 alone
         self.waits, self.num_skipped = waits, 0
         self.of_update: int | None = None
-        self._data, self._like = data, like
+        self._ranks, self._like = ranks, like
         self._numel = make_slots(sizes, [0] * len(sizes), 1, NUM_STATISTICS).numel
 
     def ask(self, update: int, factors: Sequence[Factors]) -> None:
@@ -83,7 +85,7 @@ class SubGrid:
             self.num_skipped += 1
             return
         self.of_update = update
-        if self._data.index == 0:
+        if self._ranks.index == 0:
             self.inverter.ask(factors)
 
     def take(self, waits: bool) -> tuple[int, Tensor] | None:
@@ -91,16 +93,16 @@ class SubGrid:
         if self.of_update is None or not (waits or self._has_come()):
             return None
         message = self._like.new_empty(self._numel)
-        if self._data.index == 0:
+        if self._ranks.index == 0:
             message.copy_(self.inverter.take())
-        broadcast(message, self._data).wait()
+        self._ranks.broadcast(message)
         update, self.of_update = self.of_update, None
         return update, message
 
     def _has_come(self) -> bool:
         """Has the answer come to rank 0? All ranks learn the same."""
         flag = torch.zeros(1, dtype=torch.int64, device=self._like.device)
-        if self._data.index == 0:
+        if self._ranks.index == 0:
             flag.fill_(self.inverter.has_answer())
-        broadcast(flag, self._data).wait()
+        self._ranks.broadcast(flag)
         return bool(flag)

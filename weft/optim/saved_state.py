@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.checkpoint import Checkpoint, Piece, Region
-from weft.comm import Axis
 from weft.errors import CheckpointError
 from weft.mesh import Mesh
 from weft.optim import AdamW
 from weft.optim.delayed_update import KINDS as PENDING_KINDS
 from weft.optim.delayed_update import is_pending, stale_reason
-from weft.optim.kfac import KFAC
+from weft.optim.kfac import FACTORS, INVERSES, KFAC
+from weft.optim.kfac_ranks import BatchRanks
 from weft.optim.one_bit_adam import OneBitAdam
 from weft.optim.stepper import stepper
 from weft.optim.worker_state import is_of_worker
@@ -34,10 +34,10 @@ logger = logging.getLogger("weft")
 SCALAR = Region.whole(())
 
 
-def make_optimizer(model: nn.Module, config: TrainConfig, data: Axis | None = None) -> Optimizer:
+def make_optimizer(model: nn.Module, config: TrainConfig, mesh: Mesh | None = None) -> Optimizer:
     """AdamW over this rank's parameters, or what `train.compressed` or `train.kfac` ask for.
 
-    These two need the mesh's axis `data`.
+    These two need the mesh.
 
     Weight decay applies to matrices, not to vectors (norms, biases).
     """
@@ -50,14 +50,14 @@ def make_optimizer(model: nn.Module, config: TrainConfig, data: Axis | None = No
     betas = (config.beta1, config.beta2)
     compressed = config.compressed
     if compressed is not None:
-        assert data is not None
-        given = (model, data, groups, config.learning_rate, betas, config.epsilon, 0.0, compressed.freeze_step)
+        assert mesh is not None
+        given = (model, mesh["data"], groups, config.learning_rate, betas, config.epsilon, 0.0, compressed.freeze_step)
         if compressed.kind == "1bit":
             return OneBitAdam(*given)
         return ZeroOneAdam(*given, compressed.kappa, compressed.local_scaler, compressed.most_local)
     if config.kfac is not None:
-        assert data is not None
-        return KFAC(model, data, config.kfac, groups, config.learning_rate, betas, config.epsilon)
+        assert mesh is not None
+        return KFAC(model, BatchRanks.of(mesh), config.kfac, groups, config.learning_rate, betas, config.epsilon)
     if all_units(model):
         return AdamW(model, groups, config.learning_rate, betas, config.epsilon)
     groups = groups or [{"params": [torch.zeros(0, requires_grad=True)]}]
@@ -82,6 +82,8 @@ def pieces_to_save(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterat
                 yield Piece(name, kind, region, value)
             elif _holds_first_element(part):  # a scalar that all ranks share: the rank with the first element writes it
                 yield Piece(name, kind, SCALAR, value)
+    for name, kind, value in steps.whole_state():
+        yield Piece(name, kind, Region.whole(tuple(value.shape)), value)
     yield from _own_buffers(model, mesh)
 
 
@@ -131,7 +133,7 @@ def load_state(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer | 
             continue
         state = {
             kind: _read_state(checkpoint, name, kind, region, piece)
-            for kind in sorted(kinds[name] - {"parameter", "buffer"})
+            for kind in sorted(kinds[name] - {"parameter", "buffer", *FACTORS, *INVERSES})
             if not is_of_worker(kind) or kind in steps.worker_kinds(kinds[name])
         }
         if is_pending(state) and (reason := stale_reason(state)) is not None:
@@ -141,7 +143,7 @@ def load_state(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer | 
     for name, buffer in named_buffers(model):
         buffer.copy_(checkpoint.read(name, "buffer"))
     if steps is not None:
-        steps.finish_writing()
+        steps.finish_writing(lambda name, kind: checkpoint.read(name, kind) if kind in kinds.get(name, ()) else None)
     if dropped is not None:
         logger.warning("weft: %s: %s; it is dropped", checkpoint.path, dropped)
     refresh(model)
@@ -160,7 +162,7 @@ def _refuse_unknown_parameters(checkpoint: Checkpoint, model: nn.Module) -> None
 
 def _read_state(checkpoint: Checkpoint, name: str, kind: str, region: Region, piece: nn.Parameter) -> Tensor:
     shape = next(entry.shape for entry in checkpoint.entries(kind) if entry.name == name)
-    if shape != region.shape:  # a number, or a factor of K-FAC
+    if shape != region.shape:  # a number
         return checkpoint.read(name, kind).clone()  # it is kept, and the file's memory is not ours
     return checkpoint.read_region(name, kind, region).to(piece.device).view(piece.shape)
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -17,7 +17,7 @@ from weft.errors import CheckpointError
 from weft.mesh import Mesh
 from weft.optim.adamw import AdamW
 from weft.optim.delayed_update import is_pending, refuse_undelayed
-from weft.optim.kfac import KFAC, MOMENTUM
+from weft.optim.kfac import KFAC, MOMENTUM, ReadState
 from weft.parallel.gradient_norm import clip_factor, clip_grad_norm, grad_norm
 
 logger = logging.getLogger("weft")
@@ -54,8 +54,11 @@ class Stepper(Protocol):
     def write_state(self, name: str, piece: nn.Parameter, state: Mapping[str, Tensor]) -> None:
         """Set that state; empty for a checkpoint from before the first update. `finish_writing` comes after all."""
 
-    def finish_writing(self) -> None:
-        """All pieces' states were given."""
+    def whole_state(self) -> Iterable[tuple[str, str, Tensor]]:
+        """State that this rank saves and that is not cut as its parameter is: name of the parameter, kind, value."""
+
+    def finish_writing(self, read: ReadState) -> None:
+        """All pieces' states were given. `read` returns the whole of any state by name and kind, or None."""
 
 
 class WeftStepper:
@@ -100,7 +103,10 @@ class WeftStepper:
         else:
             self._optimizer.forget_state(piece)
 
-    def finish_writing(self) -> None:
+    def whole_state(self) -> Iterable[tuple[str, str, Tensor]]:
+        return ()
+
+    def finish_writing(self, read: ReadState) -> None:
         """Each piece's state was written at once."""
 
 
@@ -148,7 +154,10 @@ class TorchStepper:
         refuse_kfac_state(name, state)
         self._states[piece] = state
 
-    def finish_writing(self) -> None:
+    def whole_state(self) -> Iterable[tuple[str, str, Tensor]]:
+        return ()
+
+    def finish_writing(self, read: ReadState) -> None:
         """Through the optimizer's own load_state_dict, which puts each value where it keeps it."""
         optimizer = self._optimizer
         ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -192,7 +201,7 @@ class KfacStepper:
         return set()
 
     def read_own_state(self, piece: nn.Parameter) -> Mapping[str, Tensor]:
-        return self._optimizer.read_layer(piece)
+        return {}
 
     def write_state(self, name: str, piece: nn.Parameter, state: Mapping[str, Tensor]) -> None:
         if is_pending(state):
@@ -200,9 +209,11 @@ class KfacStepper:
         if piece.requires_grad:
             self._is_whole &= self._optimizer.write_piece(piece, state)
 
-    def finish_writing(self) -> None:
-        self._optimizer.finish_writing()
-        if not self._is_whole:
+    def whole_state(self) -> Iterable[tuple[str, str, Tensor]]:
+        return self._optimizer.layer_state()
+
+    def finish_writing(self, read: ReadState) -> None:
+        if not self._optimizer.write_layers(read) or not self._is_whole:
             logger.warning("weft: the checkpoint has no state of K-FAC for some parameters; theirs begins anew")
 
 

@@ -28,8 +28,6 @@ from weft.memory.offload_activations import ACTIVATIONS
 from weft.memory.offload_weights import link_traffic
 from weft.mesh import distance_and_degree, level_degrees
 from weft.models import LanguageConfig
-from weft.optim.kfac_layers import find_layers
-from weft.optim.kfac_placement import kfac_state_bytes, kfac_traffic
 from weft.optim.sign_compression import compressed_traffic
 from weft.parallel.apply import assumptions as cost_assumptions
 from weft.parallel.apply import cost, local_cost, localise, refuse
@@ -39,6 +37,7 @@ from weft.pipeline.cost import edge_bytes
 from weft.plan import Branch, Plan
 from weft.planner.host_link import copied_seconds, update_seconds
 from weft.planner.image_model import planned_images, software_for_images
+from weft.planner.kfac_cost import with_kfac
 from weft.planner.model import planned_model
 from weft.planner.step import StepModel
 from weft.profiling import Profile
@@ -200,16 +199,7 @@ def _with_optimizer(one: Cost, run: Run, whole: Profile) -> Cost:
     plan, kfac = run.plan, run.train.kfac
     if run.train.compressed is not None:
         return replace(one, traffic=compressed_traffic(one.traffic, plan.data, master_bytes(plan)))
-    if kfac is None:
-        return one
-    assert whole.model is not None
-    sizes = {
-        parameter.name: parameter.numel for block in whole.all for parameter in block.parameters if parameter.trainable
-    }
-    layers = find_layers(whole.model, sizes.keys(), kfac.exclude, kfac.max_size)
-    traffic = add_traffic(one.traffic, kfac_traffic(layers, kfac, plan.data, master_bytes(plan)))
-    optimizer = kfac_state_bytes(layers, sizes, kfac, plan.data, master_bytes(plan))
-    return replace(one, traffic=traffic, state_bytes={**one.state_bytes, "optimizer": optimizer})
+    return one if kfac is None else with_kfac(one, kfac, plan, whole)
 
 
 def refuse_run(run: Run) -> None:

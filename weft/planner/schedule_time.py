@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from weft.plan import Pipe
 from weft.schedule.actions import SHADOW, Action
-from weft.schedule.check import run_order
+from weft.schedule.check import order_with_needs
 from weft.schedule.schedules import make_schedule
 from weft.schedule.shadow import with_shadows
 
@@ -46,10 +46,10 @@ def _entries(pipe: Pipe, num_micro_batches: int) -> tuple[tuple[_OrderedAction, 
         schedule = with_shadows(schedule)
     found: list[_OrderedAction] = []
     index: dict[Action, int] = {}
-    for rank, action in run_order(schedule):
+    for rank, action, needed in order_with_needs(schedule):
         needs: list[int] = []
         others: list[tuple[int, int]] = []
-        for need, edge in schedule.needs(action):
+        for need, edge in needed:
             if edge is not None and schedule.rank_of(need.stage, need.replica) != rank:
                 others.append((index[need], min(need.stage, action.stage)))
             else:
@@ -79,13 +79,16 @@ def run(
     free, busy = [0.0] * pipe.degree, 0.0
     for rank, kind, stage, needs, others in entries:
         start = free[rank]
-        for need in needs:
-            start = max(start, ends[need])
+        for need in needs:  # `max` would take most of the time of this loop
+            if ends[need] > start:
+                start = ends[need]
         for need, edge in others:
-            start = max(start, ends[need] + message_seconds[edge])
+            arrived = ends[need] + message_seconds[edge]
+            if arrived > start:
+                start = arrived
         taken = seconds[kind][stage]
         busy += taken
-        free[rank] = start + taken
-        ends.append(start + taken)
+        end = free[rank] = start + taken
+        ends.append(end)
     makespan = max(free)
     return ScheduleTime(makespan, 1 - busy / (pipe.degree * makespan))

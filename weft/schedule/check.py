@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from weft.errors import PlanError
-from weft.schedule.actions import COMPUTE_KINDS, SHADOW, Action, Channel, Message, Schedule, channel_of
+from weft.schedule.actions import COMPUTE_KINDS, SHADOW, Action, Channel, Message, Need, Schedule, channel_of
 from weft.schedule.nccl_order import GroupOf, check_nccl_order
 
 
@@ -30,8 +30,13 @@ def check(schedule: Schedule, group_of: GroupOf = channel_of) -> None:
 
 
 def run_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """Yield the computations as (rank, action) in an order in which the lists can run. Raise PlanError if they
-    deadlock.
+    """Yield the computations as (rank, action) in an order in which the lists can run, as `order_with_needs` does."""
+    return ((rank, action) for rank, action, _ in order_with_needs(schedule))
+
+
+def order_with_needs(schedule: Schedule) -> Iterator[tuple[int, Action, list[Need]]]:
+    """Yield the computations as (rank, action, what it needs) in an order in which the lists can run. Raise PlanError
+    if they deadlock.
 
     Each rank goes through its list: a computation waits for what it needs; a send or a posted receive does not wait. If
     the schedule has messages, an action of another rank counts as done once its send has run.
@@ -40,9 +45,10 @@ def run_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     done = set(schedule.done)
     sent: set[tuple[int, int, int, str]] = set()
     by_messages = schedule.has_messages
+    needs_of: dict[int, list[Need]] = {}  # rank -> what the action needs that it waits to run
 
     def missing(rank: int, action: Action) -> Action | None:
-        for need, edge in schedule.needs(action):
+        for need, edge in needs_of[rank]:
             remote = by_messages and schedule.rank_of(need.stage, need.replica) != rank
             met = (edge, action.micro_batch, action.replica, action.kind) in sent if remote else need in done
             if not met:
@@ -56,10 +62,12 @@ def run_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
             while position[rank] < len(steps):
                 step = steps[position[rank]]
                 if isinstance(step, Action):
+                    if rank not in needs_of:
+                        needs_of[rank] = schedule.needs(step)
                     if missing(rank, step) is not None:
                         break
                     done.add(step)
-                    yield rank, step
+                    yield rank, step, needs_of.pop(rank)
                 elif step.is_send:
                     sent.add(step.key)
                 position[rank] += 1

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from weft.errors import PlanError
 from weft.schedule.actions import SHADOW, Action, Schedule
-from weft.schedule.check import run_order
+from weft.schedule.check import order_with_needs
 
 PerStage = float | Sequence[float]
 PerEdge = float | Sequence[float]
@@ -86,9 +86,9 @@ def simulate(
     seconds = {"forward": forward, "backward": whole, "weight": weight, SHADOW: forward}
     end: dict[Action, float] = dict.fromkeys(schedule.done, 0.0)
     spans: list[list[Span]] = [[] for _ in schedule.lists]
-    for rank, action in run_order(schedule):
+    for rank, action, needs in order_with_needs(schedule):
         start = spans[rank][-1].end_seconds if spans[rank] else 0
-        for need, edge in schedule.needs(action):
+        for need, edge in needs:
             arrived = end[need]
             if edge is not None and schedule.rank_of(need.stage, need.replica) != rank:
                 arrived += message[edge]

@@ -106,17 +106,31 @@ def rotate_and_store(
         from weft.serve.fused_kernel import rotate_and_store_by_kernel
 
         return rotate_and_store_by_kernel(projected, sizes, norms, rotary, positions, slots, keys, values)
+    angles = None if rotary is None else (rotary[0][positions][:, None], rotary[1][positions][:, None])
+    return rotate_by_angles(projected, sizes, norms, angles, slots, keys, values)
+
+
+def rotate_by_angles(
+    projected: Tensor,
+    sizes: tuple[int, int, int],
+    norms: tuple[RMSNorm, RMSNorm] | None,
+    angles: Rotary | None,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """`rotate_and_store` as plain functions, with cos and sin of the tokens [tokens, 1, head_dim]."""
     num_heads, num_key_heads, head_dim = sizes
     heads = projected.unflatten(-1, (-1, head_dim))  # [tokens, all heads, head_dim]
-    query: Tensor
-    query, key, value = heads.split([num_heads, num_key_heads, num_key_heads], dim=1)
+    both: Tensor
+    both, value = heads.split([num_heads + num_key_heads, num_key_heads], dim=1)
     if norms is not None:
-        query, key = norms[0](query), norms[1](key)
-    if rotary is not None:
-        cos, sin = (table[positions][:, None] for table in rotary)  # [tokens, 1, head_dim]
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-    keys[slots], values[slots] = key, value
-    return query
+        both = torch.cat([norms[0](both[:, :num_heads]), norms[1](both[:, num_heads:])], dim=1)
+    if angles is not None:
+        both = rotate(both, *angles)
+    keys.index_copy_(0, slots, both[:, num_heads:])
+    values.index_copy_(0, slots, value)
+    return both[:, :num_heads]
 
 
 def is_for_whole_kernel(projected: Tensor, batch: PagedBatch) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from weft.errors import ConfigError, NumbersError
 from weft.serve.request import Request, RequestError, Sampling
 from weft.serve.vocabulary_graph import VocabularyGraph, search
+from weft.serve.weight_formats import HEAD_FORMATS
 
 KIND = "weft vocabulary graph 1"
 GATHERED_PASSES = 3  # a row that is found is read, written next to others, and read again
@@ -161,10 +162,13 @@ def load(path: Path) -> GraphHead:
 
 
 def graph_head(name: str | None) -> GraphHead | None:
-    """What --head names: graph=FILE or approximate-graph=FILE. Raises ConfigError."""
-    if name is None:
+    """What --head names: graph=FILE or approximate-graph=FILE. None for formats of weights. Raises ConfigError."""
+    if name is None or name in HEAD_FORMATS:
         return None
     kind, _, path = name.partition("=")
     if kind not in ("graph", "approximate-graph") or not path:
-        raise ConfigError(f"--head {name} is unknown; give graph=FILE or approximate-graph=FILE with one of weft index")
+        raise ConfigError(
+            f"--head {name} is unknown; give graph=FILE or approximate-graph=FILE with one of weft index, or a format "
+            f"of its weight: {', '.join(HEAD_FORMATS)}"
+        )
     return replace(load(Path(path)), is_approximate=kind == "approximate-graph")

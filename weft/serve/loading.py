@@ -20,6 +20,7 @@ from weft.saved_run import saved_data, saved_tokenizer, with_intact_checkpoint
 from weft.serve.corrected_codes import pack_corrected
 from weft.serve.generate import load_for_generation
 from weft.serve.grammar import Grammars
+from weft.serve.packed_linear import pack_head
 from weft.serve.rank_part import RankPlace
 from weft.serve.served_model import ServedModel, end_tokens
 from weft.serve.speculation import LAYERS, EarlyLayers, early_layers
@@ -90,20 +91,21 @@ def load_draft(
 
 @dataclass(frozen=True)
 class Packing:
-    """Weights in fewer bits: the name of a format, and the path of a text by which rounding is corrected."""
+    """Weights in fewer bits: the name of a format, the path of a text by which rounding is corrected, and --head."""
 
-    weights: str
+    weights: str | None
     calibration: str | None = None
+    head: str | None = None
 
     @property
     def at_reading(self) -> WeightFormat | None:
         """The format in which weights are read; None if the whole model is read first."""
-        found = weight_format(self.weights)
+        found = None if self.weights is None else weight_format(self.weights)
         return found if self.calibration is None else None
 
     def correct(self, model: nn.Module, tokenizer: Tokenizer, context_length: int) -> None:
         """Pack a whole model by the calibration text, if there is one."""
-        if self.calibration is None:
+        if self.calibration is None or self.weights is None:
             return
         device = next(model.parameters()).device
         texts = calibration_texts(Path(self.calibration), tokenizer, context_length)
@@ -146,6 +148,7 @@ def load_model(
         )
         if packing is not None:
             packing.correct(model, own, context)
+            pack_head(model, packing.head, device)
         return model, own, context
 
     def load(checkpoint: Checkpoint) -> LoadedModel:

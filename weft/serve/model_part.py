@@ -110,6 +110,7 @@ class ModelPart:
         if options.stream_weights:
             assert isinstance(self.paged, PagedModel)
             self.streamed = self.paged.stream_weights(options.stream_weights, None if ranks is None else ranks.readers)
+        self._arrange_weights()
         linears = [linear for block in self.paged.blocks for linear in block.linears]
         if options.adapters and any(isinstance(linear, PackedLinear) for linear in linears):
             raise ConfigError("adapters cannot be added to weights in fewer bits; leave out --weights or --adapter")
@@ -200,6 +201,11 @@ class ModelPart:
         new = dict((*model.named_parameters(), *model.named_buffers()))
         for name, own in (*self.paged.model.named_parameters(), *self.paged.model.named_buffers()):
             own.copy_(new[name])
+        self._arrange_weights()
+
+    def _arrange_weights(self) -> None:
+        if self.device.type == "cpu" and self.streamed is None and isinstance(self.paged, PagedModel):
+            self.paged.arrange_for_cpu()
 
     def refuse_weights(self, model: nn.Module) -> None:
         """Raise ConfigError if a model is another one than this."""

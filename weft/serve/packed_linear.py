@@ -1,7 +1,8 @@
 """Linears whose weights are kept in fewer bits (`weight_formats.py`).
 
-Those of attention and MLPs are packed. Embeddings, norms, the head, routers and stacked experts stay as they are. Parts
-of a packed weight are buffers of integers, so that casting a model to another dtype does not change them.
+Those of attention and MLPs are packed, and the head if asked for. Embeddings, norms, routers and stacked experts stay
+as they are. Parts of a packed weight are buffers of integers, so that casting a model to another dtype does not change
+them.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from weft.errors import NumbersError
+from weft.errors import ConfigError, NumbersError
+from weft.models import GPT2, Decoder
 from weft.models.attention import RMSNorm
 from weft.models.decoder import Attention
 from weft.models.experts import SwiGLU
 from weft.models.gpt2 import GPT2MLP, GPT2Attention
-from weft.serve.weight_formats import AfterProduct, WeightFormat
+from weft.serve.cpu_product import CpuWeight, arranged, refusal
+from weft.serve.group_codes import GroupCodes, split_ranges
+from weft.serve.weight_formats import HEAD_FORMATS, AfterProduct, Grouped, WeightFormat, weight_format
 
 PACKED_OWNERS = (Attention, SwiGLU, GPT2Attention, GPT2MLP)
 
@@ -27,6 +31,7 @@ class PackedLinear(nn.Linear):
     def __init__(self, format: WeightFormat, parts: Sequence[Tensor], num_in: int, bias: Tensor | None) -> None:
         nn.Module.__init__(self)
         self.format = format
+        self.for_cpu: CpuWeight | None = None  # the weight a second time (`arrange_for_cpu`)
         self.in_features, self.out_features = num_in, len(parts[0])
         for index, part in enumerate(parts):
             self.register_buffer(f"part_{index}", part)
@@ -42,7 +47,26 @@ class PackedLinear(nn.Linear):
 
     def product(self, hidden: Tensor) -> Tensor:
         """hidden @ weight.T."""
+        if self._is_for_cpu(hidden):
+            assert self.for_cpu is not None
+            return self.for_cpu.product(hidden)
         return self.format.product(hidden, self.parts, AfterProduct())
+
+    def _is_for_cpu(self, hidden: Tensor) -> bool:
+        return self.for_cpu is not None and hidden.dim() == 2 and len(hidden) <= self.for_cpu.max_rows
+
+    def why_decoded(self, dtype: torch.dtype) -> str | None:
+        """Why a CPU decodes the weight for each product with inputs of a dtype; None if it does not."""
+        if not isinstance(self.format, Grouped):
+            return "products with codes are for int8 and int4"
+        return refusal(self.in_features, self.format.size_of_group(self.in_features), self.format.bits, dtype)
+
+    def arrange_for_cpu(self, dtype: torch.dtype) -> None:
+        """Keep the weight a second time as a CPU's product with codes takes it, where that is faster."""
+        self.for_cpu = None
+        if isinstance(self.format, Grouped):
+            codes, ranges = self.parts
+            self.for_cpu = arranged(GroupCodes(codes, *split_ranges(ranges)), self.format.bits, dtype)
 
     def fused(
         self,
@@ -52,7 +76,10 @@ class PackedLinear(nn.Linear):
         norm: RMSNorm | None = None,
     ) -> Tensor:
         """The linear of norm(hidden), and what follows it (`AfterProduct`)."""
-        return self.format.product(hidden, self.parts, AfterProduct(self.bias, residual, is_gated), norm)
+        after = AfterProduct(self.bias, residual, is_gated)
+        if self._is_for_cpu(hidden):
+            return after.of(self.product(hidden if norm is None else norm(hidden)))
+        return self.format.product(hidden, self.parts, after, norm)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.fused(hidden)
@@ -104,6 +131,24 @@ def pack_model(model: nn.Module, format: WeightFormat) -> None:
         replace_linear(model, name, packed)
 
 
+@torch.no_grad()
+def pack_head(model: nn.Module, name: str | None, device: torch.device | str) -> None:
+    """Keep the weight of the head in a format of integers if --head names one. An embedding that it shares stays."""
+    if name not in HEAD_FORMATS:
+        return
+    if torch.device(device).type != "cpu" or not isinstance(model, Decoder | GPT2):
+        raise ConfigError(
+            f"--head {name} is for models of attention on CPUs, not for a {type(model).__name__} on {device}; leave it "
+            f"out"
+        )
+    head = model.lm_head
+    if isinstance(head, nn.Linear):  # only the last stage has one
+        refuse_bad_weight("lm_head.weight", head.weight)
+        form = weight_format(name)
+        model.tied_to = None
+        model.lm_head = PackedLinear(form, form.encode(head.weight), head.weight.shape[1], head.bias)
+
+
 def refuse_bad_weight(name: str, weight: Tensor) -> None:
     """Raise NumbersError if a weight is NaN, infinite or too large for a scale of 16 bits."""
     bad = ~(weight.abs() < 65000)
@@ -113,6 +158,19 @@ def refuse_bad_weight(name: str, weight: Tensor) -> None:
             f"{name}[{row}, {column}] is {float(weight[row, column])}, which cannot be kept in fewer bits; serve "
             f"without --weights, or an older checkpoint"
         )
+
+
+def why_decoded(model: nn.Module) -> list[str]:
+    """Why a CPU decodes weights of a model for each product, which takes long: a sentence for each reason."""
+    dtype = next(model.parameters()).dtype
+    linears = [one for one in model.modules() if isinstance(one, PackedLinear)]
+    reasons = [one.why_decoded(dtype) for one in linears]
+    return [
+        f"{reasons.count(reason)} of {len(linears)} linears are decoded for each product, which saves memory and no "
+        f"time: {reason}"
+        for reason in dict.fromkeys(reasons)
+        if reason is not None
+    ]
 
 
 def join_packed(linears: Sequence[PackedLinear]) -> PackedLinear:

@@ -10,7 +10,7 @@ nothing may depend on numbers that the host knows: there, a tensor describes the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -42,6 +42,22 @@ class PagedBatch:
     prompt_lengths: Sequence[int] = ()  # tokens of each of these requests in the cache after this step
     # Of a recorded step, instead of the two before (`tiles_of`). `lengths` of requests that do not decode are 0.
     tiles: Tensor | None = None  # [4, tiles] int32
+    _places: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by window
+    _angles: tuple[Tensor, Tensor] | None = None
+
+    def decode_places(self, window: int | None) -> tuple[Tensor, Tensor]:
+        """Where the decodes attend to (`decode_places`). All blocks of the model with this window share it."""
+        if window not in self._places:
+            given = (self.tables[: self.num_decodes], self.lengths[: self.num_decodes], self.block_size, window)
+            self._places[window] = decode_places(*given)
+        return self._places[window]
+
+    def angles(self, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """cos and sin [tokens, 1, head_dim] at the tokens' positions, of tables for all. All blocks share them."""
+        if self._angles is None:
+            cos, sin = rotary
+            self._angles = cos[self.positions][:, None], sin[self.positions][:, None]
+        return self._angles
 
     @cached_property
     def prompt_slots(self) -> list[Tensor]:
@@ -110,7 +126,9 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, windo
         by_tiles(query, keys, values, batch.tables, batch.tiles, batch.block_size, window, out)
         return out
     parts = []
-    if num_decodes:
+    if num_decodes and query.device.type == "cpu":
+        parts.append(decode_at(query[:num_decodes], keys, values, *batch.decode_places(window)))
+    elif num_decodes:
         parts.append(decode(query[:num_decodes], keys, values, *given))
     if batch.prompt_queries:
         parts.append(attend_prompts(query[num_decodes:], keys, values, batch, window))
@@ -162,13 +180,26 @@ def decode_attention(
 
     Into `out`, only the results of requests that have tokens are written.
     """
+    mixed = decode_at(query, keys, values, *decode_places(tables, lengths, block_size, window))
+    return mixed if out is None else out.copy_(torch.where(lengths[:, None, None] > 0, mixed, out))
+
+
+def decode_places(tables: Tensor, lengths: Tensor, block_size: int, window: int | None) -> tuple[Tensor, Tensor]:
+    """The slots of requests, and which of them their newest tokens attend to: both [requests, slots]."""
     slots = slots_of(tables, tables.shape[1] * block_size, block_size)
     positions = torch.arange(slots.shape[1], device=slots.device)
-    mask = positions < lengths[:, None]  # [requests, slots]
-    if window is not None:
-        mask = mask & (positions >= lengths[:, None] - window)
-    mixed = masked_attention(query[:, None], keys[slots], values[slots], mask[:, None, None])[:, 0]
-    return mixed if out is None else out.copy_(torch.where(lengths[:, None, None] > 0, mixed, out))
+    mask = positions < lengths[:, None]
+    return slots, mask if window is None else mask & (positions >= lengths[:, None] - window)
+
+
+def decode_at(query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, mask: Tensor) -> Tensor:
+    """One query [requests, heads, head_dim] for each request. Queries that share a key head are rows of one product."""
+    key, value = (pages.index_select(0, slots.flatten()).unflatten(0, slots.shape) for pages in (keys, values))
+    grouped = query.unflatten(1, (keys.shape[1], -1))
+    mixed = F.scaled_dot_product_attention(
+        grouped, key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask[:, None, None]
+    )
+    return mixed.flatten(1, 2)
 
 
 def prompt_attention(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:

@@ -24,7 +24,7 @@ from weft.models.attention import RMSNorm
 from weft.models.decoder import Attention, DecoderLayer, rotary_tables
 from weft.models.experts import SparseMLP, SwiGLU
 from weft.models.gpt2 import GPT2MLP, GPT2Layer
-from weft.serve.fused import is_for_whole_kernel, rotate_and_store, whole_attention
+from weft.serve.fused import is_for_whole_kernel, rotate_and_store, rotate_by_angles, whole_attention
 from weft.serve.layer_cache import CacheFormat, CacheSizes, LayerCache, PlainFormat
 from weft.serve.packed_linear import PackedLinear, join_packed
 from weft.serve.paged_attention import PagedBatch
@@ -168,6 +168,10 @@ class PagedModel:
         """The attention [tokens, heads, head_dim] of a block. Keys and values of the batch go into its cache."""
         slots, keys, values = layer.room(batch)
         sizes = (block.num_heads, block.num_key_heads, block.head_dim)
+        if projected.device.type == "cpu":
+            angles = None if self.rotary is None else batch.angles(self.rotary)
+            query = rotate_by_angles(projected, sizes, block.head_norms, angles, slots, keys, values)
+            return layer.attend(query, keys, values, batch, block.window)
         given = (projected, sizes, block.head_norms, self.rotary, batch.positions, slots, keys, values)
         if layer.counts is not None and self.rotary is not None and is_for_whole_kernel(projected, batch):
             return whole_attention(*given, batch, block.window, layer.counts)
@@ -185,6 +189,12 @@ class PagedModel:
         with torch.no_grad():
             self._streamed = StreamedWeights(self.block_modules, self.device, ahead, readers)
         return self._streamed
+
+    def arrange_for_cpu(self) -> None:
+        """Keep weights in fewer bits as a CPU's products take them. Call it again when weights have changed."""
+        for linear in (*(one for block in self.blocks for one in block.linears), self.model.lm_head):
+            if isinstance(linear, PackedLinear):
+                linear.arrange_for_cpu(self.dtype)
 
     def logits(self, residual: Tensor) -> Tensor:
         """The logits [rows, vocab] of rows of the residual stream."""

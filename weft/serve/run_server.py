@@ -33,10 +33,12 @@ from weft.serve.http import Api, build_app
 from weft.serve.http_guard import ServerLimits
 from weft.serve.loading import LoadedModel, Packing, load_draft, load_model
 from weft.serve.model_part import ModelPart, refuse_shared_reading
+from weft.serve.packed_linear import why_decoded
 from weft.serve.rank_part import refuse_plan
 from weft.serve.ranks import ServingRanks, sums_of
 from weft.serve.replicas import ReplicaFront, serve_replica
 from weft.serve.server import HttpServer
+from weft.serve.weight_formats import HEAD_FORMATS
 from weft.serve.worker import EngineWorker
 
 RANK_TIMEOUT = timedelta(minutes=10)  # of a rank that waits for another; a rank that died is found at once
@@ -71,20 +73,21 @@ class ServeOptions:
     weights: str | None = None  # a format of fewer bits
     calibration: str | None = None  # the path of a text by which rounding to it is corrected
     cache: str | None = None  # a format of keys and values
-    head: str | None = None  # "graph=FILE": how the likeliest tokens are found
+    head: str | None = None  # "graph=FILE": how the likeliest tokens are found; or a format of the head's weight
     sums: str = "library"  # how several ranks add up partial results
     stream_weights: int = 0  # blocks whose weights are copied ahead from host memory; 0: none
 
     @property
-    def packing(self) -> Packing | None:
+    def packing(self) -> Packing:
         """How weights are kept. Raises ConfigError for options that do not go together."""
-        if self.weights is None:
-            if self.calibration is not None:
-                raise ConfigError("--calibration corrects rounded weights; give --weights int4 or int8 too")
-            return None
-        if self.merged_adapter is not None:
-            raise ConfigError("--merge-adapter changes weights that --weights rounds; export a merged model first")
-        return Packing(self.weights, self.calibration)
+        if self.weights is None and self.calibration is not None:
+            raise ConfigError("--calibration corrects rounded weights; give --weights int4 or int8 too")
+        is_rounded = self.weights is not None or self.head in HEAD_FORMATS
+        if is_rounded and self.merged_adapter is not None:
+            raise ConfigError(
+                "--merge-adapter changes weights that --weights and --head round; export a merged model first"
+            )
+        return Packing(self.weights, self.calibration, self.head)
 
     def engine(self, loaded: LoadedModel, max_waiting: int, device: torch.device | str) -> EngineOptions:
         cache = cache_format(self.cache)
@@ -113,7 +116,7 @@ def refuse_options(source: Path, options: ServeOptions, plan: Plan) -> None:
         require_run(source)
     if options.follows and options.stream_weights:
         raise ConfigError("--follow replaces weights, which --stream-weights does not allow; leave out one of them")
-    if options.follows and options.head is not None:
+    if options.follows and options.head not in (None, *HEAD_FORMATS):
         raise ConfigError("--follow replaces weights, which the graph of --head is made of; leave out one of them")
     if options.stream_weights:
         refuse_shared_reading(plan)
@@ -129,6 +132,9 @@ def run_server(source: Path, options: ServeOptions, ready: Ready, say: Say) -> N
         merge_adapter(loaded.model, Path(options.merged_adapter))
     if next(loaded.model.parameters()).device.type == "cpu" and not on_host and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(fastest_threads(torch.get_num_threads()))
+    if torch.device(options.device).type == "cpu":
+        for reason in why_decoded(loaded.model):
+            say(reason)
     engine = Engine(loaded.model, options.engine(loaded, options.max_waiting, options.device))
 
     def load(checkpoint: Path) -> nn.Module:

@@ -28,6 +28,7 @@ FP8_MAX = 448.0  # the largest number of e4m3
 MAX_KERNEL_ROWS = 64  # of a product by a kernel, which is bound by memory; weights are decoded for more
 MAX_TOKEN_BYTES = 8192  # codes of one output of a product by the kernel for one row, which holds them in registers
 FEW_ROWS = 4  # of a product by the kernel for few rows
+DECODED_WEIGHTS = 1 << 19  # that a CPU decodes at a time
 
 
 class AfterProduct(NamedTuple):
@@ -97,8 +98,14 @@ class Grouped:
         num_in = hidden.shape[-1]
         if is_for_kernel(hidden) and self.size_of_group(num_in) >= 32:
             return product_by_kernel(hidden, codes, ranges, self.block(num_in), after, norm)
-        hidden = hidden if norm is None else norm(hidden)
-        return after.of(F.linear(hidden, self.decode(parts, hidden.dtype)))
+        return after.of(self.decoded_product(hidden if norm is None else norm(hidden), parts))
+
+    def decoded_product(self, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        """hidden @ weight.T, by decoding the weight: on a CPU, as many outputs at a time as its cache holds."""
+        num_out = max(1, DECODED_WEIGHTS // hidden.shape[-1]) if hidden.device.type == "cpu" else len(parts[0])
+        some = zip(*(part.split(num_out) for part in parts), strict=True)
+        products = [F.linear(hidden, self.decode(one, hidden.dtype)) for one in some]
+        return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
 
 
 @dataclass(frozen=True)
@@ -185,6 +192,9 @@ FORMATS: dict[str, WeightFormat] = {
     "int4": Grouped(4, 64),
     "int4-128": Grouped(4, 128),
 }
+
+
+HEAD_FORMATS = tuple(name for name, one in FORMATS.items() if isinstance(one, Grouped))  # that --head names
 
 
 def weight_format(name: str) -> WeightFormat:

@@ -53,9 +53,14 @@ def refuse_kfac(run: Run) -> str | None:
     if plan.exact:
         return "train.kfac is another update than AdamW's, and plan.exact = true; set plan.exact = false to accept it"
     for axis, degree in plan.degrees.items():
-        if axis != "data" and degree > 1:
+        if axis not in ("data", "shard") and degree > 1:
             key = f"plan.{AXES[axis].degree}"
-            return f"train.kfac is built beside data alone, and {key} = {degree}; leave it out, or set {key} = 1"
+            return f"train.kfac is built beside data and shard, and {key} = {degree}; leave it out, or set {key} = 1"
+    if plan.shard.degree > 1 and plan.shard.stage != 1:
+        return (
+            f"train.kfac needs whole gradients on each rank, and plan.shard.stage = {plan.shard.stage} keeps slices; "
+            f"set plan.shard.stage = 1, or leave train.kfac out"
+        )
     if memory.keeps_state_on_host or memory.delay or memory.state != "master" or not memory.master:
         return (
             "train.kfac keeps its state in the master dtype on the device; set plan.memory.offload and weights to 0, "

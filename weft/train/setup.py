@@ -102,7 +102,7 @@ def build_state(
     if wants_compile(run, mesh.device):
         say("the first step compiles the model's blocks" + (f"; attention by {kernel}" if kernel else ""))
         compile_blocks(model, say)
-    optimizer = make_optimizer(model, run.train, mesh["data"])
+    optimizer = make_optimizer(model, run.train, mesh)
     source = weights_fingerprint(run.source, run.tuning.adapter)
     data = with_reference(run, data.on_tile(mesh), model, mesh)
     state = TrainState(run, run_id, data, mesh, model, optimizer, status, say, source)

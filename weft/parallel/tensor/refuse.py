@@ -6,6 +6,7 @@ Each reason states the given value, the rule that failed and what to change.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -27,10 +28,11 @@ def refuse_sizes(profile: Profile, pairing: Pairing, plan: Plan) -> str | None:
         )
     if (reason := _refuse_reads(profile, pairing)) is not None:
         return reason
-    if (reason := _refuse_adapters(profile.model, pairing, plan)) is not None:
+    modules = dict(profile.model.named_modules(remove_duplicate=False))  # a search asks this of hundreds of plans
+    if (reason := _refuse_adapters(modules, pairing, plan)) is not None:
         return reason
     for split in pairing.splits.values():
-        in_and_out = linear_sizes(profile.model.get_submodule(split.module))
+        in_and_out = linear_sizes(modules[split.module])
         reason = _refuse_over_x(split, plan.tensor.x)
         if reason is None and plan.tensor.y > 1:
             reason = _refuse_split_over_y(split, in_and_out, plan.tensor.y, pairing.is_whole)
@@ -43,10 +45,10 @@ def refuse_sizes(profile: Profile, pairing: Pairing, plan: Plan) -> str | None:
     return _refuse_sequence(profile, pairing, plan) if plan.tensor.sequence else None
 
 
-def _refuse_adapters(model: nn.Module, pairing: Pairing, plan: Plan) -> str | None:
+def _refuse_adapters(modules: Mapping[str, nn.Module], pairing: Pairing, plan: Plan) -> str | None:
     """Checks that low-rank updates drop nothing and have whole sequences: their products are not gathered in pieces."""
     for name in pairing.splits:
-        module = model.get_submodule(name)
+        module = modules[name]
         if has_adapter(module) and plan.tensor.sequence:
             return f"tensor.sequence = true does not split the low-rank update (lora) of '{name}'; use false"
         if has_adapter(module) and vars(module)["dropout"]:

@@ -1,0 +1,90 @@
+"""Measures products of some rows with int8 and int4 weights on a CPU: with codes, and with the decoded weight.
+
+    python benchmarks/cpu_products.py [--threads 1] [--out benchmarks/results/cpu-products.json]
+
+Shapes are those of a Llama of 200M (`serve_cpu.py`). Products go over as many copies of a weight as no cache holds, and
+a time is the least of three rounds. Next to it is torch's product with the float32 weight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.serve.cpu_product import cpu_weight, has_product, most_rows
+from weft.serve.group_codes import GroupCodes, split_ranges
+from weft.serve.weight_formats import Grouped, weight_format
+
+RESULT = Path(__file__).parent / "results" / "cpu-products.json"
+SHAPES = ((1024, 1536), (1024, 5632), (2816, 1024), (1024, 32000))  # inputs, outputs
+ROWS = (1, 2, 4, 8, 16, 64, 256)
+COLD_BYTES = 100e6
+FEW_ROWS = 16  # with more, products are not bound by memory, and one copy is enough
+
+
+def milliseconds(computes: Sequence[Callable[[], Tensor]]) -> float:
+    """Of one product; each goes to another copy of a weight."""
+    computes[0]()
+    best = float("inf")
+    for _ in range(3):
+        begin = time.perf_counter()
+        for compute in computes:
+            compute()
+        best = min(best, time.perf_counter() - begin)
+    return 1e3 * best / len(computes)
+
+
+def times(num_in: int, num_out: int, num_rows: int) -> dict[str, float]:
+    """Milliseconds of each way."""
+    weight, hidden = torch.randn(num_out, num_in) / num_in**0.5, torch.randn(num_rows, num_in)
+
+    def number(num_bytes: float) -> int:
+        return max(2, int(COLD_BYTES / num_bytes)) if num_rows < FEW_ROWS else 1
+
+    copies = [weight.clone() for _ in range(number(4 * weight.numel()))]
+    found = {"float32": milliseconds([lambda one=one: F.linear(hidden, one) for one in copies])}  # type: ignore[misc]
+    for name in ("int8", "int4"):
+        form = weight_format(name)
+        assert isinstance(form, Grouped)
+        parts = form.encode(weight)
+        coded = GroupCodes(parts[0], *split_ranges(parts[1]))
+        codes = [cpu_weight(coded, form.bits, num_rows) for _ in range(number(parts[0].numel()))]
+        found[name] = milliseconds([lambda one=one: one.product(hidden) for one in codes])  # type: ignore[misc]
+        decoded = [lambda form=form, parts=parts: form.decoded_product(hidden, parts)]  # type: ignore[misc]
+        found[f"{name} decoded"] = milliseconds(decoded)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    if not has_product():
+        raise SystemExit("this torch has no products with 4-bit codes for this CPU")
+    capability = torch.backends.cpu.get_cpu_capability()
+    result: dict[str, Any] = {"torch": torch.__version__, "capability": capability, "threads": given.threads}
+    for num_in, num_out in SHAPES:
+        for num_rows in ROWS:
+            name = f"{num_rows} x {num_in} @ {num_in} x {num_out}"
+            result[name] = times(num_in, num_out, num_rows)
+            print(name, {way: round(one, 2) for way, one in result[name].items()}, flush=True)
+    for name, group, bits in (("int8", 128, 8), ("int4", 64, 4)):
+        sizes = sorted({num_in for num_in, _ in SHAPES})
+        chosen = {size: most_rows(size, group, bits, torch.float32, given.threads) for size in sizes}
+        result[f"most rows with codes, {name}"] = chosen
+        print(f"most rows with codes, {name}", chosen)
+    given.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

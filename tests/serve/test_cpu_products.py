@@ -1,0 +1,166 @@
+"""Products with codes on a CPU: what they give against decoded weights, when they are used, and what is said if not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from serving_for_tests import GREEDY, SIZES, serve_all, tiny_model, tokens_of
+from test_engine import make_engine
+from torch import Tensor, nn
+
+from weft.errors import ConfigError
+from weft.models import DecoderConfig, build, initialise, save_folder
+from weft.serve import cpu_product
+from weft.serve.cpu_product import CpuWeight, cpu_weight, has_product, most_of, refusal
+from weft.serve.graph_head import graph_head
+from weft.serve.group_codes import GroupCodes, pack, split_ranges
+from weft.serve.loading import Packing, load_model
+from weft.serve.packed_linear import PackedLinear, pack_head, pack_model, why_decoded
+from weft.serve.paged_model import PagedModel
+from weft.serve.request import Request
+from weft.serve.weight_formats import Grouped, weight_format
+
+needs_product = pytest.mark.skipif(not has_product(), reason="this torch has no product with 4-bit codes for this CPU")
+CONFIG = DecoderConfig(**{**SIZES, "hidden_size": 64, "intermediate_size": 96}, attention_bias=True)  # type: ignore[arg-type]
+REQUESTS = [Request(str(i), (7 * i + 1, 5, 3, i), 9, GREEDY) for i in range(3)]
+
+
+def codes_of(form: Grouped, weight: Tensor) -> GroupCodes:
+    codes, ranges = form.encode(weight)
+    return GroupCodes(codes, *split_ranges(ranges))
+
+
+def model_of(seed: int, kind: str) -> nn.Module:
+    model = build(CONFIG)
+    initialise(model, seed)
+    pack_model(model, weight_format(kind))
+    return model.eval()
+
+
+def load(folder: Path, head: str | None) -> nn.Module:
+    return load_model(folder, "bytes", "cpu", lambda words: None, packing=Packing(None, head=head)).model
+
+
+def with_head(model: nn.Module, weight: Tensor) -> nn.Module:
+    """The model with another weight of its head alone."""
+    model.tied_to = None  # type: ignore[assignment]
+    model.lm_head.weight = nn.Parameter(weight)  # type: ignore[union-attr]
+    return model
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@needs_product
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("num_out", [16, 61, 144])
+def test_every_code_is_multiplied_exactly(bits: int, num_out: int) -> None:
+    codes = torch.randint(0, 2**bits, (num_out, 64)).to(torch.uint8)
+    ranges = torch.ones(num_out, 2, dtype=torch.float16)
+    found = cpu_weight(GroupCodes(pack(codes, bits), ranges, 0 * ranges), bits, 1).product(torch.eye(64))
+    assert torch.equal(found.T, codes.float())
+
+
+@needs_product
+@pytest.mark.parametrize("kind", ["int8", "int4", "int4-128"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_have_the_precision_of_bf16(kind: str, dtype: torch.dtype) -> None:
+    form = weight_format(kind)
+    assert isinstance(form, Grouped)
+    weight, hidden = torch.randn(80, 384) + torch.randn(80, 1), torch.randn(5, 384).to(dtype)
+    plain = hidden.double() @ form.decode(form.encode(weight), torch.float64).T
+    own = cpu_weight(codes_of(form, weight), form.bits, 8)
+    found = own.product(hidden)
+    assert found.dtype == dtype
+    assert relative(found, plain) < 2**-8
+    assert torch.equal(own.product(hidden[:1]), found[:1])  # a row does not depend on the others
+    for changed in controls(own):
+        assert relative(changed.product(hidden), plain) > 0.01
+
+
+def controls(own: CpuWeight) -> list[CpuWeight]:
+    """The weight with ranges of another group, and without its lower digits or with all in another order."""
+    (codes, ranges), *lower = own.digits
+    wrong = [((codes, ranges.roll(1, 0)), *lower)]
+    if lower:
+        wrong += [((codes, ranges),), ((codes, lower[0][1]), (lower[0][0], ranges))]
+    return [replace(own, digits=digits) for digits in wrong]
+
+
+@needs_product
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_an_engine_computes_with_codes_where_that_is_faster(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_product, "most_rows", lambda *sizes: 4)
+    engine, rows = make_engine(model_of(0, kind)), list[int]()
+    product = CpuWeight.product
+    monkeypatch.setattr(CpuWeight, "product", lambda own, hidden: rows.append(len(hidden)) or product(own, hidden))
+    found = tokens_of(serve_all(engine, REQUESTS))
+    assert set(rows) == {3}  # steps of prompts have 12 rows
+    monkeypatch.setattr(cpu_product, "most_rows", lambda *sizes: 0)  # decoding is faster
+    rows.clear()
+    plain = make_engine(model_of(0, kind))
+    assert tokens_of(serve_all(plain, REQUESTS)) == found
+    assert not rows
+
+
+@needs_product
+def test_newer_weights_are_arranged_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_product, "most_rows", lambda *sizes: 64)
+    engine, newer = make_engine(model_of(0, "int4")), make_engine(model_of(1, "int4"))
+    before, expected = (tokens_of(serve_all(one, REQUESTS)) for one in (engine, newer))
+    assert before != expected
+    engine.replace_weights(model_of(1, "int4"))
+    assert tokens_of(serve_all(engine, REQUESTS)) == expected
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])  # heads that share the embedding
+def test_a_head_in_fewer_bits_gives_the_logits_of_its_decoded_weight(name: str, tmp_path: Path) -> None:
+    save_folder(tmp_path, tiny_model(name))  # type: ignore[arg-type]
+    packed, plain = (load(tmp_path, head) for head in ("int8", None))
+    assert isinstance(packed.lm_head, PackedLinear)
+    form, rows = packed.lm_head.format, torch.randn(3, 16)
+    decoded = form.decode(packed.lm_head.parts, torch.float32)
+    assert 0 < float((decoded - plain.lm_head.weight.detach()).abs().max()) < 0.01  # type: ignore[operator, union-attr]
+    found, exact = (PagedModel(model, 8).logits(rows) for model in (packed, plain))
+    torch.testing.assert_close(found, PagedModel(packed, 8).hidden_states(rows) @ decoded.T)
+    assert not torch.equal(found, exact)
+    tokens = [tokens_of(serve_all(make_engine(model), REQUESTS)) for model in (packed, with_head(plain, decoded))]
+    assert tokens[0] == tokens[1]
+
+
+def test_what_a_head_in_fewer_bits_does_not_go_with_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--head int8 is for models of attention on CPUs, not for a Decoder on cuda"):
+        pack_head(tiny_model("llama"), "int8", "cuda")
+    with pytest.raises(ConfigError, match="not for a Linear on cpu; leave it out"):
+        pack_head(nn.Linear(2, 2), "int4", "cpu")
+    with pytest.raises(ConfigError, match="a format of its weight: int8, int4, int4-128"):
+        graph_head("int3")
+    assert graph_head("int4") is None
+
+
+def test_the_most_rows_are_found() -> None:
+    assert most_of((1, 4, 16, 64), lambda rows: rows < 16) == 4
+    assert most_of((1, 4, 16, 64), lambda rows: rows != 4) == 1  # what is faster again for more rows is not used
+    assert most_of((1, 4), lambda rows: False) == 0
+
+
+def test_weights_that_are_decoded_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_product, "has_product", lambda: True)
+    monkeypatch.setattr(cpu_product, "most_rows", lambda *sizes: 1)
+    assert refusal(64, 64, 4, torch.float32) is None
+    assert "no inputs in torch.float64" in str(refusal(64, 64, 4, torch.float64))
+    assert "a layer of 48 inputs has 16" in str(refusal(48, 16, 4, torch.float32))
+    monkeypatch.setattr(cpu_product, "most_rows", lambda *sizes: 0)
+    assert "faster than products with codes" in str(refusal(64, 64, 4, torch.float32))
+    monkeypatch.setattr(cpu_product, "has_product", lambda: False)
+    (words,) = why_decoded(model_of(0, "int4"))
+    assert words.startswith("14 of 14 linears are decoded")
+    assert "this torch has no products" in words
+    engine = make_engine(model_of(0, "int4"))
+    linears = [one for block in engine._part.paged.blocks for one in block.linears]  # type: ignore[union-attr]
+    assert all(isinstance(one, PackedLinear) and one.for_cpu is None for one in linears)
+    assert "for int8 and int4" in why_decoded(model_of(0, "fp8"))[0]
