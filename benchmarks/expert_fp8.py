@@ -23,11 +23,10 @@ import triton
 from torch import Tensor, nn
 
 from weft.models.expert_rows import RowOrder, align_groups, sort_by_expert, through_experts
-from weft.models.experts import StackedExperts
+from weft.models.experts import StackedExperts, stacked_experts
 from weft.parallel import fp8_rows
-from weft.parallel.fp8_experts import fp8_through_experts
+from weft.parallel.fp8_experts import fp8_stacked_experts, fp8_through_experts
 from weft.parallel.fp8_grouped import ROWS_MULTIPLE
-from weft.parallel.fp8_products import grouped_multiply
 
 operations = torch.ops.weft
 CALLS = 10
@@ -259,12 +258,12 @@ def layers(layer: Layer, compiles: bool) -> Iterator[tuple[str, float]]:
     """(name, milliseconds) of forward and backward of the whole layer, and the error of its results and gradients."""
     expected: list[Tensor] = []
     inputs = (layer.tokens, layer.weights, *layer.experts.parameters())
-    for name, through, linear in (
-        ("bf16", through_experts, layer.experts.linear),
-        ("fp8 by products", through_experts, grouped_multiply),
-        ("fp8", fp8_through_experts, grouped_multiply),
+    for name, through, compute in (
+        ("bf16", through_experts, stacked_experts),
+        ("fp8 of rows as they are sent", through_experts, fp8_stacked_experts),
+        ("fp8", fp8_through_experts, fp8_stacked_experts),
     ):
-        layer.experts.linear = linear
+        layer.experts.compute = compute
         called = torch.compile(through, dynamic=False) if compiles else through
 
         def both(called: Any = called) -> list[Tensor]:

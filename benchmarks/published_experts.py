@@ -10,7 +10,7 @@ from published_case import Case, Row, ints, make_pipe, nodes, parts, rate
 from published_models import Model, named_with_experts
 
 from weft.plan import Context, Memory, Plan, Recompute, Shard, Tensor
-from weft.planner.frameworks import CORE_EXPERTS
+from weft.planner.frameworks import CORE_EXPERTS, CORE_FSDP
 
 PEAK = 989.5e12
 MEMORY_BYTES = 76e9  # of 80e9: the rest is the CUDA context, NCCL and what the allocator loses
@@ -40,7 +40,8 @@ def folding(row: Row) -> Iterator[Case]:
     else:
         plan = replace(plan, data=rest)
     # CUDA 12.6 and PyTorch 2.5, of late 2024: Transformer Engine then takes cuDNN's attention on Hopper.
-    software = replace(CORE_EXPERTS, attention="flash3", many_tiles=True, splits_experts=not is_folded)
+    known = CORE_FSDP if method.startswith("FSDP") else CORE_EXPERTS
+    software = replace(known, attention="flash3", many_tiles=True, splits_experts=not is_folded)
     seconds = model_flops(model) * batch / devices / (rate(row["mfu"]) / 100 * PEAK)
     label = f"{row['model']} {method} {devices} GPUs {batch} × {sequence}"
     plans = tuple(_plans(model, plan, batch, not is_folded))
@@ -70,14 +71,16 @@ def model_flops(model: Model) -> float:
 
 
 def _plans(model: Model, plan: Plan, batch: int, splits_experts: bool) -> Iterator[tuple[Plan, int]]:
-    """Micro-batch, interleaving and recompute are not printed: those that fit."""
+    """Interleaving and recompute are not printed: those that fit. Neither is the micro-batch: one sequence, as in
+    Megatron-LM's example for Mixtral.
+    """
     pipe, each = plan.pipe.degree, model.layers // plan.pipe.degree
     all_chunks = [n for n in range(1, each + 1) if each % n == 0] if pipe > 1 else [1]
     policies: tuple[Recompute, ...] = ("none", "full")
-    for recompute, micro, chunks in itertools.product(policies, (1, 2, 4), all_chunks):
-        count, rest = divmod(batch, plan.num_batch_ranks * micro)
+    for recompute, chunks in itertools.product(policies, all_chunks):
+        count, rest = divmod(batch, plan.num_batch_ranks)
         memory = replace(plan.memory, recompute=recompute)
-        one = replace(plan, pipe=make_pipe(pipe, chunks), micro_batch=micro, memory=memory)
+        one = replace(plan, pipe=make_pipe(pipe, chunks), micro_batch=1, memory=memory)
         is_whole = not rest and (chunks == 1 or count % pipe == 0)
         if is_whole and held_bytes(model, one, count, splits_experts) < MEMORY_BYTES:
             yield one, count

@@ -43,17 +43,23 @@ def test_a_run_is_trained_and_goes_on_under_other_degrees(run_file: Path, weft: 
 FP8 = ("plan.precision=bf16", "plan.exact=false", "plan.matmul=fp8")
 
 
-def fp8_run_file(folder: Path) -> Path:
+def fp8_run_file(folder: Path, has_capacity: bool = False) -> Path:
     lines = RUN_FILE.replace("moe_intermediate_size = 8", "moe_intermediate_size = 16").splitlines()
-    return write_run_file(folder, "\n".join(line for line in lines if not line.startswith("capacity")))
+    return write_run_file(folder, "\n".join(one for one in lines if has_capacity or not one.startswith("capacity")))
 
 
 def test_experts_in_fp8_are_refused_in_words(tmp_path: Path, weft: Weft, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    left = weft("train", fp8_run_file(tmp_path), "folder=no", "plan.matmul=fp8", "--no-verify")
-    assert left.status == 2
-    assert "exact = true; use 'bf16' and exact = false" in " ".join(left.err.split())
-    assert "Traceback" not in left.err
+    run_file = fp8_run_file(tmp_path)
+    for given, words in (
+        (("plan.precision=bf16",), "precision = 'bf16' and exact = true; use 'bf16' and exact = false"),
+        (("plan.precision=fp32", "plan.exact=false"), "precision = 'fp32' and exact = false; use 'bf16'"),
+    ):
+        left = weft("train", run_file, "folder=no", "plan.matmul=fp8", *given, "--no-verify")
+        assert left.status == 2
+        assert words in " ".join(left.err.split())
+        assert "Traceback" not in left.err
+        assert not Path("no").exists()
 
 
 @pytest.mark.soak
@@ -71,6 +77,18 @@ def test_experts_train_in_fp8(tmp_path: Path, weft: Weft, monkeypatch: pytest.Mo
     for name in ("fp8", "ranks", "sharded"):
         assert found[name] != found["bf16"]
         assert found[name] == pytest.approx(found["bf16"], rel=0.02)
+
+
+@pytest.mark.soak
+def test_experts_with_a_capacity_train_in_fp8(tmp_path: Path, weft: Weft, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_file, found = fp8_run_file(tmp_path, has_capacity=True), {}
+    for name, plan in {"bf16": FP8[:2], "ranks": (*FP8, "plan.expert=2")}.items():
+        left = weft("train", run_file, f"folder={name}", *plan, "train.steps=3", "--no-verify")
+        assert left.status == 0, left.err
+        found[name] = losses(Path(name))
+    assert found["ranks"] != found["bf16"]
+    assert found["ranks"] == pytest.approx(found["bf16"], rel=0.02)
 
 
 def test_verify_proves_folded_experts_and_refuses_in_words(run_file: Path, weft: Weft) -> None:

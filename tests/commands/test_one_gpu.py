@@ -21,6 +21,7 @@ def arguments(losses: int = 0, text: Path | None = None) -> argparse.Namespace:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.full
 def test_contenders_train(name: str) -> None:
     found = one_gpu.work(name, one_gpu.CASES["tiny"], arguments())
     assert found["last_loss"] < found["first_loss"]

@@ -247,7 +247,7 @@ MEASURED = json.loads((RESULTS / "one-gpu-h200.json").read_text())["results"]
         {f"{shape} {name}": (shape, name) for shape in MEASURED for name in MEASURED[shape] if name in one_gpu.PLANS},
     ),
 )
-@pytest.mark.full(2)
+@pytest.mark.full
 def test_memory_on_an_h200_is_predicted_within_5_percent(shape: str, name: str) -> None:
     predicted = one_gpu.predicted_bytes(name, one_gpu.CASES[shape])
     assert predicted == pytest.approx(MEASURED[shape][name]["gpu_bytes"], rel=0.05)

@@ -112,6 +112,7 @@ def test_what_is_merged_and_what_stays() -> None:
     ],
     ids=["llama", "gpt2"],
 )
+@pytest.mark.full(2)
 def test_a_models_forward_and_backward_are_merged_as_torch_merges_them(config: DecoderConfig | GPT2Config) -> None:
     graph = joint_graph(build(config))
     expected, before = lines(fx_graph_cse(graph)), len(graph.nodes)

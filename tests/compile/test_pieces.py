@@ -279,6 +279,7 @@ def test_pools_are_those_of_weft_where_it_has_kernels(codes: list[str], monkeypa
     assert pooled == [4]
 
 
+@pytest.mark.full
 def test_averages_of_parallel_models_are_those_of_weft_too(codes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     cell, pooled = Cell("batch", 16, 16, 8, False, False), list[int]()
     fix_average_gradients(cell)

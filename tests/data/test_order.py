@@ -74,7 +74,6 @@ def test_indices_outside_the_range_are_refused() -> None:
 
 
 @given(n=st.integers(1, 60), batch=st.integers(1, 80), seed=seeds)
-@settings(max_examples=50)
 def test_every_sample_once_per_epoch_also_when_batches_straddle_epochs(n: int, batch: int, seed: int) -> None:
     num_epochs = 3
     steps = -(-num_epochs * n // batch)
@@ -110,7 +109,6 @@ def test_resuming_at_any_step_repeats_the_run() -> None:
 
 
 @given(num_ranks=st.integers(1, 8), micro_batch=st.integers(1, 4), accumulation=st.integers(1, 4), seed=seeds)
-@settings(max_examples=50)
 def test_the_ranks_together_hold_the_batch(num_ranks: int, micro_batch: int, accumulation: int, seed: int) -> None:
     batch = num_ranks * micro_batch * accumulation
     indices = batch_indices(3, batch, 1000, seed)

@@ -256,7 +256,7 @@ def test_a_config_goes_through_its_table(name: str) -> None:
     assert config_from_table(to_table(TINY[name])) == TINY[name]
 
 
-@settings(max_examples=25)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(
     config=st.one_of(
         st.builds(

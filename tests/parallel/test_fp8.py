@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from weft.compile.saved_bytes import assumptions, compiled_profile
 from weft.errors import PlanError
 from weft.mesh import Mesh
-from weft.models import grouped_matmul
-from weft.models.experts import StackedExperts
+from weft.models.experts import StackedExperts, stacked_experts
 from weft.models.loss import ExampleLoss
 from weft.parallel.apply import parallelize, refuse
-from weft.parallel.fp8_products import LARGEST, grouped_multiply, multiply, quantise
+from weft.parallel.fp8_experts import fp8_stacked_experts
+from weft.parallel.fp8_products import LARGEST, multiply, quantise
 from weft.plan import Memory, Pipe, Plan
 from weft.plan import Tensor as TensorPlan
 from weft.profiling import profile
@@ -96,55 +96,19 @@ def test_tokens_that_the_kernel_does_not_take_give_weights_a_gradient_in_bf16() 
     assert torch.equal(weight.grad, given.t() @ value)
 
 
-def grouped_by_hand(rows: Tensor, weight: Tensor, ends: list[int]) -> Tensor:
-    """The products of rounded numbers [rows, out] in float64, one expert after another."""
-    starts = [0, *ends[:-1]]
-    parts = [
-        twice(rows[start:end]) @ twice(one.reshape(1, -1)).view_as(one).t()
-        for start, end, one in zip(starts, ends, weight, strict=True)
-    ]
-    return torch.cat(parts)
-
-
-@pytest.mark.parametrize("ends", [[5, 5, 24], None])
-def test_experts_multiply_rounded_numbers(ends: list[int] | None) -> None:
-    torch.manual_seed(0)
-    rows = torch.randn(24, 32, dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.randn(3, 48, 32, dtype=torch.bfloat16, requires_grad=True)
-    given = torch.randn(24, 48, dtype=torch.bfloat16)
-    out = grouped_multiply(rows, weight, None if ends is None else torch.tensor(ends, dtype=torch.int32))
-    out.backward(given)
-    ends = ends or [8, 16, 24]
-    assert rows.grad is not None
-    assert weight.grad is not None
-    close: Any = {"rtol": 1e-2, "atol": 1e-2}
-    expected = grouped_by_hand(rows.detach(), weight.detach(), ends)
-    assert torch.allclose(out.double(), expected, **close)
-    exact = grouped_matmul.grouped_product(
-        rows.detach().double(), weight.detach().double().transpose(1, 2), torch.tensor(ends)
-    )
-    assert 0.005 < float((out.detach().double() - exact).norm() / exact.norm()) < 0.06  # it is fp8, and no worse
-    of_rows = grouped_by_hand(given, weight.detach().transpose(1, 2), ends)
-    assert torch.allclose(rows.grad.double(), of_rows, **close)
-    for expert, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):  # the second may have no rows
-        assert torch.allclose(weight.grad[expert], given[start:end].t() @ rows.detach()[start:end], **close)
-
-
 def test_a_plan_computes_experts_in_fp8() -> None:
     totals = []
     for plan in (PLAN, replace(PLAN, matmul="compute")):
         torch.manual_seed(0)
         model = parallelize(with_experts(32), plan, Mesh(plan))
         layers = [module for module in model.modules() if isinstance(module, StackedExperts)]
-        assert {layer.linear for layer in layers} == {
-            grouped_multiply if plan is PLAN else grouped_matmul.grouped_linear
-        }
+        assert {layer.compute for layer in layers} == {fp8_stacked_experts if plan is PLAN else stacked_experts}
         totals.append(CROSS_ENTROPY.total(model, shared.token_batch(0)).item())
     assert totals[0] != totals[1]
     assert totals[0] == pytest.approx(totals[1], rel=0.02)
     narrow = parallelize(with_experts(24), PLAN, Mesh(PLAN))  # 24 is not a multiple of 16
     layers = [module for module in narrow.modules() if isinstance(module, StackedExperts)]
-    assert all(layer.linear is grouped_matmul.grouped_linear for layer in layers)
+    assert all(layer.compute is stacked_experts for layer in layers)
 
 
 def test_saved_bytes_of_compiled_experts_are_known() -> None:

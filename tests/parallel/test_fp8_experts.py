@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from weft.models.expert_rows import RowOrder, align_groups, fill_slots, sort_by_expert, through_experts
-from weft.models.experts import StackedExperts
-from weft.parallel.fp8_experts import fp8_through_experts
+from weft.models.experts import StackedExperts, stacked_experts
+from weft.parallel.fp8_experts import fp8_stacked_experts, fp8_through_experts
 from weft.parallel.fp8_rows import DTYPE, LARGEST, quantise_rows, row_factors, scale_of, turn_rows
 
 NUM_EXPERTS, K, HIDDEN, INNER, NUM_TOKENS = 4, 2, 64, 48, 45
@@ -59,9 +59,9 @@ def by_hand(
 ) -> dict[str, Tensor]:
     """The same products of rounded numbers in float64, expert after expert."""
     found = {
-        "out": torch.zeros(NUM_TOKENS, HIDDEN).double(),
-        "tokens": torch.zeros(NUM_TOKENS, HIDDEN).double(),
-        "weights": torch.zeros(NUM_TOKENS, K).double(),
+        "out": torch.zeros_like(tokens).double(),
+        "tokens": torch.zeros_like(tokens).double(),
+        "weights": torch.zeros_like(weights).double(),
     }
     of_gate_up, of_down = [], []
     for expert, (gate_up, down) in enumerate(zip(*(one.detach() for one in experts.parameters()), strict=True)):
@@ -118,6 +118,37 @@ def _wide(experts: StackedExperts, tokens: Tensor, weights: Tensor) -> tuple[Sta
     wide = made().double()
     wide.load_state_dict(experts.state_dict())
     return wide, tokens.detach().double(), weights.detach().double()
+
+
+@pytest.mark.parametrize("ends", [[7, 30, 30, 45], None], ids=["sent", "slots"])
+def test_rows_that_are_sent_or_have_slots_are_multiplied_as_tokens(ends: list[int] | None) -> None:
+    torch.manual_seed(0)
+    experts, num_rows = made(), 45 if ends else 44
+    rows, given = (torch.randn(num_rows, HIDDEN).bfloat16() for _ in range(2))
+    rows[3] = 0  # a slot without a token
+    last = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+    each = torch.tensor(ends or [11, 22, 33, 44])
+    chosen = torch.searchsorted(each, torch.arange(num_rows), right=True)[:, None]
+
+    def computed(compute: Any, layer: StackedExperts, values: Tensor, gradient: Tensor) -> dict[str, Tensor]:
+        inputs = (values.requires_grad_(), *layer.parameters())
+        out = compute(values, last, *layer.parameters())
+        found = torch.autograd.grad(out, inputs, gradient)
+        return dict(zip(("out", "tokens", "gate_up", "down"), (out.detach(), *found), strict=True))
+
+    found = computed(fp8_stacked_experts, experts, rows, given)
+    expected = by_hand(experts, rows, torch.ones(num_rows, 1), chosen, given)
+    wide, values, _ = _wide(experts, rows, torch.ones(1))
+    exact = computed(stacked_experts, wide, values, given.double())
+    for name, one in found.items():
+        assert error(one, expected[name]) < 0.025, name
+        assert 0.03 < error(one, exact[name]) < 0.1, name
+    layer = made().float()  # not bf16: as it was
+    assert torch.equal(
+        fp8_stacked_experts(rows.float(), last, *layer.parameters()),
+        stacked_experts(rows.float(), last, *layer.parameters()),
+    )
+    assert fp8_stacked_experts(rows[:0], each.int() * 0, *experts.parameters()).shape == (0, HIDDEN)
 
 
 def test_scales_are_powers_of_two_that_use_the_range() -> None:

@@ -80,6 +80,7 @@ def image_model() -> Model:
     ],
 )
 @pytest.mark.sampled(2)
+@pytest.mark.full
 def test_each_field_of_tiles_has_a_plan_or_a_reason(text: str, reason: str) -> None:
     found = check_search(image_model(), Question(BATCH, 1, "fp32", parse_constraints([text]), IMAGE), text)
     assert reason in found

@@ -18,7 +18,7 @@ from weft.plan import Context, Memory, Pipe, Plan, split_batch
 from weft.plan import Tensor as TensorAxis
 from weft.planner.expert_time import expert_seconds
 from weft.planner.frameworks import CORE
-from weft.planner.kernels import Kernels
+from weft.planner.kernels import FP8_PRODUCT, Kernels
 from weft.planner.micro_batch import LINK_SHARE, place
 from weft.planner.model import planned_model
 from weft.planner.other_forms import folded_plans
@@ -128,7 +128,7 @@ WIDE = replace(WIDE, moe_intermediate_size=4096, max_position_embeddings=4096)
 
 
 def test_fp8_experts_are_priced() -> None:
-    """Products at the rate of fp8, and the casts; nothing on a device without it. Where rows are sent, two of three."""
+    """Products at the rate of fp8, and the casts; nothing on a device without it."""
     plan = Plan(micro_batch=4, precision="bf16", exact=False)
     ratios, sent = {}, {}
     for cluster in ("h200:1x1", "a100-80:1x1"):
@@ -136,14 +136,26 @@ def test_fp8_experts_are_priced() -> None:
         part = steps.workload.blocks[0]
         assert part.expert_flops == 2 * 2 * 4096 * 3 * 2048 * 4096  # k rows a token, three matrices
         assert part.expert_numel == 8 * 3 * 2048 * 4096
-        assert part.expert_operands == 2 * 4096 * (2048 + 8192 + 4096 + 2048)
         kernels = steps._kernels["bf16"]
         for found, expert in ((ratios, 1), (sent, 2)):
             plans = [replace(plan, matmul=name, expert=expert) for name in ("fp8", "compute")]
             fp8, compute = (sum(steps._experts(part, one, 4, kernels)) for one in plans)
             found[cluster] = fp8 / compute
     assert ratios["a100-80:1x1"] == sent["a100-80:1x1"] == 1
-    assert 0.6 < ratios["h200:1x1"] < 0.7 < sent["h200:1x1"] < 1
+    assert 0.6 < ratios["h200:1x1"] < sent["h200:1x1"] < 0.7
+
+
+@pytest.mark.parametrize(("expert", "is_even"), [(1, False), (2, False), (1, True)])
+def test_casts_of_fp8_experts_by_hand(expert: int, is_even: bool) -> None:
+    """Three products at their rate; 3 bytes for a weight each way; rows that are sent or have slots are moved."""
+    steps = planned_model(WIDE, 4096, load("h200:1x2")).steps
+    part, device = replace(steps.workload.blocks[0], is_routed_evenly=is_even), steps.cluster.node.device
+    plan = Plan(expert=expert, micro_batch=4, precision="bf16", exact=False, matmul="fp8")
+    product = 4 * part.expert_flops / (device.peak_flops["fp8"] * device.calibration * FP8_PRODUCT["row"])
+    rows_bytes = (3 + 2 + 4) * 4 * 2 * 4096 * 2048 * (expert > 1 or is_even)
+    moved = (3 * 8 * 3 * 2048 * 4096 / expert + rows_bytes) / steps._kernels["bf16"].bytes_per_second
+    found = expert_seconds(part, plan, 4, steps._kernels["bf16"])
+    assert found == pytest.approx((product + moved, 2 * product + moved))
 
 
 def test_a_routers_product_is_counted() -> None:

@@ -72,6 +72,7 @@ def test_a_run_is_compared_with_wefts_best_by_the_same_model() -> None:
     assert told["plans"][0]["seconds"] == best.seconds
 
 
+@pytest.mark.full
 def test_published_seconds_follow_from_the_formula_of_those_who_published_them() -> None:
     printed = famous_run("bloom-176b")
     run = replace(printed, seconds=None)

@@ -14,7 +14,7 @@ from weft.planner.fewer_bytes import FewerBytes, fewer_bytes
 
 def test_fewer_bits_pay_on_a_slow_link(tmp_path: Path) -> None:
     run_file = write_run_file(tmp_path)
-    run = make_run(run_file, "run", "plan.data=2", "plan.shard=2", "train.batch=8")
+    run = make_run(run_file, "run", "plan.data=2", "plan.shard=2", "train.batch=8", "train.compile=false")
     cluster = load("h100:2x2")
     slow = replace(cluster, node=replace(cluster.node, inter=Link("slow", 1e6, 1e-5)))
     found = fewer_bytes(run, slow)

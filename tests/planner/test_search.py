@@ -80,8 +80,8 @@ def test_the_search_finds_what_trying_everything_finds(cluster: str, num_devices
     model = small(cluster.replace(f"x{num_devices}", "x8"))
     node = replace(model.steps.cluster.node, num_devices=num_devices)
     model = replace(model, steps=replace(model.steps, cluster=replace(model.steps.cluster, node=node)))
-    best = everything(model, 16, num_devices)
-    found = search(model, Question(16, 1024), keep=5)
+    best = everything(model, 8, num_devices)
+    found = search(model, Question(8, 1024), keep=5)
     assert found.num_considered <= len(best) * 4
     by_closed_form = sorted(model.steps.estimate(c.plan, c.num_micro_batches) for c in found.best)
     assert by_closed_form[0] == pytest.approx(best[0][0], rel=0.02)  # the best are ordered anew by their own lists

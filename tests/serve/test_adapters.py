@@ -79,6 +79,7 @@ def test_a_mixed_batch_gives_the_tokens_of_the_merged_models(
     assert wrong != expected[alone[0].name]  # the comparison sees another adapter
 
 
+@pytest.mark.full  # peft takes two seconds to import
 def test_merged_weights_are_those_of_peft(tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -202,7 +204,9 @@ def engine_of(**options: object) -> Engine:
     return Engine(longer_model(), EngineOptions(**sizes))  # type: ignore[arg-type]
 
 
-def test_tokens_do_not_depend_on_chunks_memory_prefixes_swapping_or_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+@cache
+def requests_and_tokens() -> tuple[list[Request], dict[str, list[int]]]:
+    """Requests, and the tokens of each when it is alone."""
     rng = random.Random(0)
     shared = tuple(rng.randrange(61) for _ in range(GROUP + 2))
     prompts = [tuple(rng.randrange(61) for _ in range(length)) for length in (60, 61, 62, 3, GROUP, 2 * GROUP + 5)]
@@ -215,20 +219,33 @@ def test_tokens_do_not_depend_on_chunks_memory_prefixes_swapping_or_drafts(monke
         expected |= tokens_of(serve_all(engine_of(), [one]))
     plain = tokens_of(serve_all(Engine(longer_model(), EngineOptions(num_blocks=120)), requests))
     assert plain != expected  # it is not exact
-    monkeypatch.setattr(four_bit_cache, "DECODED_TOKENS", 2 * GROUP)  # several requests are decoded in turns
-    for options in (
-        {"token_budget": 50},
+    return requests, expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
         {"num_blocks": 5, "token_budget": 80, "max_running": 4, "swap_blocks": 3},
+        {"token_budget": 50},
         {"speculate": "ngram"},
-        {"speculate": longer_model()},
-    ):
-        engine = engine_of(**options)
-        assert tokens_of(serve_all(engine, requests, every=1)) == expected, options
-        state = engine.state()
-        assert state.num_preempted > 0 or "num_blocks" not in options
-        assert state.num_swapped > 0 or "swap_blocks" not in options
-        assert state.num_drafted > 0 or "speculate" not in options
-        assert state.num_prefix_tokens > 0, options
+        {"speculate": "itself"},
+    ],
+    ids=str,
+)
+@pytest.mark.full(2)
+def test_tokens_do_not_depend_on_chunks_memory_prefixes_swapping_or_drafts(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests, expected = requests_and_tokens()
+    monkeypatch.setattr(four_bit_cache, "DECODED_TOKENS", 2 * GROUP)  # several requests are decoded in turns
+    drafter = {"speculate": longer_model()} if options.get("speculate") == "itself" else {}
+    engine = engine_of(**{**options, **drafter})
+    assert tokens_of(serve_all(engine, requests, every=1)) == expected
+    state = engine.state()
+    assert state.num_preempted > 0 or "num_blocks" not in options
+    assert state.num_swapped > 0 or "swap_blocks" not in options
+    assert state.num_drafted > 0 or "speculate" not in options
+    assert state.num_prefix_tokens > 0
 
 
 def test_sizes_that_it_cannot_keep_are_refused() -> None:

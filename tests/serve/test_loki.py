@@ -171,6 +171,7 @@ def test_a_file_is_read_again_and_refused_for_another_model(tmp_path: Path) -> N
         LokiChoice(dims=0.0)
 
 
+@pytest.mark.full
 def test_commands_use_all_ways_and_refuse_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,7 +187,7 @@ def test_commands_use_all_ways_and_refuse_in_one_line(
     assert done.status == 0, done.err
     assert done.json["dims"] == 2
     assert all(0.25 < share <= 1 for share in done.json["explained"])
-    generate = ("generate", *folder, "--tokens", 20, "--prompt", "ab ab ab ab", "--temperature", 0, "--json")
+    generate = ("generate", *folder, "--tokens", 8, "--prompt", "ab ab ab ab", "--temperature", 0, "--json")
     plain = weft(*generate)
     assert weft(*generate, "--speculate", "ngram").out == plain.out
     assert weft(*generate, "--speculate", tmp_path / "model").out == plain.out

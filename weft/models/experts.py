@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from weft.architectures import DecoderConfig
 from weft.models.expert_rows import RowOrder, draw_priorities, fill_slots, sort_by_expert, through_experts
-from weft.models.grouped_matmul import GroupedLinear, grouped_linear
+from weft.models.grouped_matmul import grouped_linear
 from weft.models.router import Router
 
 
@@ -43,20 +43,20 @@ class SwiGLU(nn.Module):
 class StackedExperts(nn.Module):
     """Many MLPs (SwiGLU) whose weights are stacked. Rows are sorted by expert; expert i's end before row `ends[i]`.
 
-    Without `ends`, all experts have equally many rows. `linear` computes their products, as `grouped_linear`.
+    Without `ends`, all experts have equally many rows. `compute` computes them, as `stacked_experts`.
     """
 
-    linear: GroupedLinear
+    compute: Callable[[Tensor, Tensor | None, Tensor, Tensor], Tensor]
 
     def __init__(self, config: DecoderConfig, num_experts: int) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * inner, hidden))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden, inner))
-        self.linear = grouped_linear
+        self.compute = stacked_experts
 
     def forward(self, rows: Tensor, ends: Tensor | None = None) -> Tensor:
-        return stacked_experts(rows, ends, self.gate_up_proj, self.down_proj, linear=self.linear)
+        return self.compute(rows, ends, self.gate_up_proj, self.down_proj)
 
 
 class SparseMLP(nn.Module):
@@ -121,16 +121,15 @@ def stacked_experts(
     gate_up_proj: Tensor,
     down_proj: Tensor,
     activation: Callable[[Tensor], Tensor] = F.silu,
-    linear: GroupedLinear = grouped_linear,
 ) -> Tensor:
     """Compute the gated MLP of its expert for each row. Rows are sorted; expert i's end before row `ends[i]`."""
-    gate_up = linear(rows, gate_up_proj, ends)
+    gate_up = grouped_linear(rows, gate_up_proj, ends)
     if activation is F.silu:
         gated: Tensor = _Gated.apply(gate_up)
     else:
         gate, up = gate_up.chunk(2, dim=-1)
         gated = activation(gate) * up
-    return linear(gated, down_proj, ends)
+    return grouped_linear(gated, down_proj, ends)
 
 
 class _Gated(torch.autograd.Function):

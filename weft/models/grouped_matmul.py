@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-GroupedLinear = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # `grouped_linear`, in any precision
 _ALIGNED_BYTES = 16  # torch._grouped_mm takes rows of a multiple of these
 
 

@@ -56,6 +56,6 @@ class WholeGradients:
         for index, (parameter, view) in enumerate(zip(flat.layout.parameters, flat.layout.views(whole), strict=True)):
             if parameter.name not in self._names:
                 continue
-            # A parameter that no rank has a gradient of is -0.0 in every element (`gradient_rules.py`).
+            # A parameter that no rank has a gradient of is -0.0 in every element (`sharding/gradient_rules.py`).
             if index in flat.whole_gradient.received or not bool((view.signbit() & (view == 0)).all()):
                 yield parameter.name, view

@@ -1,9 +1,9 @@
 """Matmuls in fp8 (`plan.matmul = "fp8"`). Tensor cores run them at twice the rate of bf16. They are not exact.
 
-Linears inside of blocks multiply fp8 numbers (`fp8_products.py`), and so do experts (`fp8_experts.py`; where they are
-on several ranks or have a capacity, `fp8_products.py`). Embeddings, the head, norms, routers and attention are
-unchanged, and so are experts of transformers' models. The kernels need features in multiples of 16, and that of experts
-a GPU of compute capability 9.0 (H100, H200); other linears and experts stay in bf16.
+Linears inside of blocks multiply fp8 numbers (`fp8_products.py`), and so do experts (`fp8_experts.py`). Embeddings, the
+head, norms, routers and attention are unchanged, and so are experts of transformers' models. The kernels need features
+in multiples of 16, and that of experts a GPU of compute capability 9.0 (H100, H200); other linears and experts stay in
+bf16.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks
 from weft.mesh import Mesh
 from weft.models.expert_rows import through_experts
-from weft.models.experts import SparseMLP, StackedExperts
-from weft.models.grouped_matmul import grouped_linear
-from weft.parallel.fp8_experts import fp8_through_experts
-from weft.parallel.fp8_products import MULTIPLE, grouped_multiply, multiply, traced_kernels
+from weft.models.experts import SparseMLP, StackedExperts, stacked_experts
+from weft.parallel.fp8_experts import fp8_stacked_experts, fp8_through_experts
+from weft.parallel.fp8_products import MULTIPLE, multiply, traced_kernels
 from weft.plan import Plan
 from weft.profiling import Profile
 from weft.strategy import Strategy, Values
@@ -90,7 +89,7 @@ def traced_as_on_a_gpu(block: nn.Module, sends_rows: bool = False) -> Iterator[N
             del linear.forward
         for module in block.modules():
             if isinstance(module, StackedExperts):
-                module.linear = grouped_linear
+                module.compute = stacked_experts
             elif isinstance(module, SparseMLP):
                 module.through = through_experts
 
@@ -103,7 +102,7 @@ def _install_in_experts(modules: Iterable[nn.Module], sends_rows: bool) -> None:
     """Let experts multiply in fp8. `sends_rows`: a layer's experts are on several ranks, to which rows are sent."""
     for module in modules:
         if isinstance(module, StackedExperts) and _experts_take_part(module):
-            module.linear = grouped_multiply
+            module.compute = fp8_stacked_experts
         elif isinstance(module, SparseMLP) and _experts_take_part(module.experts) and not sends_rows:
             module.through = fp8_through_experts
 

@@ -10,6 +10,9 @@ Gradients of weights sum over rows, which have scales of their own. Those of bot
 one factor of the row, and the operand that is not only transposed is multiplied by it, relative to the largest factor
 of the expert (`row_factors`). So it is rounded as with one scale for each expert. The kernels take multiples of 128
 rows, hence experts get rows of zeros behind theirs (`align_groups`).
+
+Where rows are sent to other ranks, and where experts have a capacity, rows are there before they are rounded. Each is
+then a token of its own with the weight 1 (`fp8_stacked_experts`).
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from torch.autograd import Function
 
 from weft.inspection.first_order import first_order
 from weft.models.expert_rows import RowOrder, align_groups, through_experts
-from weft.models.experts import StackedExperts
+from weft.models.experts import StackedExperts, stacked_experts
 from weft.parallel.fp8_grouped import ROWS_MULTIPLE
 from weft.parallel.fp8_rows import DTYPE, SMALLEST_SCALE
 
@@ -31,10 +34,27 @@ operations = torch.ops.weft
 
 
 def fp8_through_experts(tokens: Tensor, weights: Tensor, order: RowOrder, experts: StackedExperts) -> Tensor:
-    """Returns `through_experts` in fp8, if the experts are bf16 and have no capacity."""
+    """Returns `through_experts` in fp8, if the experts are bf16. With a capacity, rows are gathered before they are
+    rounded, and `experts` are to compute with `fp8_stacked_experts`.
+    """
     gate_up, down = experts.gate_up_proj, experts.down_proj
     if order.ends is None or gate_up.dtype != torch.bfloat16 or len(tokens) == 0:
         return through_experts(tokens, weights, order, experts)
+    return _multiply(tokens, weights, order, gate_up, down)
+
+
+def fp8_stacked_experts(rows: Tensor, ends: Tensor | None, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Returns `stacked_experts` in fp8, if the experts are bf16."""
+    if len(rows) == 0 or gate_up.dtype != torch.bfloat16:
+        return stacked_experts(rows, ends, gate_up, down)
+    if ends is None:
+        numbers = torch.arange(1, len(gate_up) + 1, device=rows.device, dtype=torch.int32)
+        ends = numbers * (len(rows) // len(gate_up))
+    places = torch.arange(len(rows), device=rows.device)
+    return _multiply(rows, rows.new_ones(len(rows), 1), RowOrder(places, places, ends), gate_up, down)
+
+
+def _multiply(tokens: Tensor, weights: Tensor, order: RowOrder, gate_up: Tensor, down: Tensor) -> Tensor:
     aligned = align_groups(order, ROWS_MULTIPLE)
     out: Tensor = _Fp8Experts.apply(tokens, weights, gate_up, down, aligned.sources, aligned.places, aligned.ends)
     return out

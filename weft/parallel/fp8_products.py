@@ -1,14 +1,8 @@
-"""Products of matrices in fp8 (e4m3), of linears and of experts, with their gradients.
+"""Products of matrices in fp8 (e4m3), of linears, with their gradients. Those of experts: `fp8_experts.py`.
 
 Each row has its own scale, which maps the row's largest magnitude to the largest number of e4m3. Rows always lie along
 the dim that the matmul sums over, so each matmul quantises its operands anew. Weights, activations and saved
 activations stay bf16.
-
-Experts to which rows are sent from other ranks, or which have a capacity, multiply rows that are sorted by expert in
-fp8 for the forward and for the gradients of rows (others: `fp8_experts.py`). The weight of an expert has one scale, so
-its largest magnitude is found once for both, because reading many experts' weights takes long. Gradients of their
-weights are summed over an expert's rows, which may be any number; the kernel takes multiples of 16, so these stay in
-bf16.
 
 On a CPU the operands are rounded in the same way and multiplied in float32, so that tests check the same rounding.
 """
@@ -24,7 +18,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from weft.inspection.first_order import first_order
-from weft.models.grouped_matmul import grouped_linear
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0  # the largest number of e4m3
@@ -79,38 +72,6 @@ class _Multiply(Function):
         return of_value, of_weight
 
 
-def grouped_multiply(rows: Tensor, weight: Tensor, ends: Tensor | None) -> Tensor:
-    """Returns the product of rows [rows, in] and the weight [groups, out, in] of their group, like `grouped_linear`.
-
-    It is in fp8 if the weight is bf16. Gradients of the weight are computed in bf16.
-    """
-    if len(rows) == 0 or weight.dtype != torch.bfloat16:
-        return grouped_linear(rows, weight, ends)
-    if ends is None:
-        ends = torch.arange(1, len(weight) + 1, device=rows.device, dtype=torch.int32) * (len(rows) // len(weight))
-    out: Tensor = _GroupedMultiply.apply(rows, weight, ends)
-    return out
-
-
-class _GroupedMultiply(Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        scale = _scale_of(weight.float().abs().amax((1, 2), keepdim=True))  # [groups, 1, 1]
-        ctx.save_for_backward(rows, weight, ends, scale)
-        return scaled_grouped_product(rows, weight, scale, ends, is_fast=True)
-
-    @staticmethod
-    @first_order("matmul = 'fp8'")
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (rows, weight, ends, scale), (gradient,) = ctx.saved_tensors, gradients
-        of_rows = of_weight = None
-        if ctx.needs_input_grad[0]:
-            of_rows = scaled_grouped_product(gradient, weight.transpose(1, 2), scale, ends, is_fast=False)
-        if ctx.needs_input_grad[1]:
-            of_weight = torch._grouped_mm(gradient.t(), rows, offs=ends)
-        return of_rows, of_weight, None
-
-
 def scaled_product(left: Tensor, right: Tensor, is_fast: bool) -> Tensor:
     """Returns left [m, k] times right [n, k] transposed: [m, n] in bf16.
 
@@ -122,26 +83,6 @@ def scaled_product(left: Tensor, right: Tensor, is_fast: bool) -> Tensor:
         return ((a.float() @ b.float().t()) * scale_a * scale_b.t()).to(torch.bfloat16)
     return torch._scaled_mm(
         a, b.t(), scale_a=scale_a, scale_b=scale_b.t(), out_dtype=torch.bfloat16, use_fast_accum=is_fast
-    )
-
-
-def scaled_grouped_product(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor, is_fast: bool) -> Tensor:
-    """Returns left [rows, k], sorted by group, times right [groups, n, k] of their group transposed: [rows, n] in bf16.
-
-    Each row of `left` is rounded to fp8 with its own scale, and each group of `right` with its `scale` [groups, 1, 1].
-    `is_fast` is as in `scaled_product`.
-    """
-    (a, scale_a), b = quantise(left), _rounded(right.float(), scale)
-    if not _has_kernels(left):
-        return grouped_linear(a.float() * scale_a, b.float() * scale, ends).to(torch.bfloat16)
-    return torch._scaled_grouped_mm(
-        a,
-        b.transpose(1, 2),
-        scale_a.flatten(),
-        scale[..., 0].expand(right.shape[:2]).contiguous(),
-        offs=ends,
-        out_dtype=torch.bfloat16,
-        use_fast_accum=is_fast,
     )
 
 

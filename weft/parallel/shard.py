@@ -92,6 +92,9 @@ class ShardAxis(Strategy):
     def buffer_calls(self, buffer: Buffer, plan: Plan, software: Software) -> Iterable[Call]:
         if plan.shard.degree == 1:
             return
+        if software.shards_over_expert:
+            yield from _calls_over_expert(buffer)
+            return
         degree, rounded = plan.shard.degree, plan.communication
         own = buffer.numel / degree
         if rounded.scatter == "exact":
@@ -141,6 +144,14 @@ class ShardAxis(Strategy):
                 if buffer is not None:
                     buffer_owner._buffers[name] = buffer.to(mesh.device)
         return model
+
+
+def _calls_over_expert(buffer: Buffer) -> Iterator[Call]:
+    """Calls of software that cuts experts over `shard`, and all else over `expert` and `shard`."""
+    for axis, numel in (("shard", buffer.expert_numel), ("expert and shard", buffer.numel - buffer.expert_numel)):
+        yield Call(axis, "all_gather", numel * buffer.compute_bytes, "forward")
+        yield Call(axis, "all_gather", numel * buffer.compute_bytes, "backward")
+        yield Call(axis, "reduce_scatter", numel * buffer.gradient_bytes, "reduce")
 
 
 def _refuse_rounded(plan: Plan) -> str | None:

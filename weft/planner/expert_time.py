@@ -11,12 +11,15 @@ import math
 
 from weft.parallel.expert.layers import row_parts
 from weft.plan import Plan
-from weft.planner.kernels import CAST_BYTES, FP8_PRODUCT, Kernels
+from weft.planner.kernels import FP8_PRODUCT, Kernels
 from weft.profiling.workload import BlockWork
 
-# Bytes for each weight of experts in fp8, (forward, backward): read and written, in backward in the other orientation.
-# If rows are sent to other ranks (`parallel/fp8_products.py`), the forward first reads it for the largest.
-EXPERT_CAST_BYTES, SENT_CAST_BYTES = (3, 3), (5, 3)
+# Bytes for each weight of experts in fp8: read and written in forward, and in backward in the other orientation.
+EXPERT_CAST_BYTES = 3
+# Bytes for each element of rows that were sent, or have slots, in forward and in backward: rounded to fp8 (3), moved so
+# that experts end at a multiple (2), and the results moved back (4). Other rows are rounded as tokens, and gathered
+# anyway (`parallel/fp8_experts.py`).
+SENT_ROW_BYTES = 9
 # A matmul that adds its result to gradients in fp32 reads and writes these after its products. On an H200 this took as
 # long as 6.6 to 9.4 bytes for each element with 256 to 1,024 rows, and 3.3 to 6.7 with 2,048 and 4,096
 # (`benchmarks/expert_kernels.py`). Devices are calibrated on runs whose matmuls have about 4,096 rows and more, so the
@@ -47,14 +50,11 @@ def expert_seconds(part: BlockWork, plan: Plan, scale: float, kernels: Kernels) 
             weights_gradient += added / kernels.bytes_per_second
     forward, backward = products, rows_gradient + weights_gradient
     if plan.matmul == "fp8" and "fp8" in device.peak_flops:
-        # If rows are sent to other ranks, the gradient of weights is not in fp8, and operands are cast on their own.
-        is_sent = plan.num_expert_parts > 1
         product = part.expert_flops * share / (device.peak_flops["fp8"] * device.calibration * FP8_PRODUCT["row"])
-        rows_cast = CAST_BYTES[software.fused] * part.expert_operands / 2 * share / kernels.bytes_per_second
-        weights = part.expert_numel / plan.num_expert_parts / kernels.bytes_per_second
-        cast_bytes = SENT_CAST_BYTES if is_sent else EXPERT_CAST_BYTES
-        forward = product + rows_cast * is_sent + cast_bytes[0] * weights
-        backward = product + (weights_gradient + rows_cast if is_sent else product) + cast_bytes[1] * weights
+        is_sent = plan.num_expert_parts > 1 or part.is_routed_evenly
+        moved = EXPERT_CAST_BYTES * part.expert_numel / plan.num_expert_parts
+        moved += is_sent * SENT_ROW_BYTES * part.routed_numel * share
+        forward, backward = (count * product + moved / kernels.bytes_per_second for count in (1, 2))
     copied = [_copied_rows(part, share, copies, split, num_experts, kernels) for copies in software.row_copies]
     return forward + copied[0], backward + copied[1]
 

@@ -59,6 +59,14 @@ CORE = replace(
 # after its own last micro-batch (by its schedules); this holds for models without experts, too, but makes
 # the errors of Megatron-Core's table larger (docs/expert.md).
 CORE_EXPERTS = replace(CORE, row_copies=(5.5, 9.8), sort_copies=1.45, adds_expert_gradients=True, reduces_by_stage=True)
+# Megatron-Core's own FSDP (`custom_fsdp` of early 2025, later named Megatron FSDP; its guide and source): layers are
+# gathered one ahead, in forward and once for recompute and backward; gradients are reduced in fp32 after every
+# micro-batch. Experts are cut over the ranks that hold the same ones, and all else over the ranks of `expert`, too: two
+# groups of ranks, whose collectives run at once. The matmuls of gradients do not add to fp32
+# (`--no-gradient-accumulation-fusion`): a copy casts them, 6 bytes for each parameter of every micro-batch.
+CORE_FSDP = replace(
+    CORE_EXPERTS, shards_optimizer=False, shards_over_expert=True, adds_expert_gradients=False, sum_bytes=6
+)
 # llm-foundry: eager, attn_impl = triton, fused_crossentropy, FSDP that reduces every micro-batch; mixed_precision PURE
 # reduces in bf16 and DEFAULT in fp32 (the kernel: its scripts/train/benchmarking; the rest not re-checked). It
 # recomputes without reentrance (submit_benchmarks.py). PURE is the older sweep, of torch 1.13.1; DEFAULT that of its

@@ -409,13 +409,16 @@ class MicroBatchModel:
 def place(plan: Plan, axis: str, pipe_outside: bool = False) -> tuple[int, int]:
     """Returns (the distance in ranks between neighbours on an axis, the axis' degree).
 
-    "tile", "replicas" and "expert replicas" are joint axes. Replicas are the ranks over which software may shard the
-    optimizer state: data and expert directly outside context, and for experts those ranks that hold the same.
+    "tile", "expert and shard", "replicas" and "expert replicas" are joint axes. Replicas are the ranks over which
+    software may shard the optimizer state: data and expert directly outside context, and for experts those ranks that
+    hold the same.
     """
     if axis == "tile":
         return plan.inner("columns"), plan.tile.degree
     if axis == "experts":  # as if its axes were neighbours
         return plan.inner(plan.expert_axes[-1]), plan.num_expert_parts
+    if axis == "expert and shard":
+        return plan.inner("expert"), plan.expert * plan.shard.degree
     if axis == "replicas":
         return plan.inner("context"), plan.data * plan.expert * plan.context.degree
     if axis == "expert replicas":  # as if context were outside of expert

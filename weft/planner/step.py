@@ -21,6 +21,7 @@ from weft.parallel.apply import STRATEGIES
 from weft.plan import Pipe, Plan
 from weft.planner.closed_form_memory import spared_bytes, updated_bytes
 from weft.planner.micro_batch import MicroBatchModel, Seconds, expert_replicas, place
+from weft.planner.network_use import divide, seconds_of, waits
 from weft.planner.schedule_time import ScheduleTime, run
 from weft.planner.stage_units import ModelUnits, StageUnits, UnitSeconds, equal_stages
 from weft.profiling.workload import BlockWork, Call
@@ -225,6 +226,9 @@ class StepModel(MicroBatchModel):
 
     def _updated_numel(self, numel: float, plan: Plan) -> float:
         """The number of parameters that a rank updates, of those that it holds before `shard` splits them."""
+        if self.software.shards_over_expert:
+            experts = numel * self._expert_share(plan)
+            return (experts + (numel - experts) / plan.expert) / plan.shard.degree
         if not self.software.shards_optimizer:
             return numel / plan.shard.degree
         experts = numel * self._expert_share(plan)
@@ -311,7 +315,7 @@ class StepModel(MicroBatchModel):
                 found[axis] += count * num_micro_batches * seconds
         alone = [stage.seconds for stage in stages]
         all_of_it = [num_micro_batches * self._load(plan.pipe, rank, each) for each in (alone, both)]
-        added = {"shard": 0.0, **_divide(all_of_it[1] - all_of_it[0], exposed)}
+        added = {"shard": 0.0, **divide(all_of_it[1] - all_of_it[0], exposed)}
         return {"compute": all_of_it[0] - sum(found.values()), **found, **added}
 
     def _buffer_calls(self, numel: float, plan: Plan) -> list[Call]:
@@ -326,28 +330,35 @@ class StepModel(MicroBatchModel):
     ) -> Seconds:
         """Seconds of a stage with the collectives over its `count` flat buffers that overlap with each micro-batch.
 
-        Parameters are gathered one block ahead. With `accumulate = "slice"` every backward also reduces gradients. Adds
-        the exposed seconds to `exposed`.
+        Parameters are gathered one block ahead. With `accumulate = "slice"` every backward also reduces gradients. They
+        hide behind what a block computes, but not behind its own collectives between nodes. Adds the exposed seconds to
+        `exposed`.
         """
-        ahead = behind = 0.0
+        by_phase: defaultdict[str, list[Call]] = defaultdict(list)
         by_axis: dict[str, float] = {}
         for call in self._buffer_calls(size / count, plan):
             if call.phase == "reduce" and plan.memory.accumulate == "whole":
                 continue
+            by_phase[call.phase].append(call)
             seconds = count * self.seconds(call.axis, call.operation, call.num_bytes, plan)
             by_axis[call.axis] = by_axis.get(call.axis, 0.0) + seconds
-            if call.phase == "forward":
-                ahead += seconds
-            else:
-                behind += seconds
         if not by_axis:
             return stage
+        ahead = count * seconds_of(self, by_phase.pop("forward", []), plan)
+        behind = count * sum(seconds_of(self, calls, plan) for calls in by_phase.values())
+        num_blocks = min(count, len(self.workload.blocks) // (plan.pipe.num_stages if plan.pipe.degree > 1 else 1))
+        busy = Seconds().plus(waits(self, plan, by_axis, self._known_waits), num_blocks)
         both = Seconds(
-            self.beside(stage.forward, ahead, ahead / count), self.beside(stage.backward, behind, behind / count)
+            busy.forward + self.beside(stage.forward - busy.forward, ahead, ahead / count),
+            busy.backward + self.beside(stage.backward - busy.backward, behind, behind / count),
         )
-        for axis, seconds in _divide(both.forward + both.backward - sum(stage), by_axis).items():
+        for axis, seconds in divide(both.forward + both.backward - sum(stage), by_axis).items():
             exposed[axis] = exposed.get(axis, 0.0) + seconds
         return both
+
+    @cached_property
+    def _known_waits(self) -> dict[object, Seconds]:
+        return {}
 
     def _run(self, plan: Plan, stages: list[Seconds], messages: list[float], num_micro_batches: int) -> ScheduleTime:
         if plan.pipe.degree == 1:
@@ -398,14 +409,6 @@ class StepModel(MicroBatchModel):
             reduce_seconds = self.beside(longest, last, last / count) - without + self.beside(others, ahead) - others
         exposed["data"] = exposed.get("data", 0.0) + reduce_seconds
         return reduce_seconds
-
-
-def _divide(added: float, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Divides the seconds that several axes add together in proportion to those of their collectives."""
-    if len(seconds) == 1:
-        return dict.fromkeys(seconds, added)
-    total = sum(seconds.values())
-    return {axis: added * own / total for axis, own in seconds.items() if own}
 
 
 def _sum(stages: Sequence[StageUnits]) -> StageUnits:

@@ -71,6 +71,8 @@ class Software:
     adds_expert_gradients: bool = False
     splits_experts: bool = False  # x splits each expert as it splits an MLP (Megatron's expert tensor parallelism)
     shards_optimizer: bool = False  # over data, expert and context; ranks of data are then inside pipe
+    # `shard` cuts all parameters but experts over the ranks of `expert`, too; these and experts travel at once
+    shards_over_expert: bool = False
     fuses_ring: bool = False  # one kernel adds up the partial results of ring attention
     repeats_keys: bool = False  # keys and values are copied for every query head before attention
     equal_stages: bool = False  # pipeline stages have equal numbers of blocks; weft balances them

@@ -122,11 +122,6 @@ class BlockWork:
     tile_calls: tuple[Call, ...] = ()
 
     @property
-    def expert_operands(self) -> int:
-        """Elements of the rows that experts multiply, and of their results."""
-        return sum(one.rows * (one.inputs + one.outputs) for one in self.expert_products)
-
-    @property
     def query_numel(self) -> float:
         """Elements of the queries: each meets every key in two products."""
         return self.attention_flops / (4 * self.sequence) if self.sequence else 0.0

@@ -25,7 +25,7 @@ GROUPS = (32, 64, 128, 256)  # inputs of a group that the product takes
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of inputs
 OUTPUT_MULTIPLE = 16  # of the outputs of a product
 ROWS = (1, 4, 16, 64, 256)  # that are measured
-MEASURED_OUTPUTS = 256
+MEASURED_WEIGHTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,12 @@ def has_product() -> bool:
 def most_rows(num_in: int, group: int, bits: int, dtype: torch.dtype, threads: int) -> int:
     """The most rows for which a product with codes is faster than the plain function; 0 if it is for none.
 
-    It is measured once with some outputs. `threads` are those in use, on which it depends.
+    It is measured once, with as many outputs as make a million weights. `threads` are those in use.
     """
+    num_out = max(OUTPUT_MULTIPLE, MEASURED_WEIGHTS // num_in)
     generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(0, 2**bits, (MEASURED_OUTPUTS, num_in), dtype=torch.uint8, generator=generator)
-    ranges = torch.ones(MEASURED_OUTPUTS, num_in // group, dtype=torch.float16)
+    codes = torch.randint(0, 2**bits, (num_out, num_in), dtype=torch.uint8, generator=generator)
+    ranges = torch.ones(num_out, num_in // group, dtype=torch.float16)
     coded = GroupCodes(pack(codes, bits), ranges, ranges)
     weight = cpu_weight(coded, bits, ROWS[-1])
 
@@ -134,10 +135,11 @@ def most_of(numbers: tuple[int, ...], is_faster: Callable[[int], bool]) -> int:
 
 
 def _seconds(compute: Callable[[], Tensor]) -> float:
-    """The least of some times."""
-    best = float("inf")
-    for _ in range(3):
+    """The least of at least three times, and of more if they are short."""
+    best, start, number = float("inf"), time.perf_counter(), 0
+    while number < 3 or (number < 20 and time.perf_counter() - start < 0.01):
         begin = time.perf_counter()
         compute()
         best = min(best, time.perf_counter() - begin)
+        number += 1
     return best

@@ -132,9 +132,7 @@ def run_server(source: Path, options: ServeOptions, ready: Ready, say: Say) -> N
         merge_adapter(loaded.model, Path(options.merged_adapter))
     if next(loaded.model.parameters()).device.type == "cpu" and not on_host and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(fastest_threads(torch.get_num_threads()))
-    if torch.device(options.device).type == "cpu":
-        for reason in why_decoded(loaded.model):
-            say(reason)
+    _say_what_is_decoded(loaded.model, options, say)
     engine = Engine(loaded.model, options.engine(loaded, options.max_waiting, options.device))
 
     def load(checkpoint: Path) -> nn.Module:
@@ -176,6 +174,7 @@ def run_rank(
     is_folder = (source / "config.json").is_file()
     path = Path(ranks.agree_on_text(str(source if is_folder else open_checkpoint(source).path)))
     loaded = load_model(path, options.tokenizer, device, say_once, ranks.place, options.packing, on_host)
+    _say_what_is_decoded(loaded.model, options, say_once)
 
     def load(checkpoint: Path) -> nn.Module:
         return load_model(checkpoint, options.tokenizer, "cpu", say_once, ranks.place, options.packing).model
@@ -195,6 +194,12 @@ def run_rank(
             front = ReplicaFront(engine, replicas, max_held) if plan.data > 1 else engine
             _serve_engine(front, loaded, sock, source, options, plan.data, lambda checkpoint: checkpoint, ready, say)
     shutdown()
+
+
+def _say_what_is_decoded(model: nn.Module, options: ServeOptions, say: Say) -> None:
+    """Say which weights a CPU decodes for each product."""
+    for reason in why_decoded(model) if options.device == "cpu" else ():
+        say(reason)
 
 
 def _serve_engine(

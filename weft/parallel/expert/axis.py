@@ -155,7 +155,8 @@ class ExpertAxis(Strategy):
 
     def buffer_calls(self, buffer: Buffer, plan: Plan, software: Software) -> Iterable[Call]:
         experts, others = buffer.expert_numel / plan.shard.degree, buffer.numel - buffer.expert_numel
-        if plan.expert > 1 and not software.shards_optimizer:  # else `DataAxis` reduces over all replicas
+        # Else `DataAxis` reduces over all replicas, or `ShardAxis` over `expert`, too.
+        if plan.expert > 1 and not (software.shards_optimizer or software.shards_over_expert):
             yield Call("expert", "all_reduce", others / plan.shard.degree * buffer.gradient_bytes, "reduce")
         is_whole = not software.splits_experts and "x" not in plan.expert_over
         if experts and (plan.tensor.drop_duplicates or (plan.tensor.sequence and is_whole)):
