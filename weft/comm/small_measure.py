@@ -19,15 +19,17 @@ LEAST_GAIN = 0.95  # of the library's time, which another strategy must not exce
 
 
 def measured_choice(axis: Axis, device: torch.device, sizes: Sequence[int] = SIZES) -> SmallChoice:
-    """The fastest strategy at each size. All ranks of the axis must call it, and get the same table: the slowest
-    rank's median counts.
-    """
+    """The fastest strategy at each size. All ranks of the axis must call it, and get the same table."""
+    return SmallChoice(tuple(sizes), tuple(map(fastest, measured_seconds(axis, device, sizes))))
+
+
+def measured_seconds(axis: Axis, device: torch.device, sizes: Sequence[int]) -> list[dict[Strategy, float]]:
+    """The time of each strategy that the axis can have, for each size: the slowest rank's median."""
     strategies = [one for one in STRATEGIES if one not in SYMMETRIC or axis.symmetric is not None]
     seconds = torch.tensor([[_median_seconds(axis, device, size, one) for one in strategies] for size in sizes])
     seconds = seconds.to(device)
     collectives.all_reduce(seconds, _uncounted(axis), "max").wait()
-    rows = (dict(zip(strategies, row, strict=True)) for row in seconds.tolist())
-    return SmallChoice(tuple(sizes), tuple(map(fastest, rows)))
+    return [dict(zip(strategies, row, strict=True)) for row in seconds.tolist()]
 
 
 def fastest(seconds: Mapping[Strategy, float]) -> Strategy:

@@ -172,7 +172,6 @@ def _with_sums(axis: Axis, sums: Sums, device: torch.device, say: Callable[[str]
         if reason is not None and sums != "measured":
             name = sums.replace("_", "-")
             say(f"--sums {name} needs symmetric memory: {reason}; the library adds up over {axis.name}")
-            return axis
     return replace(axis, small=measured_choice(axis, device) if sums == "measured" else SmallChoice.always(sums))
 
 
