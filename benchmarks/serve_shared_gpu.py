@@ -66,7 +66,9 @@ def main() -> None:
                     decoded
                 )
                 show(found)
-    if given.out is not None:
+    if given.out is not None:  # the GPU is named last, as ranks are forked from a process that has not used it
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        found |= {"device": device, "torch": torch.__version__}
         given.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
