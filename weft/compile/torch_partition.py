@@ -234,9 +234,8 @@ def backward_peak_bytes(graph: fx.Graph, ignored: set[int | None]) -> int:
     order = {node: place * len(graph.nodes) for place, node in enumerate(graph.nodes, start=1)}
     for node in written:
         ready = max((starts.get(storage, 0) for storage in reads[node]), default=0)
-        starts[storage_of(node)] = (
-            order[node] if _is_external(node) else ready + 1
-        )  # before the next kernel of a library
+        # A fused kernel runs before the next kernel of a library.
+        starts[storage_of(node)] = order[node] if _is_external(node) else ready + 1
     ends: dict[int | None, int] = {}
     for node in written:
         for storage in reads[node]:
