@@ -6,7 +6,10 @@ import importlib.machinery
 import os
 import subprocess
 import sys
+import threading
+import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -192,3 +195,39 @@ def test_a_function_of_a_program_is_named_by_its_module_or_its_file(monkeypatch:
     assert importable_name(make, "make") == "/somewhere/prove:make"
     program.__spec__ = importlib.machinery.ModuleSpec("package.prove", None)  # python -m package.prove
     assert importable_name(make, "make") == "package.prove:make"
+
+
+def test_a_fork_waits_until_other_threads_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([True, True, False])
+    monkeypatch.setattr(forking, "is_another_running", lambda: next(answers))
+    assert run_local(lambda rank: rank, 1) == [0]
+    assert list(answers) == []
+
+
+def test_a_thread_that_computes_is_seen_and_one_that_rests_is_not() -> None:
+    """A thread that computes could hold a lock of a library, for which a forked child would wait for ever."""
+    has_seen, ends = threading.Event(), threading.Event()
+
+    def compute() -> None:
+        matrix = torch.ones(500, 500)
+        while not has_seen.is_set():
+            matrix @ matrix
+        ends.wait()
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    assert wait_until(forking.is_another_running)
+    has_seen.set()
+    assert wait_until(lambda: not forking.is_another_running())
+    ends.set()
+    thread.join()
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    """Whether the condition comes true in a minute."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        if condition():
+            return True
+        time.sleep(0.001)
+    return False

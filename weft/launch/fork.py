@@ -4,12 +4,17 @@ A child has none of its parent's threads. torch's first backward on a machine wi
 every backward in a child that is forked later fails. Once CUDA is initialised, no child can use it. So children are
 forked from a process that has done neither: the fork server, which every command forks first, or a user's process
 before its first backward.
+
+A thread that ends or computes at the moment of the fork may hold a lock of a library, and in the child nobody would
+release it: the child's first matmul would wait for ever. So the fork waits until other threads are at rest.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 
 import torch
@@ -17,6 +22,7 @@ import torch
 from weft.errors import LaunchError
 
 AUTOGRAD_THREAD = "pt_autograd"  # the prefix of the names of autograd's threads
+REST_SECONDS = 2.0  # the longest wait for other threads; one that computes for longer does not end now
 
 
 def fork() -> int:
@@ -26,7 +32,15 @@ def fork() -> int:
         raise LaunchError(f"{reason}, so this process cannot fork ranks any more; {REMEDY}")
     sys.stdout.flush()
     sys.stderr.flush()
+    wait_for_threads()
     return os.fork()
+
+
+def wait_for_threads() -> None:
+    """Wait until no other thread of this process runs or is ready to, for some seconds at most."""
+    until = time.monotonic() + REST_SECONDS
+    while is_another_running() and time.monotonic() < until:
+        time.sleep(0.001)
 
 
 REMEDY = (
@@ -42,6 +56,18 @@ def fork_obstacle() -> str | None:
     if any(name.startswith(AUTOGRAD_THREAD) for name in _thread_names()):
         return "torch's backward has started its threads here"
     return None
+
+
+def is_another_running() -> bool:
+    """Is another thread of this process on a CPU, or ready to be? False on systems without /proc."""
+    own = threading.get_native_id()
+    for path in Path("/proc/self/task").glob("*/stat"):
+        try:  # "id (name) state ..": R is running or ready
+            if int(path.parent.name) != own and path.read_text().rpartition(")")[2].split()[0] == "R":
+                return True
+        except OSError:  # the thread has ended meanwhile
+            continue
+    return False
 
 
 def _thread_names() -> list[str]:
