@@ -78,8 +78,9 @@ def find_returned(links: Iterable[RoleLink], own_digest: str, say: Callable[[str
             try:
                 link.connect(own_digest, start)
                 say(f"{link.name} is back")
-            except LostRankError:
+            except LostRankError as error:
                 link.lose()
+                say(f"{error}; training goes on without it")
 
 
 def announce(
