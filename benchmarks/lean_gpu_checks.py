@@ -14,7 +14,8 @@ from weft.serve.engine import Engine, EngineOptions
 from weft.serve.four_bit_cache import FourBitFormat, FourBitLayer
 from weft.serve.fused import rotate_and_store
 from weft.serve.layer_cache import CacheSizes
-from weft.serve.loki_cache import LokiChoice, LokiFormat, chosen_attention, chosen_attention_by_kernel, first_dims
+from weft.serve.loki_cache import LokiFormat, chosen_attention, chosen_attention_by_kernel, first_dims
+from weft.serve.loki_choice import LokiChoice
 from weft.serve.packed_linear import pack_model
 from weft.serve.paged_attention import PagedBatch, decode_attention
 from weft.serve.request import Request, Sampling

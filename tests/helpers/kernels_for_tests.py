@@ -49,14 +49,8 @@ from weft.serve.fused_kernel import (
     row_linear_by_kernel,
 )
 from weft.serve.layer_cache import CacheSizes
-from weft.serve.loki_cache import (
-    LokiChoice,
-    LokiLayer,
-    chosen_attention,
-    chosen_attention_by_kernel,
-    chosen_tokens,
-    first_dims,
-)
+from weft.serve.loki_cache import LokiLayer, chosen_attention, chosen_attention_by_kernel, first_dims
+from weft.serve.loki_choice import LokiChoice, chosen_tokens
 from weft.serve.loki_kernel import chosen_slots_by_kernel
 from weft.serve.packed_product_kernel import packed_product_by_kernel
 from weft.serve.packed_row_kernel import product_of_rows_by_kernel
@@ -370,7 +364,8 @@ def chosen() -> dict[str, dict[str, float]]:
         numbers = (choice.tokens, choice.newest, choice.dense_below, choice.most_tokens(52))
         slots, counts = chosen_slots_by_kernel(query, first, tables, lengths, window, numbers)
         every = slots_of(tables, 52, 4).long()
-        places, taken = chosen_tokens(query, keys, every, lengths, window, choice)
+        scored = keys[..., : choice.num_dims(head_dim)][every]
+        places, taken = chosen_tokens(query, scored, lengths, window, choice)
         wrong = 0
         for request in range(3):
             for head in range(num_key_heads):

@@ -30,8 +30,8 @@ def calibrate_command(
     kind = chosen_device(device)
     from weft.serve.generate import load_for_generation
     from weft.serve.loading import calibration_texts
-    from weft.serve.loki_cache import LokiChoice
     from weft.serve.loki_calibration import calibrate, save
+    from weft.serve.loki_choice import LokiChoice
 
     choice = LokiChoice(dims, tokens, newest, dense_below)
     model, tokens_of, context = load_for_generation(source, tokenizer, kind, lambda text: print(text, file=sys.stderr))

@@ -8,7 +8,8 @@ import math
 
 from weft.planner.kernels import LAUNCH_SECONDS, Kernels
 from weft.serve.layer_cache import MAX_WHOLE_DECODES, CacheFormat
-from weft.serve.loki_cache import LokiChoice, LokiFormat
+from weft.serve.loki_cache import LokiFormat
+from weft.serve.loki_choice import LokiChoice
 from weft.serve.weight_formats import (
     MAX_KERNEL_ROWS,
     MAX_TOKEN_BYTES,

@@ -18,11 +18,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from weft.errors import ConfigError
 from weft.serve.group_codes import codes_of, group_range, pack_halves, unpack_halves
-from weft.serve.layer_cache import CacheSizes, LayerCache, staging
+from weft.serve.layer_cache import CacheFormat, CacheSizes, LayerCache, staging
 from weft.serve.paged_attention import PagedBatch, masked_attention
 
 GROUP = 64
@@ -35,12 +35,12 @@ class FourBitFormat:
     name = "int4"
     block_size: int | None = GROUP
     keeps_whole_blocks = True  # a tail belongs to a running request
-    is_chunked_alike = True
-    needs_one_rank = False
+    answers_choose = False
     has_kernel = True
+    identity = ""
 
-    def refuse(self, model: nn.Module) -> None:
-        return
+    def part(self, layers: range, key_heads: range) -> CacheFormat:
+        return self  # groups are within heads
 
     def layer(self, index: int, sizes: CacheSizes) -> LayerCache:
         return FourBitLayer(sizes)

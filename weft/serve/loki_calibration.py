@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from weft.errors import ConfigError, NumbersError
 from weft.serve.layer_cache import CacheSizes, LayerCache, PlainFormat, PlainLayer
-from weft.serve.loki_cache import LokiChoice, LokiFormat
+from weft.serve.loki_cache import LokiFormat
+from weft.serve.loki_choice import LokiChoice
 from weft.serve.model_identity import model_identity
 from weft.serve.model_part import EngineOptions, ModelPart
 from weft.serve.paged_attention import PagedBatch
 from weft.serve.step_inputs import text_inputs
 
-KIND = "weft loki 1"
+KIND = "weft loki 2"
 
 
 class RecordedLayer(PlainLayer):
@@ -86,7 +87,7 @@ def load(path: Path) -> LokiFormat:
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"--cache loki={path} cannot be read ({error}); run weft calibrate") from None
     if about.get("kind") != KIND or axes.dim() != 4 or not bool(axes.isfinite().all()):
-        raise ConfigError(f"--cache loki={path} is no file of weft calibrate; run weft calibrate")
+        raise ConfigError(f"--cache loki={path} is no file of weft calibrate, or of an older one; run weft calibrate")
     product = axes.double().mT @ axes.double()
     if float((product - torch.eye(axes.shape[-1])).abs().max()) > 1e-5:
         raise ConfigError(f"the axes in {path} are not orthogonal: the file is damaged; run weft calibrate")

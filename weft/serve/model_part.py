@@ -12,16 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import ConfigError, PlanError
-from weft.models import GPT2
+from weft.models import GPT2, Decoder
 from weft.models.recurrent import RecurrentModel
 from weft.plan import Plan
 from weft.serve.adapters import attach_adapters
 from weft.serve.grammar import Grammars
 from weft.serve.graph_head import GraphHead
 from weft.serve.layer_cache import CacheFormat, LayerCache, PlainFormat
+from weft.serve.model_identity import model_identity
 from weft.serve.packed_linear import PackedLinear
 from weft.serve.paged_attention import PagedBatch
 from weft.serve.paged_model import PagedModel, layers_of
+from weft.serve.rank_part import cuts_of, own_key_heads, own_layers
 from weft.serve.ranks import ServingRanks
 from weft.serve.recurrent import RecurrentRows
 from weft.serve.request import TokenLogprobs
@@ -98,6 +100,9 @@ class ModelPart:
         self.load = load
         self.context_length = _context_length(model, options.context_length)
         _refuse_cache(options, model, ranks)
+        form = options.cache
+        if form is not None and ranks is not None and isinstance(model, Decoder | GPT2):
+            form = form.part(own_layers(model.config, ranks.place), own_key_heads(model.config, ranks.place))
         _refuse_head(options, model, ranks, self.device)
         self._head = options.head
         axes = ModelAxes() if ranks is None else ranks.axes
@@ -105,7 +110,7 @@ class ModelPart:
             _refuse_recurrent(options, ranks)
             self.paged: PagedModel | RecurrentRows = RecurrentRows(model)
         else:
-            self.paged = PagedModel(model, self.context_length, axes, options.cache, self.device)
+            self.paged = PagedModel(model, self.context_length, axes, form, self.device)
         self.streamed: StreamedWeights | None = None
         if options.stream_weights:
             assert isinstance(self.paged, PagedModel)
@@ -122,7 +127,8 @@ class ModelPart:
             num_blocks = ranks.agree(num_blocks)
         num_rows = options.num_rows
         self.cache = self.paged.new_cache(num_blocks + 1, options.block_size, num_rows)  # the last block is for padding
-        self.layout = PageLayout(options.block_size, num_blocks, num_rows, self.device)
+        answers_choose = self.paged.cache_format.answers_choose
+        self.layout = PageLayout(options.block_size, num_blocks, num_rows, self.device, answers_choose)
 
     @torch.inference_mode()
     def logits(
@@ -276,18 +282,17 @@ def _refuse_cache(options: EngineOptions, model: nn.Module, ranks: ServingRanks 
     """Raise ConfigError for a format of the cache that does not go with the model or other options."""
     if options.cache is None:
         return
-    options.cache.refuse(model)
-    if options.cache.needs_one_rank and ranks is not None:
-        raise ConfigError(f"a cache of {options.cache.name} needs one rank; serve without a plan, or leave out --cache")
+    if options.cache.identity and isinstance(model, Decoder | GPT2):
+        parts = () if ranks is None else (cuts_of(model, ranks.place), ranks.add_up)
+        if options.cache.identity != model_identity(model, *parts):
+            raise ConfigError(
+                f"the file of --cache {options.cache.name} is of another model; run weft calibrate on the model that "
+                f"is served"
+            )
     if options.cache.block_size not in (None, options.block_size):
         raise ConfigError(
             f"a cache of {options.cache.name} needs blocks of {options.cache.block_size} tokens, not "
             f"{options.block_size}; give block_size = {options.cache.block_size}"
-        )
-    if options.speculate is not None and not options.cache.is_chunked_alike:
-        raise ConfigError(
-            f"with a cache of {options.cache.name}, tokens that are computed together differ from tokens one by one, "
-            f"so drafts would change answers; leave out --speculate or --cache"
         )
 
 
