@@ -307,15 +307,17 @@ def tiles() -> dict[str, dict[str, float]]:
 def four_bits() -> dict[str, dict[str, float]]:
     """Of attention over a cache of 4 bits, and of what a decode adds to it; without the tail, as a control."""
     found = {}
-    for dtype, (num_heads, num_key_heads, head_dim), window, num_programs in (
-        (torch.float32, (4, 2, 8), None, 1),
-        (torch.float32, (2, 1, 72), 70, 32),
-        (torch.float16, (3, 1, 20), None, 16),  # the interpreter multiplies no matrices of bf16
+    for dtype, (num_heads, num_key_heads, head_dim), window, num_programs, page in (
+        (torch.float32, (4, 2, 8), None, 1, 64),
+        (torch.float32, (2, 1, 72), 70, 32, 64),
+        (torch.float16, (3, 1, 20), None, 16, 64),  # the interpreter multiplies no matrices of bf16
+        (torch.float32, (2, 2, 40), 50, 16, 32),
+        (torch.float32, (2, 1, 72), None, 1, 128),
     ):
         four_bit_attention_kernel._PROGRAMS = num_programs
-        sizes = CacheSizes(13, 64, 4, num_key_heads, head_dim, dtype, torch.device("cpu"))
+        sizes = CacheSizes(13, page, 4, num_key_heads, head_dim, dtype, torch.device("cpu"))
         layers = [FourBitLayer(sizes) for _ in range(2)]
-        lengths = torch.tensor([1, 64, 130, 192], dtype=torch.int32)
+        lengths = torch.tensor([1, page, 2 * page + 2, 3 * page], dtype=torch.int32)
         tables = torch.randperm(12, dtype=torch.int32).reshape(4, 3)
         rows = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
         both = ((*layer.pages, layer._tails) for layer in layers)
@@ -326,10 +328,10 @@ def four_bits() -> dict[str, dict[str, float]]:
         query = torch.randn(4, num_heads, head_dim).to(dtype)
         key, value = (torch.randn(4, num_key_heads, head_dim).to(dtype) for _ in range(2))
         places = lengths - 1
-        slots = tables.gather(1, (places // 64)[:, None].long())[:, 0].long() * 64 + places % 64
-        batch = PagedBatch(places, places, slots, tables, lengths, rows, 64, 4)
+        slots = tables.gather(1, (places // page)[:, None].long())[:, 0].long() * page + places % page
+        batch = PagedBatch(places, places, slots, tables, lengths, rows, page, 4)
         mixed = [layer(query, key, value, batch, window) for layer in (layers[0]._decode_by_kernel, layers[1]._decode)]
-        name = f"{dtype} {num_heads} {num_key_heads} {head_dim} {window} {num_programs}"
+        name = f"{dtype} {num_heads} {num_key_heads} {head_dim} {window} {num_programs} {page}"
         # Plain functions write what is not full, and the other half of a page, to the last page.
         pairs = [(mine[:-1], plain[:-1]) for mine, plain in zip(layers[0].pages, layers[1].pages, strict=True)]
         pairs.append((layers[0]._tails, layers[1]._tails))

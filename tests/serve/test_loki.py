@@ -164,7 +164,7 @@ def test_a_file_is_read_again_and_refused_for_another_model(tmp_path: Path) -> N
     path.write_bytes(b"nonsense")
     with pytest.raises(ConfigError, match="cannot be read"):
         cache_format(f"loki={path}")
-    with pytest.raises(ConfigError, match="--cache int3 is unknown; give int4, or loki=FILE"):
+    with pytest.raises(ConfigError, match="--cache int3 is unknown; give int4, int4-32 or int4-128, loki=FILE"):
         cache_format("int3")
     with pytest.raises(ConfigError, match=r"dims = 0.0 of Loki must be above 0 and at most 1"):
         LokiChoice(dims=0.0)

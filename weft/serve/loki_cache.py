@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import ConfigError
-from weft.serve.layer_cache import CacheFormat, CacheSizes, LayerCache, staging
+from weft.serve.layer_cache import CacheSizes, LayerCache, staging
 from weft.serve.loki_choice import LokiChoice, attention_to_chosen, chosen_tokens
 from weft.serve.paged_attention import PagedBatch, attend_prompts, slots_of
 
@@ -38,7 +38,7 @@ class LokiFormat:
     def __init__(self, axes: Tensor, choice: LokiChoice | None = None, identity: str = "") -> None:
         self.axes, self.choice, self.identity = axes, choice or LokiChoice(), identity
 
-    def part(self, layers: range, key_heads: range) -> CacheFormat:
+    def part(self, layers: range, key_heads: range) -> LokiFormat:
         own = self.axes[layers.start : layers.stop, key_heads.start : key_heads.stop]
         return LokiFormat(own, self.choice, self.identity)
 
@@ -58,13 +58,8 @@ class LokiLayer:
     counts: Tensor | None = None
 
     def __init__(self, axes: Tensor, choice: LokiChoice, sizes: CacheSizes) -> None:
-        if axes.shape != (sizes.num_key_heads, sizes.head_dim, sizes.head_dim):
-            raise ConfigError(
-                f"Loki's axes are of {axes.shape[0]} key heads of {axes.shape[-1]}, and the model has "
-                f"{sizes.num_key_heads} of {sizes.head_dim}; run weft calibrate on the model that is served"
-            )
         self._sizes, self._choice = sizes, choice
-        self._axes = axes.to(sizes.device, torch.promote_types(sizes.dtype, torch.float32)).contiguous()
+        self._axes = axes_of_heads(axes, sizes)
         shape = (2, sizes.num_blocks, sizes.block_size, sizes.num_key_heads, sizes.head_dim)
         keys, values = torch.zeros(shape, dtype=sizes.dtype, device=sizes.device)
         num_dims = choice.num_dims(sizes.head_dim)
@@ -106,6 +101,16 @@ class LokiLayer:
         """Queries or keys [tokens, heads, head_dim] along the axes of their key heads."""
         grouped = heads.to(self._axes.dtype).unflatten(1, (len(self._axes), -1))  # [tokens, key heads, group, head_dim]
         return torch.einsum("thgd,hde->thge", grouped, self._axes).flatten(1, 2).to(heads.dtype)
+
+
+def axes_of_heads(axes: Tensor, sizes: CacheSizes) -> Tensor:
+    """The axes of a cache's heads, on its device. Raises ConfigError if they are of others."""
+    if axes.shape != (sizes.num_key_heads, sizes.head_dim, sizes.head_dim):
+        raise ConfigError(
+            f"Loki's axes are of {axes.shape[0]} key heads of {axes.shape[-1]}, and the model has "
+            f"{sizes.num_key_heads} of {sizes.head_dim}; run weft calibrate on the model that is served"
+        )
+    return axes.to(sizes.device, torch.promote_types(sizes.dtype, torch.float32)).contiguous()
 
 
 def chosen_attention(
