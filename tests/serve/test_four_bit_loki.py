@@ -37,7 +37,7 @@ from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.plan import Pipe, Plan
 from weft.plan import Tensor as TensorDegrees
-from weft.planner.serving import ServingModel
+from weft.planner.serving import MAX_RUNNING, ServingModel
 from weft.serve import four_bit_cache
 from weft.serve.cache_formats import block_size_of, cache_format
 from weft.serve.engine import Engine, EngineOptions
@@ -230,15 +230,16 @@ def test_two_ranks_give_the_tokens_of_one_and_hold_what_is_planned(tmp_path: Pat
             part = ModelPart(part_of(name, ranks.place).float(), options, ranks)
             held = sum(page.numel() * page.itemsize for layer in part.cache for page in layer.pages)
             tails = sum(layer._tails.numel() * 4 for layer in part.cache)  # type: ignore[attr-defined]
-            found.append((None if tokens is None else tokens["tokens"], held, tails))
+            axes = sum(layer._axes.numel() * 4 for layer in part.cache)  # type: ignore[attr-defined]
+            found.append((None if tokens is None else tokens["tokens"], held, tails, axes))
         return found
 
     for place, results in enumerate(run_local(rank, 2, LIMIT_SECONDS)):
-        for (name, plan), (tokens, held, tails) in zip(cases, results, strict=True):
+        for (name, plan), (tokens, held, tails, axes) in zip(cases, results, strict=True):
             assert tokens == (expected[name] if place == 0 else None)
             cache_name = f"int4-32,loki={tmp_path / name}"
             model = ServingModel(CONFIGS[name], load_cluster("h200:1x2"), plan, "fp32", cache=cache_name)
             assert held == 4 * 32 * model.cache_bytes(0)
-            assert tails == 4 * model.row_bytes(0)
+            assert tails / 4 * (MAX_RUNNING + 1) + axes == model.bytes_beside_pages(0)
     other = make_engine(whole_model("llama"), cache=FourBitFormat(32), block_size=32)
     assert tokens_of(serve_all(other, requests())) != expected["llama"]

@@ -46,7 +46,7 @@ BudgetOption = Annotated[
 ]
 CacheOption = Annotated[
     int | None,
-    typer.Option(help="blocks of 16 tokens (--cache int4: 64) of the key-value cache; what fits if not given", min=1),
+    typer.Option(help="blocks of 16 tokens (--cache int4: 64, or so many as it says) of the key-value cache", min=1),
 ]
 SwapOption = Annotated[
     int, typer.Option(help="such blocks in host memory, for requests that others push out; 0: compute again", min=0)
@@ -67,7 +67,10 @@ WeightsOption = Annotated[
 ]
 KeysValuesOption = Annotated[
     str | None,
-    typer.Option(help="read fewer bytes of keys and values: int4, or loki=FILE; changes answers", show_default=False),
+    typer.Option(
+        help="fewer bytes of keys and values: int4, int4-32, int4-128, loki=FILE, or int4,loki=FILE; changes answers",
+        show_default=False,
+    ),
 ]
 HeadOption = Annotated[
     str | None,

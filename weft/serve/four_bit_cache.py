@@ -58,6 +58,9 @@ class FourBitFormat:
     def bytes_per_row(self, num_key_heads: int, head_dim: int, item_bytes: int) -> int:
         return 2 * self.group * num_key_heads * head_dim * item_bytes
 
+    def bytes_of_layer(self, num_key_heads: int, head_dim: int, item_bytes: int) -> int:
+        return 0
+
 
 def value_groups(head_dim: int, group: int) -> int:
     """How many scales a value has: one, or one for each half of a head that is larger than a group."""

@@ -41,6 +41,9 @@ class FourBitLokiFormat(FourBitFormat):
     def layer(self, index: int, sizes: CacheSizes) -> LayerCache:
         return FourBitLokiLayer(self.loki.axes[index], self.loki.choice, sizes)
 
+    def bytes_of_layer(self, num_key_heads: int, head_dim: int, item_bytes: int) -> int:
+        return self.loki.bytes_of_layer(num_key_heads, head_dim, item_bytes)
+
 
 class FourBitLokiLayer(FourBitLayer):
     """The cache of one block of the model."""

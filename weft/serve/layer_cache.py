@@ -75,6 +75,9 @@ class CacheFormat(Protocol):
     def bytes_per_row(self, num_key_heads: int, head_dim: int, item_bytes: int) -> int:
         """Bytes beside the pages for each running request, of one block of the model."""
 
+    def bytes_of_layer(self, num_key_heads: int, head_dim: int, item_bytes: int) -> int:
+        """Bytes beside the pages whatever runs, of one block of the model."""
+
 
 class PlainLayer:
     """Keys and values as they are: [slots, key heads, head_dim] each."""
@@ -113,6 +116,9 @@ class PlainFormat:
         return 2 * num_key_heads * head_dim * item_bytes
 
     def bytes_per_row(self, num_key_heads: int, head_dim: int, item_bytes: int) -> int:
+        return 0
+
+    def bytes_of_layer(self, num_key_heads: int, head_dim: int, item_bytes: int) -> int:
         return 0
 
 

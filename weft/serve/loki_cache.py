@@ -51,6 +51,9 @@ class LokiFormat:
     def bytes_per_row(self, num_key_heads: int, head_dim: int, item_bytes: int) -> int:
         return 0
 
+    def bytes_of_layer(self, num_key_heads: int, head_dim: int, item_bytes: int) -> int:
+        return num_key_heads * head_dim**2 * max(4, item_bytes)  # the axes
+
 
 class LokiLayer:
     """The cache of one block of the model."""

@@ -246,7 +246,7 @@ class ModelPart:
         bytes_per_token = self.paged.bytes_per_token
         if isinstance(options.speculate, nn.Module):  # the draft model's cache has as many blocks
             bytes_per_token += PagedModel(options.speculate, 1).bytes_per_token
-        free -= (options.num_rows + 1) * self.paged.bytes_per_row
+        free -= self.paged.bytes_beside_pages(options.num_rows)
         fitting = int(free // (bytes_per_token * options.block_size))
         if fitting < 1:
             raise ConfigError(
