@@ -138,7 +138,8 @@ def main() -> None:
             pack_model(model, FORMATS[name])
         return model
 
-    loki, explained = calibrate(read(), [calibration], LOKI)
+    loki, explained, is_before = calibrate(read(), [calibration], LOKI)
+    print(f"{int(is_before.sum())} of {is_before.numel()} key heads have axes of keys before rotation")
     cases: dict[str, tuple[nn.Module, CacheFormat]] = {"dense": (read(), PlainFormat())}
     cases |= {f"weights {name}": (packed(name, False), PlainFormat()) for name in FORMATS}
     cases |= {f"weights {name}, corrected": (packed(name, True), PlainFormat()) for name in ("int4", "int4-128")}
