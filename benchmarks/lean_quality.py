@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from weft.data.tokenizer import Tokenizer
 from weft.serve.corrected_codes import pack_corrected
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.four_bit_cache import FourBitFormat
+from weft.serve.four_bit_cache import GROUPS, FourBitFormat
+from weft.serve.four_bit_loki_cache import FourBitLokiFormat
 from weft.serve.generate import load_for_generation
 from weft.serve.layer_cache import CacheFormat, PlainFormat
 from weft.serve.loki_cache import LokiFormat
@@ -143,8 +144,9 @@ def main() -> None:
     cases: dict[str, tuple[nn.Module, CacheFormat]] = {"dense": (read(), PlainFormat())}
     cases |= {f"weights {name}": (packed(name, False), PlainFormat()) for name in FORMATS}
     cases |= {f"weights {name}, corrected": (packed(name, True), PlainFormat()) for name in ("int4", "int4-128")}
-    cases |= {"cache int4": (read(), FourBitFormat()), "cache loki": (read(), loki)}
-    cases["cache loki, random axes"] = (read(), random_axes(loki))
+    cases |= {f"cache {form.name}": (read(), form) for form in map(FourBitFormat, GROUPS)}
+    cases |= {"cache loki": (read(), loki), "cache loki, random axes": (read(), random_axes(loki))}
+    cases |= {f"cache {form.name}": (read(), form) for form in (FourBitLokiFormat(loki), FourBitLokiFormat(loki, 32))}
     cases["weights int4, cache int4"] = (packed("int4", True), FourBitFormat())
     for name in ("int8", "int4"):
         cases[f"weights and head {name}, by codes"] = (packed(name, False), PlainFormat())

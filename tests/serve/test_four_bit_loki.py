@@ -39,7 +39,7 @@ from weft.plan import Pipe, Plan
 from weft.plan import Tensor as TensorDegrees
 from weft.planner.serving import MAX_RUNNING, ServingModel
 from weft.serve import four_bit_cache
-from weft.serve.cache_formats import block_size_of, cache_format
+from weft.serve.cache_formats import block_size_of, cache_format, why_slow
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.four_bit_cache import GROUP, FourBitFormat, FourBitLayer
 from weft.serve.four_bit_loki_cache import FourBitLokiFormat, FourBitLokiLayer
@@ -201,6 +201,8 @@ def test_a_file_is_read_with_any_group_and_refused_in_words(tmp_path: Path) -> N
         assert block_size_of(form) == size
         assert form.bytes_per_token(1, 128, 2) == num_bytes == cache_format(name).bytes_per_token(1, 128, 2)
         make_engine(tiny_model("llama"), cache=form, block_size=size)
+        assert "has no kernels for GPUs: plain functions" in why_slow(form, "cuda")[0]
+        assert why_slow(form, "cpu") == why_slow(cache_format(name), "cuda") == []
         with pytest.raises(ConfigError, match=f"the file of --cache {name},loki is of another model"):
             make_engine(tiny_model("llama", seed=1), cache=form, block_size=size)
     for wrong in ("int4,", "int4,loki", "int4,axes=x", "int4-48", f"loki={path},int4"):

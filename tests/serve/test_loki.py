@@ -264,7 +264,11 @@ def test_commands_use_all_ways_and_refuse_in_one_line(
     assert indexed.status == 0, indexed.err
     assert indexed.json["agreement"] >= 0.999
     assert weft(*generate, "--head", f"graph={graph}").out == plain.out
-    for options in (("--weights", "int4", "--cache", "int4"), ("--weights", "fp8", "--cache", f"loki={axes}")):
+    for options in (
+        ("--weights", "int4", "--cache", "int4"),
+        ("--weights", "fp8", "--cache", f"loki={axes}", "--speculate", "ngram"),
+        ("--cache", f"int4-32,loki={axes}"),
+    ):
         found = weft(*generate, *options)
         assert found.status == 0, found.err
     mistakes = {

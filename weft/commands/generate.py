@@ -36,7 +36,7 @@ def generate_command(
     kind = chosen_device(device)
     from rich.console import Console
 
-    from weft.serve.cache_formats import cache_format
+    from weft.serve.cache_formats import cache_format, why_slow
     from weft.serve.generate import generate, load_for_generation
     from weft.serve.graph_head import graph_head
     from weft.serve.loading import load_draft
@@ -49,6 +49,9 @@ def generate_command(
         pack_head(model, head, kind)
         for reason in why_decoded(model) if kind == "cpu" else ():
             _warn(reason)
+        kept = cache_format(cache)
+        for reason in why_slow(kept, kind):
+            _warn(reason)
         text = generate(
             model,
             tokens_of,
@@ -59,7 +62,7 @@ def generate_command(
             seed=seed,
             context=context,
             speculate=load_draft(speculate, tokenizer, tokens_of, kind),
-            cache=cache_format(cache),
+            cache=kept,
             head=graph_head(head),
         )
     if as_json:

@@ -30,6 +30,13 @@ def cache_format(name: str | None) -> CacheFormat:
     )
 
 
+def why_slow(found: CacheFormat, device: str) -> list[str]:
+    """Why decodes with a cache of this format are slow on a device, if they are."""
+    if device == "cpu" or found.has_kernel:
+        return []
+    return [f"--cache {found.name} has no kernels for GPUs: plain functions decode and attend, which is slow"]
+
+
 def block_size_of(found: CacheFormat) -> int:
     """Tokens of a block of the cache, for `weft serve`."""
     return found.block_size or DEFAULT_BLOCK_SIZE
