@@ -127,7 +127,7 @@ def test_a_wrong_part_is_noticed_and_traffic_is_as_stated() -> None:
         else:
             follow_steps(part)
         entries = mesh.ledger.entries().items()
-        return {"/".join(key): [one.calls, one.num_bytes] for key, one in entries if key[0] != "state"}
+        return {"/".join(key): [one.calls, one.num_bytes] for key, one in entries if key[0] != "replica"}
 
     found = run_local(rank, 2, LIMIT_SECONDS)
     assert found[0][0]["tokens"] != {name: expected[name] for name in found[0][0]["tokens"]}

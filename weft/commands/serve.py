@@ -192,7 +192,8 @@ def serving_plan(overrides: list[str]) -> Plan:
         keys, value = parse_override(text)
         if keys[0] != "plan" or len(keys) < 2:
             raise ConfigError(
-                f"'{text}' is not of the plan; give plan.data, plan.pipe, plan.expert, plan.tensor.x or plan.tensor.y"
+                f"'{text}' is not of the plan; give plan.data, plan.pipe, plan.expert, plan.context, plan.tensor.x or "
+                f"plan.tensor.y"
             )
         table = tables
         for key in keys[1:-1]:

@@ -56,7 +56,7 @@ def _parts(
     query_stride, table_stride, length_stride, chosen_stride,
     NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, NUM_PARTS: tl.constexpr, GROUP_ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr, IS_CHOSEN: tl.constexpr, IS_EARLY: tl.constexpr,
+    TOKENS: tl.constexpr, IS_CHOSEN: tl.constexpr, HAS_LOGS: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     request, key_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     group: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
@@ -100,23 +100,26 @@ def _parts(
     row = (request * NUM_PARTS + part) * NUM_HEADS + heads
     mixed = (mixed / tl.where(total > 0, total, 1.0)[:, None]).to(mixed_ptr.dtype.element_ty)
     tl.store(mixed_ptr + row[:, None] * HEAD_DIM + columns[None, :], mixed, mask=inside)
-    if NUM_PARTS > 1:
+    if NUM_PARTS > 1 or HAS_LOGS:
         log_total = tl.where(total > 0, highest + tl.log2(total), float("-inf"))
         tl.store(log_ptr + row, log_total, mask=rows < group)
 
 
 @triton.jit(do_not_specialize=["length_stride"])
 def _sum_of_used_parts(
-    mixed_ptr, log_ptr, length_ptr, out_ptr, length_stride,
+    mixed_ptr, log_ptr, length_ptr, out_ptr, out_log_ptr, length_stride,
     NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
-    NUM_PARTS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, IS_CHOSEN: tl.constexpr, IS_EARLY: tl.constexpr,
+    NUM_PARTS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, IS_CHOSEN: tl.constexpr,
+    HAS_LOGS: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     key_head = head // (NUM_HEADS // NUM_KEY_HEADS)
     length = _length(length_ptr + request * length_stride, key_head, IS_CHOSEN, IS_EARLY)
     _, _, num_used = bounds(length, 0, WINDOW, NUM_PARTS, TOKENS)
     if num_used > 0:
-        _add_parts(mixed_ptr, log_ptr, out_ptr, request, head, num_used, NUM_HEADS, HEAD_DIM, NUM_PARTS, WIDTH)
+        log = _add_parts(mixed_ptr, log_ptr, out_ptr, request, head, num_used, NUM_HEADS, HEAD_DIM, NUM_PARTS, WIDTH)
+        if HAS_LOGS:
+            tl.store(out_log_ptr + request * NUM_HEADS + head, log)
 
 
 @triton.jit
@@ -124,16 +127,22 @@ def _add_parts(
     mixed_ptr, log_ptr, out_ptr, request, head, num_used,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_PARTS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The result of one head from the first `num_used` parts of its sequence."""
+    """Stores the result of one head from the first `num_used` parts of its sequence.
+
+    Returns the logarithm (to base 2) of its softmax denominator.
+    """
     parts, columns = tl.arange(0, NUM_PARTS), tl.arange(0, WIDTH)
     row, is_used, inside = (request * NUM_PARTS + parts) * NUM_HEADS + head, parts < num_used, columns < HEAD_DIM
     logs = tl.load(log_ptr + row, mask=is_used, other=float("-inf"))
     place, mask = row[:, None] * HEAD_DIM + columns[None, :], is_used[:, None] & inside[None, :]
     mixed = tl.load(mixed_ptr + place, mask=mask, other=0.0)
-    weights = tl.exp2(logs - tl.max(logs, 0))
-    out = tl.sum(mixed * weights[:, None], 0) / tl.sum(weights, 0)
+    highest = tl.max(logs, 0)
+    weights = tl.exp2(logs - highest)
+    total = tl.sum(weights, 0)
+    out = tl.sum(mixed * weights[:, None], 0) / total
     out_place = (request * NUM_HEADS + head) * HEAD_DIM + columns
     tl.store(out_ptr + out_place, out.to(out_ptr.dtype.element_ty), mask=inside)
+    return highest + tl.log2(total)
 
 
 @triton.jit
@@ -167,10 +176,12 @@ def decode_attention_by_kernel(
     window: int | None,
     chosen: Tensor | None = None,
     out: Tensor | None = None,
+    logs: Tensor | None = None,
 ) -> Tensor:
     """Equals `paged_attention.decode_attention`; see there for the arguments. Without `out`, all requests have tokens.
 
     With `chosen` slots [requests, key heads, most], `lengths` [requests, key heads] says how many of them there are.
+    Into `logs` [requests, heads] go the logarithms of softmax denominators of requests that have tokens.
     """
     num_requests, num_heads, head_dim = query.shape
     num_key_heads = keys.shape[1]
@@ -178,10 +189,11 @@ def decode_attention_by_kernel(
     assert query.stride()[1:] == (head_dim, 1), "the heads of a query lie end to end"
     if out is None:
         out = query.new_empty(num_requests, num_heads, head_dim)
-    parts, logs = out, out
+    out_logs = out if logs is None else logs
+    parts, part_logs = out, out_logs
     if num_parts > 1:
         parts = query.new_empty(num_requests, num_parts, num_heads, head_dim, dtype=torch.float32)
-        logs = query.new_empty(num_requests, num_parts, num_heads, dtype=torch.float32)
+        part_logs = query.new_empty(num_requests, num_parts, num_heads, dtype=torch.float32)
     sizes = {
         "NUM_HEADS": num_heads,
         "NUM_KEY_HEADS": num_key_heads,
@@ -191,6 +203,7 @@ def decode_attention_by_kernel(
         "WIDTH": max(16, triton.next_power_of_2(head_dim)),
         "TOKENS": TOKENS,
         "IS_CHOSEN": chosen is not None,
+        "HAS_LOGS": logs is not None,
         **early_launch(query),
     }
     _parts[(num_requests, num_key_heads, num_parts)](
@@ -201,7 +214,7 @@ def decode_attention_by_kernel(
         lengths,
         lengths if chosen is None else chosen,
         parts,
-        logs,
+        part_logs,
         head_dim**-0.5 * LOG2E,
         query.stride(0),
         tables.stride(0),
@@ -215,5 +228,7 @@ def decode_attention_by_kernel(
     )
     if num_parts > 1:
         grid = (num_requests, num_heads)
-        _sum_of_used_parts[grid](parts, logs, lengths, out, lengths.stride(0), num_warps=4, **sizes)
+        _sum_of_used_parts[grid](parts, part_logs, lengths, out, out_logs, lengths.stride(0), num_warps=4, **sizes)
+    if logs is not None:
+        logs /= LOG2E
     return out

@@ -37,6 +37,7 @@ class FourBitFormat:
     keeps_whole_blocks = True  # a tail belongs to a running request
     is_chunked_alike = True
     needs_one_rank = False
+    splits_sequences = False
     has_kernel = True
 
     def refuse(self, model: nn.Module) -> None:
