@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from serving_for_tests import CONFIGS, GREEDY, serve_all, tiny_model, tokens_of
-from torch import nn
+from torch import Tensor, nn
 
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
@@ -20,6 +22,7 @@ from weft.serve.rank_part import RankPlace, build_part, read_part, refuse_plan
 from weft.serve.ranks import ServingRanks
 from weft.serve.replicas import ReplicaFront, serve_replica
 from weft.serve.request import Request, Sampling
+from weft.serve.step_inputs import StepInputs
 
 LIMIT_SECONDS = 300.0
 SCORED = Request("scored", (3, 1, 4, 1, 5), 1)  # how likely its tokens are is asked for
@@ -85,6 +88,32 @@ def tokens_on_ranks(
 def scarce(plan: Plan) -> EngineOptions:
     """Prompts come in chunks, and there are too few blocks: 7 of 4 tokens, on as many ranks as hold their pages."""
     return EngineOptions(block_size=4 // plan.context.degree, num_blocks=7, token_budget=4, max_running=4)
+
+
+def step_of(tokens: Sequence[int], start: int, end: int, blocks: Sequence[int], size: int) -> StepInputs:
+    """The inputs of the tokens `start` to `end` of a request with these blocks. The next is sampled."""
+    places = torch.arange(start, end, dtype=torch.int32)
+    slots = torch.tensor(blocks, dtype=torch.int32)[places.long() // size] * size + places % size
+    flat = torch.stack([torch.tensor(tokens[start:end], dtype=torch.int32), torch.full_like(places, -1), places, slots])
+    tables = torch.tensor([[end, 0, *blocks]], dtype=torch.int32)
+    return StepInputs(flat, tables, [end - start], int(end - start == 1), [end - start - 1])
+
+
+def logits_of(part: ModelPart, ends: Sequence[int], blocks: Sequence[int]) -> Tensor:
+    """Of a request that is computed up to each of `ends`, one after the other, in these blocks."""
+    tokens = [(7 * place + place * place) % 61 for place in range(ends[-1])]
+    steps = [step_of(tokens, *pair, blocks, part.layout.block_size) for pair in pairwise((0, *ends))]
+    found = [part.logits(inputs) for inputs in steps]
+    return torch.cat([one[0] for one in found if one is not None])
+
+
+def logits_of_long(name: str, dtype: torch.dtype, device: torch.device, ranks: ServingRanks | None) -> Tensor:
+    """Of a request of 400 tokens, in three chunks and four decodes, in blocks of 32 tokens."""
+    model = whole_model(name) if ranks is None else part_of(name, ranks.place)
+    size = 32 if ranks is None else 32 // ranks.mesh.plan.context.degree
+    part = ModelPart(model, EngineOptions(block_size=size, num_blocks=20, dtype=dtype, device=device), ranks)
+    blocks = torch.randperm(20, generator=torch.Generator().manual_seed(0)).tolist()[:13]
+    return logits_of(part, (37, 200, 396, 397, 398, 399, 400), blocks).double().cpu()
 
 
 def requests() -> list[Request]:

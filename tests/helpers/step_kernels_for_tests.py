@@ -12,10 +12,18 @@ import torch
 from torch import Tensor
 
 from weft.models.attention import RMSNorm
-from weft.serve import fused, sampling_kernel, whole_attention_kernel
-from weft.serve.paged_attention import decode_attention, slots_of
+from weft.serve import (
+    decode_attention_kernel,
+    fused,
+    prompt_attention_kernel,
+    sampling_kernel,
+    whole_attention_kernel,
+)
+from weft.serve.page_share import PageShare
+from weft.serve.paged_attention import PagedBatch, attend, decode_attention, slots_of
 from weft.serve.sampling import likeliest
 from weft.serve.sampling_kernel import likeliest_by_kernel
+from weft.serve.split_attention import _decodes, _decodes_by_kernel, _prompts_by_kernel, attend_own_pages
 from weft.serve.whole_attention_kernel import whole_attention_by_kernel
 
 BLOCK_SIZE = 4
@@ -83,8 +91,53 @@ def chosen_tokens() -> dict[str, dict[str, float]]:
     return found
 
 
+def shares() -> dict[str, dict[str, float]]:
+    """Of decodes and prompts to the pages of each of three ranks, and the results of all together. Control: without the
+    last rank.
+    """
+    found, page_size, degree = {}, 4, 3
+    decode_attention_kernel.TOKENS = prompt_attention_kernel._TOKENS = 16
+    for dtype, (num_heads, num_key_heads, head_dim), window, num_programs in (
+        (torch.float32, (4, 2, 8), None, 1),
+        (torch.float32, (3, 1, 20), None, 32),
+        (torch.float16, (2, 2, 16), 9, 32),
+    ):
+        decode_attention_kernel._PROGRAMS = num_programs
+        tables = torch.randperm(20, dtype=torch.int32).reshape(4, 5)
+        queries, lengths = [7, 20], [1, 50, 19, 49]  # two decodes, and two prompts
+        query = torch.randn(2 + sum(queries), num_heads, head_dim).to(dtype)
+        whole = [torch.randn(20, degree, page_size, num_key_heads, head_dim).to(dtype) for _ in range(2)]
+        given = (tables, torch.tensor(lengths, dtype=torch.int32), tables[:, 0])
+        batch = PagedBatch(*[tables] * 3, *given, degree * page_size, 2, queries, lengths[2:])
+        expected = attend(query.double(), *(one.flatten(0, 2).double() for one in whole), batch, window)
+        partial, parts = list[tuple[Tensor, Tensor]](), {"mixed": 0.0, "logs": 0.0}
+        for index in range(degree):
+            keys, values = (one[:, index].flatten(0, 1).contiguous() for one in whole)
+            share = PageShare(index, degree, page_size)
+            batch = PagedBatch(*[tables] * 3, *given, page_size, 2, queries, lengths[2:], share=share)
+            plain = attend_own_pages(query, keys, values, batch, window)
+            decodes = _decodes_by_kernel if window is None else _decodes
+            both = [by(query[some], keys, values, batch, window)
+                    for by, some in ((decodes, slice(2)), (_prompts_by_kernel, slice(2, None)))]  # fmt: skip
+            partial.append((torch.cat([one for one, _ in both]), torch.cat([one for _, one in both])))
+            for name, one, other in zip(parts, plain, partial[-1], strict=True):
+                parts[name] = max(parts[name], difference(one.nan_to_num(neginf=-9), other.nan_to_num(neginf=-9)))
+        found[f"{dtype} {num_heads} {num_key_heads} {head_dim} {window} {num_programs}"] = {
+            **parts,
+            "together": difference(_together(partial), expected),
+            "without a rank": difference(_together(partial[:-1]), expected),
+        }
+    return found
+
+
+def _together(partial: list[tuple[Tensor, Tensor]]) -> Tensor:
+    logs = torch.stack([one for _, one in partial])
+    weights = (logs - logs.logsumexp(0)).exp()
+    return (weights[..., None] * torch.stack([one for one, _ in partial])).sum(0)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    cases = {"whole": whole, "chosen_tokens": chosen_tokens}
+    cases = {"whole": whole, "chosen_tokens": chosen_tokens, "shares": shares}
     print(json.dumps({name: cases[name]() for name in sys.argv[1:]}))

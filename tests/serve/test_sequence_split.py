@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from parallel_serving_for_tests import LIMIT_SECONDS, check, on_one_rank, part_of, requests, whole_model
+from parallel_serving_for_tests import (
+    LIMIT_SECONDS,
+    check,
+    logits_of,
+    on_one_rank,
+    part_of,
+    requests,
+    step_of,
+    whole_model,
+)
 from serving_for_tests import CONFIGS, serve_all, tokens_of
 from torch import Tensor
 
@@ -25,9 +33,9 @@ from weft.serve.model_part import ModelPart
 from weft.serve.page_share import PageShare
 from weft.serve.rank_part import refuse_plan
 from weft.serve.ranks import ServingRanks
-from weft.serve.step_inputs import StepInputs
 from weft.serve.traffic import ServedSizes, step_calls
 
+SEQUENCE = ((7, 13, 14, 15, 16), (5, 0, 3, 1))  # two chunks and three decodes, in blocks anywhere in the cache
 TWO = Plan(context=Context(2))
 # Sliding windows, learned positions, norms of heads, and other axes beside.
 FOUR_RANKS = [
@@ -51,23 +59,6 @@ def test_four_ranks_beside_other_axes(one_in: int) -> None:
     check(FOUR_RANKS[::one_in], 4)
 
 
-def step_of(tokens: tuple[int, ...], start: int, end: int, blocks: list[int], size: int) -> StepInputs:
-    """The inputs of the tokens `start` to `end` of a request with these blocks. The next is sampled."""
-    places = torch.arange(start, end, dtype=torch.int32)
-    slots = torch.tensor(blocks, dtype=torch.int32)[places.long() // size] * size + places % size
-    flat = torch.stack([torch.tensor(tokens[start:end], dtype=torch.int32), torch.full_like(places, -1), places, slots])
-    tables = torch.tensor([[end, 0, *blocks]], dtype=torch.int32)
-    return StepInputs(flat, tables, [end - start], int(end - start == 1), [end - start - 1])
-
-
-def logits_of(part: ModelPart) -> Tensor:
-    """Of a request that is computed in two chunks and three decodes, in blocks of 4 tokens anywhere in the cache."""
-    tokens, ends = tuple(range(3, 20)), (0, 7, 13, 14, 15, 16)
-    steps = [step_of(tokens, *pair, [5, 0, 3, 1], 4) for pair in pairwise(ends)]
-    found = [part.logits(inputs) for inputs in steps]
-    return torch.cat([one[0] for one in found if one is not None])
-
-
 @pytest.mark.processes
 def test_logits_and_traffic_are_as_stated_and_a_dropped_part_is_noticed() -> None:
     """Logits equal those of one rank to 1e-12, and have the same bits on all ranks. Negative control: what rank 1
@@ -75,7 +66,7 @@ def test_logits_and_traffic_are_as_stated_and_a_dropped_part_is_noticed() -> Non
     """
     names = ("llama", "mistral", "gpt2")
     options = EngineOptions(block_size=4, num_blocks=6)
-    expected = {name: logits_of(ModelPart(whole_model(name), options)) for name in names}
+    expected = {name: logits_of(ModelPart(whole_model(name), options), *SEQUENCE) for name in names}
     for name in names:
         refuse_plan(CONFIGS[name], TWO)
 
@@ -85,7 +76,7 @@ def test_logits_and_traffic_are_as_stated_and_a_dropped_part_is_noticed() -> Non
         ranks = ServingRanks(mesh)
         parts = {name: ModelPart(part_of(name, ranks.place), replace(options, block_size=2), ranks) for name in names}
         pages = sum(page.nbytes for layer in parts["llama"].cache for page in layer.pages)
-        logits = {name: logits_of(part).tolist() for name, part in parts.items()}
+        logits = {name: logits_of(part, *SEQUENCE).tolist() for name, part in parts.items()}
         mesh.ledger.clear()
         inputs = step_of(tuple(range(9)), 0, 5, [0, 1], 4)
         assert parts["llama"].logits(inputs) is not None
@@ -97,7 +88,7 @@ def test_logits_and_traffic_are_as_stated_and_a_dropped_part_is_noticed() -> Non
             return mixed, logs - torch.inf if index == 1 and given[3].num_decodes else logs
 
         split_attention.attend_own_pages = dropped
-        wrong = logits_of(parts["llama"]).tolist()
+        wrong = logits_of(parts["llama"], *SEQUENCE).tolist()
         return {"logits": logits, "wrong": wrong, "calls": calls, "pages": pages}
 
     found = run_local(rank, 2, LIMIT_SECONDS)
