@@ -5,8 +5,8 @@
 
 One layer: a decode of one request, and a chunk of 2,048 tokens at the end of a prompt, by number of tokens in the
 cache. A rank attends to its own half of the pages and gives log-sum-exps, then adds up both halves; the all-gather
-between is left out, because ranks that share a GPU say nothing of one between GPUs. Times are medians, in microseconds.
-Writes benchmarks/results/split-attention-gpu.json.
+between is left out, because ranks that share a GPU say nothing of one between GPUs. Times are medians, in
+microseconds, of calls recorded as CUDA graphs. Writes benchmarks/results/split-attention-gpu.json.
 """
 
 from __future__ import annotations
@@ -21,27 +21,35 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from weft.comm import Axis, Ledger
-from weft.serve import split_attention
 from weft.serve.page_share import PageShare
 from weft.serve.paged_attention import PagedBatch, attend
+from weft.serve.split_attention import add_up, attend_own_pages
+from weft.serve.split_attention_kernel import add_up_by_kernel
 
 RESULT = Path(__file__).parent / "results" / "split-attention-gpu.json"
 PAGE, DEGREE, REPEATS = 16, 2, 15
 
 
 def microseconds(function: Callable[[], Tensor], device: torch.device) -> float:
-    """The median time of a call, in rows of five."""
+    """The median time of a call, in rows of ten, as a CUDA graph."""
+    run: Callable[[], object] = function
+    function()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            function()
+        run = graph.replay
     times = []
     for _ in range(REPEATS):
         if device.type == "cuda":
             torch.cuda.synchronize()
         begin = time.perf_counter()
-        for _ in range(5):
-            function()
+        for _ in range(10):
+            run()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        times.append((time.perf_counter() - begin) / 5 * 1e6)
+        times.append((time.perf_counter() - begin) / 10 * 1e6)
     return round(median(times[3:]), 1)
 
 
@@ -71,25 +79,17 @@ def row(num_queries: int, length: int, heads: tuple[int, int, int], device: torc
     for index in range(DEGREE):
         own.append(batch(PAGE, PageShare(index, DEGREE, PAGE)))
         pages.append([one[:, index].flatten(0, 1).contiguous() for one in (keys, values)])
-    partial = [split_attention.attend_own_pages(query, *pages[i], own[i], None) for i in range(DEGREE)]
-    parts = torch.stack([torch.cat([mixed, logs[..., None]], dim=-1) for mixed, logs in partial])
-    split_attention.all_gather = lambda into, _, axis: (into.copy_(parts.view(-1)), _Done())[1]  # type: ignore
-    axis = Axis("context", DEGREE, 0, None, Ledger())
-    together = split_attention.merged(*partial[0], axis)
+    parts = torch.stack([attend_own_pages(query, *pages[i], own[i], None) for i in range(DEGREE)])
+    by = add_up_by_kernel if device.type == "cuda" else add_up
     expected = attend(query, *all_pages, whole, None)
     return {
         "tokens": length,
         "queries": num_queries,
-        "difference": float((together - expected).abs().max()),
+        "difference": float((by(parts, dtype) - expected).abs().max()),
         "all pages": microseconds(lambda: attend(query, *all_pages, whole, None), device),
-        "own pages": microseconds(lambda: split_attention.attend_own_pages(query, *pages[0], own[0], None)[0], device),
-        "add up": microseconds(lambda: split_attention.merged(*partial[0], axis), device),
+        "own pages": microseconds(lambda: attend_own_pages(query, *pages[0], own[0], None), device),
+        "add up": microseconds(lambda: by(parts, dtype), device),
     }
-
-
-class _Done:
-    def wait(self) -> None:
-        return
 
 
 def main() -> None:

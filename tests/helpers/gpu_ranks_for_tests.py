@@ -194,9 +194,11 @@ def split_logits(architecture: str, device: str = "cuda", dtype: str = "bfloat16
         together = logits_of_long("long", given, place, ranks)
         whole = split_attention.attend_own_pages
 
-        def dropped(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            mixed, logs = whole(*given)
-            return mixed, logs - torch.inf if index == 1 else logs
+        def dropped(*given: Any) -> torch.Tensor:
+            part = whole(*given)
+            if index == 1:
+                part[..., -1] = -torch.inf
+            return part
 
         split_attention.attend_own_pages = dropped
         wrong = logits_of_long("long", given, place, ranks)

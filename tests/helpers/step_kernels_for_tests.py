@@ -23,7 +23,8 @@ from weft.serve.page_share import PageShare
 from weft.serve.paged_attention import PagedBatch, attend, decode_attention, slots_of
 from weft.serve.sampling import likeliest
 from weft.serve.sampling_kernel import likeliest_by_kernel
-from weft.serve.split_attention import _decodes, _decodes_by_kernel, _prompts_by_kernel, attend_own_pages
+from weft.serve.split_attention import _decodes, _decodes_by_kernel, _prompts_by_kernel, add_up, attend_own_pages
+from weft.serve.split_attention_kernel import add_up_by_kernel
 from weft.serve.whole_attention_kernel import whole_attention_by_kernel
 
 BLOCK_SIZE = 4
@@ -110,30 +111,22 @@ def shares() -> dict[str, dict[str, float]]:
         given = (tables, torch.tensor(lengths, dtype=torch.int32), tables[:, 0])
         batch = PagedBatch(*[tables] * 3, *given, degree * page_size, 2, queries, lengths[2:])
         expected = attend(query.double(), *(one.flatten(0, 2).double() for one in whole), batch, window)
-        partial, parts = list[tuple[Tensor, Tensor]](), {"mixed": 0.0, "logs": 0.0}
+        parts = torch.full((2, degree, len(query), num_heads, head_dim + 1), torch.nan)
         for index in range(degree):
             keys, values = (one[:, index].flatten(0, 1).contiguous() for one in whole)
             share = PageShare(index, degree, page_size)
             batch = PagedBatch(*[tables] * 3, *given, page_size, 2, queries, lengths[2:], share=share)
-            plain = attend_own_pages(query, keys, values, batch, window)
+            parts[0, index] = attend_own_pages(query, keys, values, batch, window)
             decodes = _decodes_by_kernel if window is None else _decodes
-            both = [by(query[some], keys, values, batch, window)
-                    for by, some in ((decodes, slice(2)), (_prompts_by_kernel, slice(2, None)))]  # fmt: skip
-            partial.append((torch.cat([one for one, _ in both]), torch.cat([one for _, one in both])))
-            for name, one, other in zip(parts, plain, partial[-1], strict=True):
-                parts[name] = max(parts[name], difference(one.nan_to_num(neginf=-9), other.nan_to_num(neginf=-9)))
+            decodes(query[:2], keys, values, batch, window, parts[1, index, :2])
+            _prompts_by_kernel(query[2:], keys, values, batch, window, parts[1, index, 2:])
         found[f"{dtype} {num_heads} {num_key_heads} {head_dim} {window} {num_programs}"] = {
-            **parts,
-            "together": difference(_together(partial), expected),
-            "without a rank": difference(_together(partial[:-1]), expected),
+            "parts": difference(*parts.nan_to_num(nan=77, neginf=-9)),
+            "added up": difference(*(add(parts[1], dtype) for add in (add_up, add_up_by_kernel))),
+            "together": difference(add_up_by_kernel(parts[1], dtype), expected),
+            "without a rank": difference(add_up_by_kernel(parts[1, :-1], dtype), expected),
         }
     return found
-
-
-def _together(partial: list[tuple[Tensor, Tensor]]) -> Tensor:
-    logs = torch.stack([one for _, one in partial])
-    weights = (logs - logs.logsumexp(0)).exp()
-    return (weights[..., None] * torch.stack([one for one, _ in partial])).sum(0)
 
 
 if __name__ == "__main__":

@@ -34,9 +34,8 @@ SCORE_BYTES = 4
 SMALL_KERNELS, SMALL_KERNELS_FOR_ONE = 4, 2
 # Others have, beside these, a kernel that adds keys and values, and for Loki two that score and choose.
 MORE_KERNELS = {"plain": 0, "int4": 1, "loki": 3}
-# Where ranks hold pages together, a layer has more (`serve/split_attention.py`): results and logarithms are prepared,
-# rotation is a kernel of its own, and what is gathered is weighted and added rank by rank.
-SPLIT_KERNELS, SPLIT_KERNELS_PER_RANK = 12, 3
+# Where ranks hold pages together, rotation and attention are two kernels, and another adds up the parts of all ranks.
+SPLIT_KERNELS = 2
 
 
 def packed_product(kernels: Kernels, form: WeightFormat, rows: int, inner: int, columns: int) -> tuple[float, int]:
@@ -62,11 +61,6 @@ def small_kernels(form: CacheFormat, num_tokens: int, num_decodes: int) -> int:
     is_whole = form.name == "plain" and num_tokens == num_decodes <= MAX_WHOLE_DECODES
     number = SMALL_KERNELS_FOR_ONE if num_tokens == 1 else SMALL_KERNELS
     return number + MORE_KERNELS[form.name] - is_whole
-
-
-def split_kernels(degree: int) -> int:
-    """Kernels by which ranks of `context` prepare and add up their parts of attention in a layer."""
-    return 0 if degree == 1 else SPLIT_KERNELS + SPLIT_KERNELS_PER_RANK * degree
 
 
 def decode_reads(

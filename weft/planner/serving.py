@@ -21,7 +21,7 @@ from weft.cluster.hardware import Cluster, ring_seconds
 from weft.errors import PlanError
 from weft.plan import Context, Pipe, Plan, Tensor
 from weft.planner.kernels import LAUNCH_SECONDS, Kernels
-from weft.planner.lean_kernels import decode_reads, packed_product, small_kernels, split_kernels
+from weft.planner.lean_kernels import SPLIT_KERNELS, decode_reads, packed_product, small_kernels
 from weft.planner.micro_batch import LINK_SHARE
 from weft.planner.serving_streaming import StreamedStage, StreamingPrice, streamed_stage
 from weft.profiling.software import software_for_text
@@ -247,7 +247,8 @@ class ServingModel:
             flops += 4 * sizes.head_dim * scores
         moved = num_tokens * len(layers) * kernels.item_bytes * (4 * sizes.hidden + 3 * sizes.inner // x)
         moved += SAMPLING_PASSES * 4 * num_sampled * sizes.vocab * is_last
-        launches = small_kernels(self._cache_format, num_tokens, num_decodes) + split_kernels(plan.context.degree)
+        of_context = SPLIT_KERNELS * (plan.context.degree > 1)
+        launches = small_kernels(self._cache_format, num_tokens, num_decodes) + of_context
         small = moved / kernels.bytes_per_second + (launches * len(layers) + STEP_KERNELS) * LAUNCH_SECONDS
         by_cause = {
             "weights and matmuls": matmul,
@@ -257,7 +258,7 @@ class ServingModel:
         }
         is_graph = not prompts or (self._cache_format.name == "plain" and num_tokens <= MAX_TOKENS)
         if not is_graph or plan.num_ranks > plan.data or self._streamed:
-            host = (OPERATIONS_PER_LAYER + split_kernels(plan.context.degree)) * len(layers) * HOST_SECONDS
+            host = (OPERATIONS_PER_LAYER + of_context) * len(layers) * HOST_SECONDS
             by_cause["waiting for the host"] = max(0.0, host - sum(by_cause.values()))
         assert self.cluster.node.device.memory_bandwidth_bytes_per_second is not None
         read = (num_read + cache) / self.cluster.node.device.memory_bandwidth_bytes_per_second

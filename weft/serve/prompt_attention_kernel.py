@@ -17,6 +17,7 @@ from weft.serve.paged_attention import TILE_QUERIES
 
 _TOKENS = 64  # whose keys are loaded at a time
 _LOG2E = 1.4426950408889634
+LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -30,11 +31,11 @@ def _own_tokens(length, NUM_RANKS: tl.constexpr, RANK: tl.constexpr, PAGE: tl.co
 
 @triton.jit(do_not_specialize=["table_stride", "tile_stride"])  # they vary from step to step
 def _tiles(
-    query_ptr, key_ptr, value_ptr, table_ptr, tile_ptr, out_ptr, log_ptr, scale,
+    query_ptr, key_ptr, value_ptr, table_ptr, tile_ptr, out_ptr, scale,
     query_stride, table_stride, tile_stride,
     NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, QUERIES: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
-    NUM_RANKS: tl.constexpr, RANK: tl.constexpr, HAS_LOGS: tl.constexpr, IS_EARLY: tl.constexpr,
+    NUM_RANKS: tl.constexpr, RANK: tl.constexpr, OUT_WIDTH: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     tile_ptr += tl.program_id(0)
     key_head, group = tl.program_id(1), NUM_HEADS // NUM_KEY_HEADS
@@ -79,12 +80,12 @@ def _tiles(
         mixed = mixed * kept[:, None] + tl.dot(weights.to(value.dtype), value)
         highest = above
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
-    out_place = (first_token + index)[:, None] * (NUM_HEADS * HEAD_DIM) + place
+    out_row = (first_token + index) * NUM_HEADS + key_head * group + head
+    out_place = out_row[:, None] * OUT_WIDTH + columns[None, :]
     tl.store(out_ptr + out_place, mixed.to(out_ptr.dtype.element_ty), mask=inside)
-    if HAS_LOGS:
-        log_place = (first_token + index) * NUM_HEADS + key_head * group + head
-        log_total = tl.where(total > 0, highest + tl.log2(total), float("-inf"))
-        tl.store(log_ptr + log_place, log_total, mask=(index < number) & (head < group))
+    if OUT_WIDTH > HEAD_DIM:
+        log_total = tl.where(total > 0, highest + tl.log2(total), float("-inf")) * LN2
+        tl.store(out_ptr + out_row * OUT_WIDTH + HEAD_DIM, log_total, mask=(index < number) & (head < group))
 
 
 def prompt_attention_by_kernel(
@@ -97,11 +98,11 @@ def prompt_attention_by_kernel(
     window: int | None,
     out: Tensor,
     share: PageShare | None = None,
-    logs: Tensor | None = None,
 ) -> None:
     """Equals `paged_attention.prompt_attention_by_tiles`; see there for the arguments.
 
-    With a `share`, pages are a rank's own. Into `logs` [tokens, heads] go the logarithms of softmax denominators.
+    With a `share`, pages are a rank's own. If `out` is [tokens, heads, head_dim + 1], the last are the logarithms of
+    softmax denominators.
     """
     _, num_heads, head_dim = query.shape
     num_key_heads = keys.shape[1]
@@ -113,7 +114,6 @@ def prompt_attention_by_kernel(
         tables,
         tiles,
         out,
-        out if logs is None else logs,
         head_dim**-0.5 * _LOG2E,
         query.stride(0),
         tables.stride(0),
@@ -129,10 +129,8 @@ def prompt_attention_by_kernel(
         TOKENS=_TOKENS,
         NUM_RANKS=1 if share is None else share.degree,
         RANK=0 if share is None else share.index,
-        HAS_LOGS=logs is not None,
+        OUT_WIDTH=out.shape[-1],
         num_warps=4,
         num_stages=3,
         **early_launch(query),
     )
-    if logs is not None:
-        logs /= _LOG2E

@@ -20,8 +20,6 @@ from weft.serve.page_share import PageShare
 from weft.serve.paged_attention import PagedBatch
 from weft.serve.split_attention import merged, partial_attention
 
-Partial = tuple[Tensor, Tensor]  # results of own keys, and logarithms of their softmax denominators
-
 
 class SplitFourBitLayer(FourBitLayer):
     """The cache of one block of the model: a rank's pages."""
@@ -34,7 +32,7 @@ class SplitFourBitLayer(FourBitLayer):
         share, number = batch.share, batch.num_decodes
         assert share is not None
         self._keep_values(values, batch.slots)
-        parts = list[Partial]()
+        parts = list[Tensor]()
         if number:
             parts += self._decodes(query[:number], keys[:number], batch, share, window)
         begin = number
@@ -43,19 +41,18 @@ class SplitFourBitLayer(FourBitLayer):
             own = self._keep_own_keys(keys[begin:end], length, batch.rows[index], batch.tables[index], share)
             parts += self._prompt(query[begin:end], own, length, batch.tables[index], share, window)
             begin = end
-        mixed, logs = (torch.cat(some) for some in zip(*parts, strict=True))
-        return merged(mixed, logs, self._context).to(query.dtype)
+        return merged(torch.cat(parts), self._context, query.dtype)
 
     def _decodes(
         self, query: Tensor, keys: Tensor, batch: PagedBatch, share: PageShare, window: int | None
-    ) -> list[Partial]:
+    ) -> list[Tensor]:
         number, size = batch.num_decodes, share.page_size
         ends = batch.lengths[:number].long()
         is_own = (ends - 1) // size % share.degree == share.index  # has this rank the page of the newest token?
         places = (share.count(ends) - 1).clamp(min=0)  # of the newest own token
         rows = torch.where(is_own, batch.rows[:number].long(), self._sizes.num_rows)  # others go to the row for padding
         self._keep_decoded_keys(keys, replace(batch, positions=places, rows=rows))
-        parts, at_once = list[Partial](), max(1, DECODED_TOKENS // (batch.tables.shape[1] * size))
+        parts, at_once = list[Tensor](), max(1, DECODED_TOKENS // (batch.tables.shape[1] * size))
         for begin in range(0, number, at_once):
             some = slice(begin, min(begin + at_once, number))
             decoded, values = self.decoded(batch.tables[some].long(), query.dtype)
@@ -64,8 +61,7 @@ class SplitFourBitLayer(FourBitLayer):
             decoded[here, pages] = self._tails[rows[some][here], pages % 2]
             key, value = decoded.flatten(1, 2), values.flatten(1, 2)
             mask = share.sees(ends[some], key.shape[1], window)
-            mixed, logs = partial_attention(query[some, None], key, value, mask[:, None])
-            parts.append((mixed[:, 0], logs[:, 0]))
+            parts.append(partial_attention(query[some, None], key, value, mask[:, None])[:, 0])
         return parts
 
     def _keep_own_keys(self, keys: Tensor, length: int, row: Tensor, table: Tensor, share: PageShare) -> Tensor:
@@ -79,14 +75,14 @@ class SplitFourBitLayer(FourBitLayer):
 
     def _prompt(
         self, query: Tensor, own: Tensor, length: int, table: Tensor, share: PageShare, window: int | None
-    ) -> list[Partial]:
+    ) -> list[Tensor]:
         """Attention of a chunk, page by page of its queries. `own` are own keys from the chunk's first own page on."""
         size, start = share.page_size, length - len(query)
         number = int(share.count(torch.tensor(length)))
         first = (number - len(own)) if len(own) else number  # the first token of `own`, by number
         blocks = table[: -(-number // size)].long()
         decoded, values = (one.flatten(0, 1) for one in self.decoded(blocks, query.dtype))
-        parts = list[Partial]()
+        parts = list[Tensor]()
         for page in range(start // size, (length - 1) // size + 1):
             begin, end = max(start, page * size), min(length, (page + 1) * size)
             before, seen = (int(share.count(torch.tensor(at))) for at in (page * size, end))
@@ -94,6 +90,5 @@ class SplitFourBitLayer(FourBitLayer):
             ends = torch.arange(begin + 1, end + 1, device=query.device)
             mask = share.sees(ends, seen, window)
             queries = query[begin - start : end - start]
-            mixed, logs = partial_attention(queries[None], key[None], values[None, :seen], mask[None])
-            parts.append((mixed[0], logs[0]))
+            parts.append(partial_attention(queries[None], key[None], values[None, :seen], mask[None])[0])
         return parts
