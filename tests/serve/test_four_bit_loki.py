@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_serving_for_tests import part_of, tokens_on_ranks, whole_model
+from parallel_serving_for_tests import LIMIT_SECONDS, part_of, requests, tokens_on_ranks, whole_model
 from serving_for_tests import CONFIGS, serve_all, tiny_model, tokens_of
 from test_engine import make_engine
 from test_four_bit_cache import (
@@ -28,7 +28,6 @@ from test_four_bit_cache import (
 )
 from test_loki import along, axes_of
 from test_loki_ranks import calibrated
-from test_parallel_engine import LIMIT_SECONDS, requests
 from torch import Tensor
 
 from weft.cluster.hardware import load as load_cluster

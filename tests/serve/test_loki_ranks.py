@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_serving_for_tests import part_of, tokens_on_ranks, whole_model
+from parallel_serving_for_tests import LIMIT_SECONDS, part_of, requests, tokens_on_ranks, whole_model
 from serving_for_tests import CONFIGS, serve_all, tiny_model, tokens_of
 from test_engine import make_engine
-from test_parallel_engine import LIMIT_SECONDS, SCARCE, requests
 from torch import nn
 
 from weft.cluster.hardware import load as load_cluster
@@ -41,6 +40,7 @@ from weft.serve.scheduler import ActiveRequest, ScheduledChunk
 from weft.serve.speculation import EarlyLayers
 from weft.serve.step_inputs import PageLayout, is_decode, step_inputs
 
+SCARCE = {"block_size": 4, "num_blocks": 8, "token_budget": 4, "max_running": 4}  # chunks, and too few blocks
 CHOICE = LokiChoice(dims=0.5, tokens=0.3, newest=2, dense_below=4)
 FOUR_RANKS = [
     ("llama", Plan(tensor=Tensor(4))),  # two ranks have the same key head, and choose each for its own queries
@@ -166,8 +166,8 @@ def test_four_ranks_give_the_tokens_of_one_under_every_axis(one_in: int) -> None
         return [served(name, plan) for name, plan in cases]
 
     def served(name: str, plan: Plan) -> Any:
-        options = {**vars(SCARCE), "num_blocks": 8, "cache": calibrated(name)}
-        return tokens_on_ranks(name, Mesh(plan), requests(), EngineOptions(**options))
+        options = EngineOptions(**SCARCE, cache=calibrated(name))  # type: ignore[arg-type]
+        return tokens_on_ranks(name, Mesh(plan), requests(), options)
 
     for (name, plan), found in zip(cases, run_local(rank, 4, LIMIT_SECONDS)[0], strict=True):
         assert found["tokens"] == expected[name], (name, plan.describe_axes())
@@ -196,7 +196,8 @@ def test_axes_of_other_heads_and_files_of_other_models_are_noticed_and_bytes_are
     def rank(_: int) -> Any:
         torch.set_num_threads(1)
         wrong = OtherHeads(right.axes, CHOICE, right.identity)
-        tokens = tokens_on_ranks("llama", Mesh(plan), given, EngineOptions(**{**vars(SCARCE), "cache": wrong}))
+        options = EngineOptions(**SCARCE, cache=wrong)  # type: ignore[arg-type]
+        tokens = tokens_on_ranks("llama", Mesh(plan), given, options)
         refusals, held = [], []
         for case in (plan, staged):
             ranks = ServingRanks(Mesh(case))

@@ -20,7 +20,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from weft.comm import Axis
 from weft.serve.paged_attention import PagedBatch, attend
+from weft.serve.split_attention import attend_over_ranks
 
 MAX_WHOLE_DECODES = 16  # requests of a step whose attention is one kernel
 
@@ -36,6 +38,7 @@ class CacheSizes:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    context: Axis | None = None  # the ranks that hold the pages of each block together; None: this rank has all
 
 
 class LayerCache(Protocol):
@@ -60,6 +63,7 @@ class CacheFormat(Protocol):
     # Tokens of prompts attend to all before them, generated ones to some: these are decodes, whatever they are computed
     # with, so that results depend on neither chunks nor drafts.
     answers_choose: bool
+    splits_sequences: bool  # the ranks of `context` can hold pages of a request together
     has_kernel: bool  # decodes on a GPU are one kernel, which reads a request's own tokens alone
     identity: str  # of the model that it was made for (`model_identity.py`); "": any
 
@@ -86,13 +90,18 @@ class PlainLayer:
         shape = (2, sizes.num_blocks, sizes.block_size, sizes.num_key_heads, sizes.head_dim)
         self.pages: Sequence[Tensor] = torch.zeros(shape, dtype=sizes.dtype, device=sizes.device).unbind()
         self._keys, self._values = (page.flatten(0, 1) for page in self.pages)
-        number = MAX_WHOLE_DECODES * sizes.num_key_heads
-        self.counts: Tensor | None = torch.zeros(number, dtype=torch.int32, device=sizes.device)
+        self._context = sizes.context
+        self.counts: Tensor | None = None
+        if sizes.context is None:
+            number = MAX_WHOLE_DECODES * sizes.num_key_heads
+            self.counts = torch.zeros(number, dtype=torch.int32, device=sizes.device)
 
     def room(self, batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor]:
         return batch.slots, self._keys, self._values
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
+        if self._context is not None:
+            return attend_over_ranks(query, keys, values, batch, window, self._context)
         return attend(query, keys, values, batch, window)
 
 
@@ -103,6 +112,7 @@ class PlainFormat:
     block_size: int | None = None
     keeps_whole_blocks = False
     answers_choose = False
+    splits_sequences = True
     has_kernel = True
     identity = ""
 
