@@ -36,26 +36,21 @@ def blocks_of(number: int) -> list[torch.nn.Module]:
     return [torch.nn.Sequential(torch.nn.Linear(24, 24 + one), torch.nn.LayerNorm(7)) for one in range(number)]
 
 
-def test_shares_of_all_readers_are_the_block() -> None:
+def test_tensors_of_a_block_are_views_of_its_bytes() -> None:
     block = blocks_of(3)[2]
-    weight = block[0].weight
-    view = torch.nn.Parameter(weight[3:5])  # of the same memory
-    block.register_parameter("view", view)
+    block.register_parameter("view", torch.nn.Parameter(block[0].weight[3:5]))  # of the same memory
     for num_readers in (1, 2, 3):
         layout = BlockLayout([block], num_readers)
         assert layout.num_bytes == num_readers * layout.share_bytes
         assert layout.num_bytes % (num_readers * ALIGNMENT) == 0
         whole = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-        for index in range(num_readers):
-            begin = index * layout.share_bytes
-            for start, piece in layout.read(begin, begin + layout.share_bytes):
-                whole[begin + start : begin + start + len(piece)] = piece
+        layout.copy_to(whole)
         expected = {name: one.detach().clone() for name, one in block.named_parameters()}
         layout.move_tensors(whole)
         for name, one in block.named_parameters():
             assert torch.equal(one, expected[name]), (num_readers, name)
             assert one.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-        assert view.data_ptr() == weight[3].data_ptr()  # they still share memory
+        assert block.view.data_ptr() == block[0].weight[3].data_ptr()  # they still share memory
 
 
 @pytest.mark.processes
@@ -159,7 +154,7 @@ def test_a_share_that_is_not_given_is_noticed() -> None:
         mesh, blocks = Mesh(Plan(data=2)), blocks_of(3)
         with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
             if index == 1:  # gives something else than its share
-                patch.setattr(BlockLayout, "read", lambda self, begin, end: iter(()))
+                patch.setattr(BlockLayout, "copy_to", lambda self, block: block.zero_())
             streamed = StreamedWeights([(one,) for one in blocks], torch.device("cpu"), 2, mesh["data"])
         for one in range(3):
             streamed.need(one)
