@@ -22,7 +22,7 @@ from weft.serve.rank_part import RankPlace
 from weft.serve.ranks import ServingRanks
 from weft.serve.request import Request
 from weft.serve.streamed_layout import ALIGNMENT, BlockLayout
-from weft.serve.streamed_traffic import pass_calls, streamed_bytes
+from weft.serve.streamed_traffic import all_block_bytes, pass_calls
 from weft.serve.streamed_weights import StreamedWeights
 from weft.serve.weight_formats import FORMATS
 
@@ -131,7 +131,7 @@ def test_several_ranks_give_the_same_with_streamed_weights(case: list[tuple[str,
             assert counted == {}  # each rank reads only its own slices
             continue
         place = RankPlace(plan, dict.fromkeys(plan.degrees, 0))
-        one_pass = list(pass_calls(streamed_bytes(CONFIGS[name], place, torch.float64, None), plan.data, 1))
+        one_pass = list(pass_calls(all_block_bytes(CONFIGS[name], place, torch.float64, None), plan.data, 1))
         assert len(one_pass) == 4
         calls = {int(size): number for size, number in counted.items()}
         num_passes, first = divmod(sum(calls.values()), len(one_pass))
@@ -173,7 +173,7 @@ def test_bytes_of_blocks_follow_from_the_config(kind: str | None) -> None:
     engine = Engine(model, replace(OPTIONS, stream_weights=1))
     assert engine._part.streamed is not None
     place = RankPlace(plan, dict.fromkeys(plan.degrees, 0))
-    predicted = streamed_bytes(CONFIGS["llama-deep"], place, torch.float64, format)
+    predicted = all_block_bytes(CONFIGS["llama-deep"], place, torch.float64, format)
     assert predicted == engine._part.streamed.block_bytes
     assert list(pass_calls(predicted, 1, 1)) == []  # one rank gathers nothing
     assert list(pass_calls(predicted, 2, 3)) == []  # all blocks have room

@@ -58,13 +58,14 @@ def plan_command(
     weights: Annotated[str | None, typer.Option(help="with --serve: fp8, int8, int4 or int4-128")] = None,
     cache: Annotated[str | None, typer.Option(help="with --serve: keys and values as int4, or loki=FILE")] = None,
     stream_weights: Annotated[int, typer.Option(help="with --serve: blocks copied ahead from host memory", min=0)] = 0,
+    resident_blocks: Annotated[int, typer.Option(help="with --stream-weights: blocks kept on the device", min=0)] = 0,
     speculate: Annotated[str | None, typer.Option(help="with --serve: ngram or layers=K, for one request")] = None,
     accepted: Annotated[float, typer.Option(help="with --speculate: the share of drafts that are accepted")] = 0.7,
     as_json: Json = False,
 ) -> None:
     """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
     if serve:
-        ways = {"weights": weights, "cache": cache, "ahead": stream_weights}
+        ways = {"weights": weights, "cache": cache, "ahead": stream_weights, "resident": resident_blocks}
         drafts = None if speculate is None else (speculate, accepted)
         _plan_serving(model, run_file, cluster, (requests, prompt, output), ways, drafts, as_json)
         return

@@ -46,7 +46,7 @@ class TensorSlot:
             self.module._buffers[self.name] = tensor
 
 
-def slots_of(modules: Iterable[nn.Module]) -> Iterator[TensorSlot]:
+def tensor_slots(modules: Iterable[nn.Module]) -> Iterator[TensorSlot]:
     """Yields the slots of modules themselves, without those of modules inside them."""
     for module in modules:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -122,7 +122,7 @@ def _sharing_memory(modules: Iterable[nn.Module]) -> list[list[TensorSlot]]:
     """The slots of modules and of those inside them, with tensors that share memory together."""
     every = {id(one): one for module in modules for one in module.modules()}
     found: dict[int, list[TensorSlot]] = {}
-    for slot in slots_of(every.values()):
+    for slot in tensor_slots(every.values()):
         found.setdefault(slot.tensor.untyped_storage()._cdata, []).append(slot)
     return list(found.values())
 

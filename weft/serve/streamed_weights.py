@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm import Axis, Pending, all_gather
-from weft.errors import ConfigError
-from weft.serve.streamed_layout import BlockLayout, slots_of, streamed_numbers
+from weft.errors import ConfigError, PlanError
+from weft.serve.streamed_layout import BlockLayout, streamed_numbers, tensor_slots
 from weft.sharding.host_memory import KEPT_FREE_BYTES, available_host_bytes, host_zeros
 
 
@@ -166,7 +166,7 @@ def move_all_but(model: nn.Module, blocks: Iterable[nn.Module], device: torch.de
     left = {id(one) for block in blocks for one in block.modules()}
     modules = [module for module in model.modules() if id(module) not in left]
     moved: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of the tensor before, which is kept: ids are used again
-    for slot in list(slots_of(modules)):
+    for slot in list(tensor_slots(modules)):
         before = slot.tensor
         if id(before) not in moved:
             after = torch.empty_like(before, device=device) if before.is_meta else before.detach().to(device)
@@ -177,9 +177,9 @@ def move_all_but(model: nn.Module, blocks: Iterable[nn.Module], device: torch.de
 
 
 def refuse_resident(num_resident: int, num_blocks: int) -> None:
-    """Raise ConfigError if no block would be streamed."""
+    """Raise PlanError if no block would be streamed."""
     if not 0 <= num_resident < num_blocks:
-        raise ConfigError(
+        raise PlanError(
             f"--resident-blocks {num_resident} of a rank's {num_blocks} blocks cannot stay on the device while others "
             f"are streamed; give 0 to {num_blocks - 1}, or leave out --stream-weights if all fit"
         )
