@@ -67,6 +67,7 @@ def test_only_streamed_blocks_are_copied() -> None:
             streamed.need(number)
             assert torch.equal(layers[number].weight, values[number])
             streamed.done(number)
+        assert streamed._index == [0, 1] or numbers != range(7)  # copied ahead for the next step
     for home in streamed.home:
         home.zero_()
     streamed.pass_by()
@@ -125,6 +126,8 @@ def test_joined_linears_are_found_again_without_a_copy() -> None:
     rows = torch.arange(12.0).view(6, 2)
     for parts in ((rows[:2], rows[3:]), (rows[2:4], rows[:2]), (rows[:2].clone(), rows[2:]), (rows.t(), rows.t())):
         assert torch.equal(end_to_end(parts), torch.cat(parts))
+    mixed = rows[:3, :1], rows.view(-1)[3:5, None]  # the second begins where the first would end without its gaps
+    assert torch.equal(end_to_end(mixed), torch.cat(mixed))
     assert end_to_end((rows[1:2], rows[2:])).data_ptr() == rows[1].data_ptr()
 
 
@@ -147,8 +150,11 @@ def test_files_for_a_model_are_checked_with_its_own_values() -> None:
         cache = LokiFormat(axes, LokiChoice(newest=1, dense_below=1), identity)
         streamed = lazily("llama-deep", None, Streaming(1, 1), [])
         if identity == own:
+            plain = make_engine(tiny_model("llama-deep").double(), cache=cache)
             engine = make_engine(streamed, cache=cache)
-            assert len(tokens_of(serve_all(engine, REQUESTS))) == len(REQUESTS)
+            first = next(layers_of(streamed.model)[0].parameters())
+            assert first.untyped_storage().data_ptr() == streamed.weights.places.data_ptr()
+            assert tokens_of(serve_all(engine, REQUESTS)) == tokens_of(serve_all(plain, REQUESTS))
             continue
         with pytest.raises(ConfigError, match="is of another model"):
             make_engine(streamed, cache=cache)
