@@ -213,6 +213,8 @@ def test_as_many_blocks_as_fit_beside_the_cache_are_named() -> None:
     assert 40 < price.fitting_blocks < 92
     best = predict_serving(*given, ahead=2, resident=price.fitting_blocks)  # type: ignore[arg-type]
     assert best.cache_tokens >= 64 * 768
+    assert best.streaming is not None
+    assert best.streaming.fitting_blocks == price.fitting_blocks  # however many stay there already
     assert best.memory_bytes <= load("h200:1x1").node.device.memory_bytes
     more = ServingModel(large, load("h200:1x1"), Plan(), "bf16", None, None, 2, price.fitting_blocks + 1)  # type: ignore[arg-type]
     assert more.cache_tokens < 64 * 768
