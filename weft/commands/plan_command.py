@@ -66,8 +66,7 @@ def plan_command(
     """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
     if serve:
         ways = {"weights": weights, "cache": cache, "ahead": stream_weights, "resident": resident_blocks}
-        drafts = None if speculate is None else (speculate, accepted)
-        _plan_serving(model, run_file, cluster, (requests, prompt, output), ways, drafts, as_json)
+        _plan_serving(model, run_file, cluster, (requests, prompt, output), ways, (speculate, accepted), as_json)
         return
     if like is not None:
         _plan_like(like, (model, run_file, cluster, tokens_per_step, sequence, where, write, report), as_json)
@@ -130,11 +129,12 @@ def _plan_serving(
     cluster: str | None,
     sizes: tuple[int, int, int],
     ways: dict[str, Any],
-    drafts: tuple[str, float] | None,
+    speculation: tuple[str | None, float],
     as_json: bool,
 ) -> None:
     """Plan to serve a model of the catalog, or that of a run file."""
     _refuse_two_models(model, run_file, ())
+    drafts = None if speculation[0] is None else (speculation[0], speculation[1])
     from weft.commands.console import make_console
     from weft.commands.plan_serve import plan_serving
     from weft.models.catalog import load_model
