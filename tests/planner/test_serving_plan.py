@@ -25,6 +25,7 @@ from weft.serve.speculation import MAX_DRAFTS
 
 MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks/results/serve-gpu.json").read_text())
 LEAN = json.loads((Path(__file__).parents[2] / "benchmarks/results/lean-gpu.json").read_text())
+LARGER = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "larger-than-gpu.json").read_text())
 LLAMA_8B = DecoderConfig(  # of benchmarks/serve_gpu.py
     vocab_size=128256,
     hidden_size=4096,
@@ -207,7 +208,7 @@ def test_resident_blocks_are_on_the_device_and_not_copied() -> None:
 
 def test_as_many_blocks_as_fit_beside_the_cache_are_named() -> None:
     large = replace(load_model("llama3-70b"), num_hidden_layers=92)  # type: ignore[type-var]
-    given = (large, load("h200:1x1"), Plan(), ServingWorkload.of(64, 512, 256))
+    given = (large, load("h200:1x1"), Plan(), ServingWorkload.of(64, 760, 8))
     price = predict_serving(*given, ahead=2).streaming  # type: ignore[arg-type]
     assert price is not None
     assert 40 < price.fitting_blocks < 92
@@ -220,3 +221,19 @@ def test_as_many_blocks_as_fit_beside_the_cache_are_named() -> None:
     assert more.cache_tokens < 64 * 768
     with pytest.raises(PlanError, match="lower --resident-blocks, or split the model over more devices"):
         predict_serving(*given, ahead=2, resident=91)  # type: ignore[arg-type]
+
+
+def test_a_model_larger_than_the_gpu_decodes_as_measured() -> None:
+    for run in LARGER["runs"]:
+        config = replace(load_model("llama3-70b"), num_hidden_layers=run["blocks"])  # type: ignore[type-var]
+        given = {"ahead": 2, "resident": run["resident_blocks"]}
+        model = ServingModel(config, load("h200:1x1"), Plan(), "bf16", **given)  # type: ignore[arg-type]
+        price = model.streaming_price()
+        assert price is not None
+        assert price.copied_bytes == price.host_bytes == run["bytes_copied_per_step"]
+        assert price.host_bytes < run["host_bytes_at_most"]
+        made = run["device_bytes_at_most"] - model.weight_bytes  # one weight at a time is made on the device
+        assert 0 < made < 1.02 * 2 * config.vocab_size * config.hidden_size  # type: ignore[union-attr]
+        for number in (1, 16, 64):
+            found = model.simulate([(16, 12)] * number, 1 << 16).tokens_per_second
+            assert found == pytest.approx(run[f"{number} requests"]["tokens_per_second"], rel=0.1)
