@@ -223,6 +223,17 @@ def test_as_many_blocks_as_fit_beside_the_cache_are_named() -> None:
         predict_serving(*given, ahead=2, resident=91)  # type: ignore[arg-type]
 
 
+def test_a_host_without_memory_for_streamed_blocks_is_refused() -> None:
+    workload, whole = ServingWorkload.of(4, 16, 8), load("h200:1x2")
+    small = replace(whole, node=replace(whole.node, host_memory_bytes=17_000_000_000))
+    predict_serving(LLAMA_8B, small, Plan(data=2), workload, ahead=2)  # replicas have a half each
+    predict_serving(LLAMA_8B, small, Plan(tensor=Tensor(2)), workload, ahead=2)
+    smaller = replace(whole, node=replace(whole.node, host_memory_bytes=16_000_000_000))
+    with pytest.raises(PlanError, match=r"7\.0 GB of streamed weights for each of 2 devices of a node do not fit"):
+        predict_serving(LLAMA_8B, smaller, Plan(data=2), workload, ahead=2)
+    predict_serving(LLAMA_8B, smaller, Plan(data=2), workload, ahead=2, resident=8)
+
+
 def test_a_model_larger_than_the_gpu_decodes_as_measured() -> None:
     for run in LARGER["runs"]:
         config = replace(load_model("llama3-70b"), num_hidden_layers=run["blocks"])  # type: ignore[type-var]

@@ -85,11 +85,11 @@ def lazily(name: str, kind: str | None, streaming: Streaming, seen: list[str]) -
 
     def read(one: str) -> torch.Tensor:
         seen.append(one)
+        assert not model.lm_head.weight.is_meta  # the first to have memory
         begun = [index for index, layer in enumerate(layers) if not next(layer.parameters()).is_meta]
         assert begun == list(range(len(begun))), "blocks get memory one after the other"
         if f".{len(begun) - 1}." in one:
             assert all(tensor.is_meta for layer in layers[len(begun) :] for tensor in layer.parameters())
-            assert model.lm_head.weight.is_meta
         return values[one].detach()
 
     return stream_model(model, CPU, streaming, PartValues(model, cuts, read, CPU))

@@ -20,6 +20,7 @@ from weft.serve.streamed_layout import streamed_numbers
 from weft.serve.streamed_traffic import all_block_bytes, pass_calls
 from weft.serve.streamed_weights import refuse_resident
 from weft.serve.weight_formats import WeightFormat
+from weft.sharding.host_memory import KEPT_FREE_BYTES
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
@@ -89,6 +90,7 @@ def streamed_stage(
     streamed = [blocks[number] for number in streamed_numbers(len(blocks), num_resident)]
     num_places, num_readers = min(ahead + 1, len(streamed)), place.plan.data
     resident_bytes, host_bytes = sum(blocks) - sum(streamed), sum(streamed) // num_readers
+    _refuse_host(host_bytes, min(place.plan.num_ranks, cluster.node.num_devices), cluster)
     saved = sum(block_bytes(config, place, item_bytes, format)) - num_places * max(streamed) - resident_bytes
     sizes = (saved, resident_bytes, host_bytes, blocks, num_resident, num_places)
     if num_places == len(streamed):  # all stay on the device
@@ -97,3 +99,13 @@ def streamed_stage(
     gathers = sum(call_seconds(*key, size) for key, size in calls)
     seconds = max(host_bytes / (rate * HOST_LINK_SHARE), gathers)
     return StreamedStage(host_bytes, sum(size for _, size in calls), *sizes, seconds, host_bytes / rate)
+
+
+def _refuse_host(host_bytes: int, num_devices: int, cluster: Cluster) -> None:
+    """Raise PlanError if the host of a node has not enough memory for streamed blocks of its devices."""
+    if host_bytes * num_devices > cluster.node.host_memory_bytes - KEPT_FREE_BYTES:
+        raise PlanError(
+            f"{host_bytes / 1e9:.1f} GB of streamed weights for each of {num_devices} devices of a node do not fit its "
+            f"{cluster.node.host_memory_bytes / 1e9:.0f} GB of host memory; raise --resident-blocks, or keep weights "
+            f"in fewer bits (--weights)"
+        )

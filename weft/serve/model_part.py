@@ -242,7 +242,8 @@ class ModelPart:
         if fitting < 1:
             raise ConfigError(
                 f"no memory is left for the key-value cache on {self.device}: the weights, {options.token_budget} "
-                f"tokens a step and {options.max_running} requests fill it; lower token_budget or max_running"
+                f"tokens a step and {options.max_running} requests fill it; lower token_budget, max_running "
+                f"or --resident-blocks, or keep weights in fewer bits (--weights)"
             )
         return min(most, fitting)
 

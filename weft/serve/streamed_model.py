@@ -56,6 +56,9 @@ def stream_model(
     """Move a model to its places. With `values` it is on the meta device, and is read into them weight by weight."""
     layers = layers_of(model)
     blocks = PagedModel(model, 1).block_modules
+    others = move_all_but(model, layers, device)  # first, so that it is known what is left for blocks
+    if values is not None:
+        values.give(others)
 
     def fill(number: int) -> None:
         assert values is not None
@@ -70,7 +73,4 @@ def stream_model(
         None if values is None else fill,
         streaming.num_local_ranks,
     )
-    others = move_all_but(model, layers, device)
-    if values is not None:
-        values.give(others)
     return StreamedModel(model.eval(), weights)
