@@ -6,9 +6,9 @@ Each row of inputs is rounded to two digits of 7 bits, by the least power of two
 
 Both digits are rows of one product, so each code is read once, and the sums of a product are exact integers. So is what
 follows but for one rounding, because it multiplies by powers of two. So a row's result does not depend on the other
-rows, to the bit. It differs from that with the decoded weight by less than 2 ** -13 of the row's largest magnitude, times
-the sum of the magnitudes of an output's weights. Digits have 7 bits because CPUs without VNNI add up two products of
-bytes in 16 bits, which more would overflow.
+rows, to the bit. It differs from that with the decoded weight by less than 2 ** -13 of the row's largest magnitude
+times the sum of the magnitudes of an output's weights. Digits have 7 bits because CPUs without VNNI add up two
+products of bytes in 16 bits, which more would overflow.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.serve.cpu_product import DTYPES, MEASURED_WEIGHTS, most_rows, slower_than_decoding
+from weft.serve.cpu_product import DTYPES, MEASURED_WEIGHTS, most_rows, packed_function, slower_than_decoding
 
 MIDDLE = 64  # of the bytes that stand for digits: the zero point
 BASE = 128  # of the low digit
@@ -89,16 +89,7 @@ def row_weight(codes: Tensor, scale: Tensor, max_rows: int) -> RowWeight:
 
 def _product_of_bytes(digits: Tensor, packed: Any) -> Tensor:
     """Rows of digits times a packed weight."""
-    product, keys = _byte_product()
-    out: Tensor = product.redispatch(keys, digits, 1.0, MIDDLE, packed)
-    return out
-
-
-@cache
-def _byte_product() -> tuple[Any, Any]:
-    """torch's function, and where it is dispatched to: a plain call with such an object takes 24 us longer."""
-    product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
-    return product, torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    return packed_function("linear_with_input_q_dq_qweight_dq_output_fp32")(digits, 1.0, MIDDLE, packed)
 
 
 def arranged(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> RowWeight | None:
