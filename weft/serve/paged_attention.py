@@ -219,13 +219,21 @@ def decode_places(tables: Tensor, lengths: Tensor, block_size: int, window: int 
 def decode_at(query: Tensor, keys: Tensor, values: Tensor, places: DecodePlaces) -> Tensor:
     """One query [requests, heads, head_dim] for each request. Queries that share a key head are rows of one product."""
     if isinstance(places, slice):
-        key, value, mask = keys[None, places], values[None, places], None
+        key, value, mask = heads_at(keys, places), heads_at(values, places), None
     else:
         slots, mask = places[0], places[1][:, None, None]
-        key, value = (pages.index_select(0, slots.flatten()).unflatten(0, slots.shape) for pages in (keys, values))
-    grouped = query.unflatten(1, (keys.shape[1], -1))
-    mixed = F.scaled_dot_product_attention(grouped, key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask)
-    return mixed.flatten(1, 2)
+        flat = (pages.index_select(0, slots.flatten()).unflatten(0, slots.shape) for pages in (keys, values))
+        key, value = (one.transpose(1, 2) for one in flat)
+    grouped = query.view(query.shape[0], keys.shape[1], -1, query.shape[2])
+    return F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask).flatten(1, 2)
+
+
+def heads_at(pages: Tensor, slots: slice) -> Tensor:
+    """Keys or values [slots, heads, head_dim] at some slots as [1, heads, slots, head_dim], a view by one call."""
+    of_slot, of_head, of_number = pages.stride()
+    size = (1, pages.shape[1], slots.stop - slots.start, pages.shape[2])
+    start = pages.storage_offset() + slots.start * of_slot
+    return pages.as_strided(size, (0, of_head, of_slot, of_number), start)
 
 
 def prompt_attention(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
