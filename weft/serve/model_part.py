@@ -134,11 +134,14 @@ class ModelPart:
         residual = self._through(batch, self.cache[:num_layers])
         if residual is None or not inputs.sampled:
             return None
-        ends = inputs.sampled_tokens(self.device)
+        positions = batch.positions
+        if len(inputs.sampled) < inputs.num_tokens:  # they are in the order of the tokens
+            ends = inputs.sampled_tokens(self.device)
+            residual, positions = residual[ends], positions[ends]
         if self._head is None:
-            return self.paged.logits(residual[ends]), batch.positions[ends]
-        hidden = self.paged.hidden_states(residual[ends])
-        return self._head.logits(hidden, self.paged.model.lm_head), batch.positions[ends]
+            return self.paged.logits(residual), positions
+        hidden = self.paged.hidden_states(residual)
+        return self._head.logits(hidden, self.paged.model.lm_head), positions
 
     @torch.inference_mode()
     def hidden_states(self, inputs: StepInputs) -> Tensor | None:
