@@ -101,9 +101,7 @@ class ModelPart:
         self.ranks = ranks
         self.load = load
         self.context_length = _context_length(model, options.context_length)
-        has_shares = (
-            ranks is not None and ranks.readers is not None
-        )  # of each block's weights, which replicas read together
+        has_shares = ranks is not None and ranks.readers is not None  # of each block's weights
         with nullcontext() if self.streamed is None or has_shares else self.streamed.values():
             _refuse_cache(options, model, ranks)
         form = options.cache
@@ -145,7 +143,8 @@ class ModelPart:
         if residual is None or not inputs.sampled:
             return None
         positions = batch.positions
-        if len(inputs.sampled) < inputs.num_tokens:  # they are in the order of the tokens
+        # All tokens are in their order, unless those of answers come before those of prompts.
+        if len(inputs.sampled) < inputs.num_tokens or self.layout.answers_choose:
             ends = inputs.sampled_tokens(self.device)
             residual, positions = residual[ends], positions[ends]
         if self._head is None:
@@ -315,8 +314,8 @@ def _refuse_cache(options: EngineOptions, model: nn.Module, ranks: ServingRanks 
         return
     if options.cache.identity and ranks is not None and ranks.readers is not None:
         raise ConfigError(
-            f"replicas that read weights in host memory together have shares of each block, and cannot compare them with "
-            f"the file of --cache {options.cache.name}; leave out plan.data, --stream-weights or --cache"
+            f"replicas that read weights in host memory together have shares of each block, and cannot compare them "
+            f"with the file of --cache {options.cache.name}; leave out plan.data, --stream-weights or --cache"
         )
     if options.cache.identity and isinstance(model, Decoder | GPT2):
         parts = () if ranks is None else (cuts_of(model, ranks.place), ranks.add_up)
