@@ -82,7 +82,9 @@ def test_attention_over_lean_caches_is_predicted_as_measured_on_an_h200() -> Non
     for form, of_token in ((FourBitFormat(32), 152), (FourBitFormat(128), 136), (both, 32 + 8 + (64 + 128 + 8) / 4)):
         seconds, read = decode_reads(kernels, form, four_bits["requests"], num_cached, (32, 8, 128))
         assert read == num_cached * 8 * of_token
-        assert seconds > 4 * found["int4"] if form is both else seconds == pytest.approx(found["int4"], rel=0.1)
+        measured_ms = {152: 0.223, 136: 0.190}.get(int(of_token), 22.0)  # docs/lean_inference.md
+        seconds += MORE_KERNELS["int4 and loki" if form is both else "int4"] * LAUNCH_SECONDS
+        assert 1e3 * seconds == pytest.approx(measured_ms, rel=0.1)
     short = [decode_reads(kernels, form, 1, 500, (32, 8, 128))[0] for form in formats.values()]
     assert short[2] > short[0]  # all of a short request's tokens are chosen, after they are scored
 
