@@ -33,6 +33,7 @@ from weft.serve.rank_part import RankPlace, part_bytes, refuse_plan, stage_of
 from weft.serve.request import Request
 from weft.serve.scheduler import ActiveRequest, ScheduledChunk, Scheduler
 from weft.serve.split_attention import merge_bytes
+from weft.serve.split_formats import split_format
 from weft.serve.traffic import ServedSizes, step_calls
 from weft.serve.weight_formats import weight_format
 
@@ -431,7 +432,7 @@ def search_serving(
     whole = ServingModel(config, cluster, Plan(), precision, weights, cache)
     longest = max(map(sum, workload.lengths))
     is_long = longest * whole.cache_bytes(0) > LONG_SHARE * whole.weight_bytes
-    for plan in serving_plans(config, cluster.num_devices, is_long and cache_format(cache).splits_sequences):
+    for plan in serving_plans(config, cluster.num_devices, is_long and split_format(cache_format(cache)) is not None):
         try:
             found.append(predict_serving(config, cluster, plan, workload, precision, weights, cache, ahead))
         except PlanError as error:

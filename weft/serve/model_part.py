@@ -27,6 +27,7 @@ from weft.serve.ranks import ServingRanks
 from weft.serve.recurrent import RecurrentRows
 from weft.serve.request import TokenLogprobs
 from weft.serve.speculation import EarlyLayers
+from weft.serve.split_formats import split_format
 from weft.serve.split_layers import ModelAxes
 from weft.serve.step_inputs import PageLayout, StepInputs
 from weft.serve.streamed_weights import StreamedWeights, move_all_but
@@ -106,7 +107,7 @@ class ModelPart:
             _refuse_recurrent(options, ranks)
             self.paged: PagedModel | RecurrentRows = RecurrentRows(model)
         else:
-            self.paged = PagedModel(model, self.context_length, axes, options.cache, self.device)
+            self.paged = PagedModel(model, self.context_length, axes, _own_format(options, axes), self.device)
         self.streamed: StreamedWeights | None = None
         if options.stream_weights:
             assert isinstance(self.paged, PagedModel)
@@ -291,10 +292,6 @@ def _refuse_cache(options: EngineOptions, model: nn.Module, ranks: ServingRanks 
     options.cache.refuse(model)
     if options.cache.needs_one_rank and ranks is not None:
         raise ConfigError(f"a cache of {options.cache.name} needs one rank; serve without a plan, or leave out --cache")
-    if not options.cache.splits_sequences and ranks is not None and ranks.axes.context is not None:
-        raise ConfigError(
-            f"a cache of {options.cache.name} is not split over plan.context; use plan.tensor.x, or leave out --cache"
-        )
     if options.cache.block_size not in (None, options.block_size):
         raise ConfigError(
             f"a cache of {options.cache.name} needs blocks of {options.cache.block_size} tokens, not "
@@ -305,6 +302,18 @@ def _refuse_cache(options: EngineOptions, model: nn.Module, ranks: ServingRanks 
             f"with a cache of {options.cache.name}, tokens that are computed together differ from tokens one by one, "
             f"so drafts would change answers; leave out --speculate or --cache"
         )
+
+
+def _own_format(options: EngineOptions, axes: ModelAxes) -> CacheFormat | None:
+    """How this rank keeps keys and values. Raises ConfigError for what ranks of `context` cannot hold together."""
+    if options.cache is None or axes.context is None:
+        return options.cache
+    found = split_format(options.cache)
+    if found is None:
+        raise ConfigError(
+            f"a cache of {options.cache.name} is not split over plan.context; use plan.tensor.x, or leave out --cache"
+        )
+    return found
 
 
 def _refuse_recurrent(options: EngineOptions, ranks: ServingRanks | None) -> None:
