@@ -118,7 +118,10 @@ SHARDED = ["plan.data=2", "plan.shard={degree=2, stage=1}", "plan.micro_batch=4"
 )
 def test_kfac_on_ranks_that_share_the_gpu(overrides: list[str], tmp_path: Path) -> None:
     """Its losses are those of one process, but for inverses that come late."""
-    run, usual = write_run(tmp_path), ["plan.exact=false", "plan.precision=fp32", "--no-verify"]
+    run, usual = (
+        write_run(tmp_path),
+        ["plan.exact=false", "plan.precision=fp32", "train.share_gpus=true", "--no-verify"],
+    )
     succeeded(weft("train", run, *overrides, *usual))
     found = losses(tmp_path / "text")
     assert len(found) == 8

@@ -17,7 +17,8 @@ from weft.models.catalog import load_model
 from weft.plan import Context, Pipe, Plan, Tensor
 from weft.planner.kernels import LAUNCH_SECONDS
 from weft.planner.lean_kernels import MORE_KERNELS, decode_reads
-from weft.planner.serving import ServingModel, ServingWorkload, predict_serving, search_serving, serving_plans
+from weft.planner.serving import ServingModel, ServingWorkload, predict_serving
+from weft.planner.serving_search import search_serving, serving_plans
 from weft.planner.serving_speculation import price_speculation
 from weft.serve.four_bit_cache import FourBitFormat
 from weft.serve.layer_cache import PlainFormat
@@ -26,6 +27,7 @@ from weft.serve.speculation import MAX_DRAFTS
 
 MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks/results/serve-gpu.json").read_text())
 LEAN = json.loads((Path(__file__).parents[2] / "benchmarks/results/lean-gpu.json").read_text())
+LARGER = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "larger-than-gpu.json").read_text())
 LLAMA_8B = DecoderConfig(  # of benchmarks/serve_gpu.py
     vocab_size=128256,
     hidden_size=4096,
@@ -188,7 +190,7 @@ def test_weights_in_host_memory_are_priced_by_the_link() -> None:
     )
     many = ServingModel(LLAMA_8B, cluster, Plan(), "bf16", ahead=2).simulate([(16, 10)] * 32, streamed.cache_tokens)
     assert many.tokens_per_second == pytest.approx(LEAN["streaming"]["32 requests"]["tokens_per_second"], rel=0.1)
-    few = ServingModel(LLAMA_8B, cluster, Plan(), "bf16", "int4", None, 2).streaming
+    few = ServingModel(LLAMA_8B, cluster, Plan(), "bf16", "int4", None, 2).streaming_price()
     assert few is not None
     assert few.break_even_tokens < 0.3 * price.break_even_tokens  # fewer bytes are copied
 
@@ -217,3 +219,66 @@ def test_weights_in_host_memory_on_several_devices() -> None:
     assert predict_serving(LLAMA_8B, load("h200:1x2"), Plan(data=2), workload, ahead=99).streaming.copied_bytes == 0  # type: ignore[union-attr]
     with pytest.raises(PlanError, match="are in different steps; use one of the two, or leave out --stream-weights"):
         predict_serving(LLAMA_8B, load("h200:1x4"), Plan(data=2, pipe=Pipe(2)), workload, ahead=2)
+
+
+def test_resident_blocks_are_on_the_device_and_not_copied() -> None:
+    cluster, workload = load("h200:1x1"), ServingWorkload.of(32, 64, 16)
+    every, some = (predict_serving(LLAMA_8B, cluster, Plan(), workload, ahead=2, resident=n) for n in (0, 20))
+    prices = every.streaming, some.streaming
+    assert prices[0] is not None
+    assert prices[1] is not None
+    block = prices[0].copied_bytes // 32
+    assert [one.copied_bytes for one in prices if one] == [32 * block, 12 * block]
+    assert [one.host_bytes for one in prices if one] == [32 * block, 12 * block]
+    assert some.weight_bytes - every.weight_bytes == 20 * block
+    assert prices[1].copy_seconds == pytest.approx(prices[0].copy_seconds * 12 / 32)
+    assert some.alone.tokens_per_second > 2.5 * every.alone.tokens_per_second
+    assert prices[0].fitting_blocks == prices[1].fitting_blocks == 32  # an 8B model fits
+    with pytest.raises(PlanError, match="of a rank's 32 blocks cannot stay on the device"):
+        predict_serving(LLAMA_8B, cluster, Plan(), workload, ahead=2, resident=32)
+    with pytest.raises(PlanError, match="of a rank's 16 blocks cannot stay on the device"):
+        predict_serving(LLAMA_8B, load("h200:1x2"), Plan(pipe=Pipe(2)), workload, ahead=2, resident=20)
+
+
+def test_as_many_blocks_as_fit_beside_the_cache_are_named() -> None:
+    large = replace(load_model("llama3-70b"), num_hidden_layers=92)  # type: ignore[type-var]
+    given = (large, load("h200:1x1"), Plan(), ServingWorkload.of(64, 760, 8))
+    price = predict_serving(*given, ahead=2).streaming  # type: ignore[arg-type]
+    assert price is not None
+    assert 40 < price.fitting_blocks < 92
+    best = predict_serving(*given, ahead=2, resident=price.fitting_blocks)  # type: ignore[arg-type]
+    assert best.cache_tokens >= 64 * 768
+    assert best.streaming is not None
+    assert best.streaming.fitting_blocks == price.fitting_blocks  # however many stay there already
+    assert best.memory_bytes <= load("h200:1x1").node.device.memory_bytes
+    more = ServingModel(large, load("h200:1x1"), Plan(), "bf16", None, None, 2, price.fitting_blocks + 1)  # type: ignore[arg-type]
+    assert more.cache_tokens < 64 * 768
+    with pytest.raises(PlanError, match="lower --resident-blocks, or split the model over more devices"):
+        predict_serving(*given, ahead=2, resident=91)  # type: ignore[arg-type]
+
+
+def test_a_host_without_memory_for_streamed_blocks_is_refused() -> None:
+    workload, whole = ServingWorkload.of(4, 16, 8), load("h200:1x2")
+    small = replace(whole, node=replace(whole.node, host_memory_bytes=17_000_000_000))
+    predict_serving(LLAMA_8B, small, Plan(data=2), workload, ahead=2)  # replicas have a half each
+    predict_serving(LLAMA_8B, small, Plan(tensor=Tensor(2)), workload, ahead=2)
+    smaller = replace(whole, node=replace(whole.node, host_memory_bytes=16_000_000_000))
+    with pytest.raises(PlanError, match=r"7\.0 GB of streamed weights for each of 2 devices of a node do not fit"):
+        predict_serving(LLAMA_8B, smaller, Plan(data=2), workload, ahead=2)
+    predict_serving(LLAMA_8B, smaller, Plan(data=2), workload, ahead=2, resident=8)
+
+
+def test_a_model_larger_than_the_gpu_decodes_as_measured() -> None:
+    for run in LARGER["runs"]:
+        config = replace(load_model("llama3-70b"), num_hidden_layers=run["blocks"])  # type: ignore[type-var]
+        given = {"ahead": 2, "resident": run["resident_blocks"]}
+        model = ServingModel(config, load("h200:1x1"), Plan(), "bf16", **given)  # type: ignore[arg-type]
+        price = model.streaming_price()
+        assert price is not None
+        assert price.copied_bytes == price.host_bytes == run["bytes_copied_per_step"]
+        assert price.host_bytes < run["host_bytes_at_most"]
+        made = run["device_bytes_at_most"] - model.weight_bytes  # one weight at a time is made on the device
+        assert 0 < made < 1.02 * 2 * config.vocab_size * config.hidden_size  # type: ignore[union-attr]
+        for number in (1, 16, 64):
+            found = model.simulate([(16, 12)] * number, 1 << 16).tokens_per_second
+            assert found == pytest.approx(run[f"{number} requests"]["tokens_per_second"], rel=0.1)

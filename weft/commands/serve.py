@@ -68,7 +68,9 @@ SpeculateOption = Annotated[
 WeightsOption = Annotated[
     str | None,
     typer.Option(
-        help="weights of linears in fewer bits: fp8, int8, int4 or int4-128; changes answers", show_default=False
+        help="weights of linears in fewer bits: fp8, int8, int4, int4-128, on a CPU fp16 and int8-row too; changes "
+        "answers",
+        show_default=False,
     ),
 ]
 KeysValuesOption = Annotated[
@@ -78,8 +80,8 @@ KeysValuesOption = Annotated[
 HeadOption = Annotated[
     str | None,
     typer.Option(
-        help="on a CPU: int8 or int4, the head's weight in fewer bits; or the graph=FILE of weft index, by which the "
-        "likeliest tokens are found; changes answers",
+        help="on a CPU: fp16, int8-row, int8 or int4, the head's weight in fewer bits; or the graph=FILE of weft "
+        "index, by which the likeliest tokens are found; changes answers",
         show_default=False,
     ),
 ]
@@ -93,6 +95,13 @@ SumsOption = Annotated[
 StreamOption = Annotated[
     int,
     typer.Option(help="keep weights in host memory, and copy those of so many blocks ahead; 0: on the device", min=0),
+]
+ResidentOption = Annotated[
+    int,
+    typer.Option(help="with --stream-weights: so many of each rank's blocks stay on the device, between others", min=0),
+]
+ShareOption = Annotated[
+    bool, typer.Option("--share-gpus", help="ranks share GPUs if there are more ranks; for tests only, as it is slow")
 ]
 
 
@@ -120,8 +129,10 @@ def serve_command(
     cache: KeysValuesOption = None,
     head: HeadOption = None,
     stream_weights: StreamOption = 0,
+    resident_blocks: ResidentOption = 0,
     sums: SumsOption = "library",
     calibration: Annotated[Path | None, typer.Option(help="a text by which int4 and int8 are rounded better")] = None,
+    share_gpus: ShareOption = False,
     body_bytes: Annotated[int, typer.Option(help="of a request; beyond, clients get 413", min=1)] = 4 << 20,
     request_seconds: Annotated[float, typer.Option(help="until an answer is whole", min=0.1)] = 600.0,
     drain_seconds: Annotated[float, typer.Option(help="to finish requests after SIGTERM", min=0.0)] = 30.0,
@@ -134,21 +145,19 @@ def serve_command(
         from weft.serve.http_guard import ServerLimits
         from weft.serve.run_server import ServeOptions
     ways: dict[str, Any] = {"speculate": speculate, "weights": weights, "cache": cache, "head": head, "sums": sums}
-    blocks: dict[str, Any] = {"num_blocks": cache_blocks, "swap_blocks": swap_blocks, "stream_weights": stream_weights}
+    ways |= {"stream_weights": stream_weights, "resident_blocks": resident_blocks, "swap_blocks": swap_blocks}
+    where: dict[str, Any] = {"host": host, "port": port, "device": kind, "share_gpus": share_gpus}
+    where |= {"name": name, "tokenizer": tokenizer}
     options = ServeOptions(
-        host=host,
-        port=port,
+        **where,
         api_keys=api_key or [],
-        name=name,
-        device=kind,
         follows=follow,
-        tokenizer=tokenizer,
         template=None if chat_template is None else str(chat_template),
         context_length=context,
         max_running=max_running or (256 if kind == "cuda" else 64),
         max_waiting=max_waiting,
         token_budget=token_budget or (2048 if kind == "cuda" else 512),
-        **blocks,
+        num_blocks=cache_blocks,
         **ways,
         calibration=None if calibration is None else str(calibration),
         adapters=named_adapters(adapter or []),

@@ -12,14 +12,13 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import product
 from statistics import median
 
 from weft.architectures import LanguageConfig
+from weft.cluster.cpu_rates import is_cpu
 from weft.cluster.hardware import Cluster, ring_seconds
 from weft.errors import PlanError
-from weft.plan import Context, Pipe, Plan, Tensor
+from weft.plan import Plan
 from weft.planner.kernels import LAUNCH_SECONDS, Kernels
 from weft.planner.lean_kernels import SPLIT_KERNELS, decode_reads, packed_product, small_kernels
 from weft.planner.micro_batch import LINK_SHARE
@@ -33,7 +32,6 @@ from weft.serve.rank_part import RankPlace, part_bytes, refuse_plan, stage_of
 from weft.serve.request import Request
 from weft.serve.scheduler import ActiveRequest, ScheduledChunk, Scheduler
 from weft.serve.split_attention import merge_bytes
-from weft.serve.split_formats import split_format
 from weft.serve.traffic import ServedSizes, step_calls
 from weft.serve.weight_formats import weight_format
 
@@ -45,7 +43,6 @@ STEP_KERNELS = 14
 # Host time of a step that is not a CUDA graph: torch issues about so many operations for each layer.
 OPERATIONS_PER_LAYER, HOST_SECONDS = 14, 10e-6
 SAMPLING_PASSES = 4  # over the logits, in float32
-LONG_SHARE = 0.1  # of the weights' bytes, that the cache of one request takes for which `context` is tried
 ALONE_OUTPUT = 32  # tokens for which one request alone is predicted
 
 
@@ -123,8 +120,11 @@ class ServingModel:
         weights: str | None = None,
         cache: str | None = None,
         ahead: int = 0,
+        resident: int = 0,
     ) -> None:
-        """`ahead`: the weights of blocks are in host memory, and those of so many blocks are copied ahead."""
+        """`ahead`: the weights of blocks are in host memory, and those of so many blocks are copied ahead. `resident`:
+        so many of a rank's blocks stay on the device.
+        """
         self.config, self.cluster, self.plan = config, cluster, plan
         self.sizes = ServedSizes.of(config)
         self.kernels = Kernels(cluster.node.device, software_for_text(cluster), precision)
@@ -135,14 +135,15 @@ class ServingModel:
             for stage in range(plan.pipe.degree)
         ]
         self._cache_format = cache_format(cache)
-        self._format = None if weights is None else weight_format(weights)
+        device = "cpu" if is_cpu(cluster) else "cuda"
+        self._format = None if weights is None else weight_format(weights, device)
         self._weight_bytes = [
             part_bytes(config, places[stage], self.kernels.item_bytes, self._format)
             for stage in range(plan.pipe.degree)
         ]
         self._streamed: list[StreamedStage] = []  # if weights are in host memory
         if ahead:
-            given = (self.kernels.item_bytes, self._format, ahead, self._call_seconds)
+            given = (self.kernels.item_bytes, self._format, ahead, resident, self._call_seconds)
             self._streamed = [streamed_stage(config, cluster, one, *given) for _, one in sorted(places.items())]
             for stage, streamed in enumerate(self._streamed):
                 self._weight_bytes[stage] -= streamed.saved_bytes
@@ -154,9 +155,10 @@ class ServingModel:
         heads = (sizes.num_heads // self.plan.tensor.x, sizes.head_dim)
         return merge_bytes(1, *heads, context, self.kernels.item_bytes) if context > 1 else 0
 
-    @property
-    def streaming(self) -> StreamingPrice | None:
-        """That of the stage that copies most; None if weights stay on the device."""
+    def streaming_price(self, num_cached: float = 0.0) -> StreamingPrice | None:
+        """That of the stage that copies most, with room for so many tokens in the cache; None if weights stay on the
+        device.
+        """
         if not self._streamed:
             return None
         most = max(range(len(self._streamed)), key=lambda stage: self._streamed[stage].copied_bytes)
@@ -165,7 +167,16 @@ class ServingModel:
             for rows, inner, columns, times, _ in self._products(1, has_experts):
                 flops += 2 * number * times * rows * inner * columns
         tokens = math.ceil(one.seconds * self.kernels.peak / flops)
-        return StreamingPrice(one.copied_bytes, one.gathered_bytes, one.seconds, tokens)
+        fitting = min(self._fitting_blocks(stage, num_cached) for stage in range(len(self._streamed)))
+        sizes = (one.host_bytes, len(one.block_bytes), one.num_resident, fitting)
+        return StreamingPrice(one.copied_bytes, one.gathered_bytes, one.seconds, tokens, *sizes)
+
+    def _fitting_blocks(self, stage: int, num_cached: float) -> int:
+        """How many blocks of a stage fit its device beside so many tokens of the cache."""
+        streamed = self._streamed[stage]
+        needed = self._bytes_beside(stage) + num_cached * self.cache_bytes(stage)
+        others = self._weight_bytes[stage] - streamed.resident_bytes
+        return streamed.fitting_blocks(self.cluster.node.device.memory_bytes - others - needed / GPU_SHARE)
 
     @property
     def weight_bytes(self) -> int:
@@ -188,14 +199,18 @@ class ServingModel:
     @property
     def cache_tokens(self) -> int:
         """Tokens whose keys and values fit beside the weights; negative if the weights do not fit."""
-        sizes, fits = self.sizes, []
-        widest = max(sizes.projected(self.plan.tensor.x), 2 * sizes.inner // self.plan.tensor.x, sizes.hidden)
-        beside = 16 * TOKEN_BUDGET * widest + 24 * MAX_RUNNING * sizes.vocab
+        fits = []
         for stage, own_bytes in enumerate(self._weight_bytes):
             free = self.cluster.node.device.memory_bytes - own_bytes
-            rows = (MAX_RUNNING + 1) * self.row_bytes(stage)
-            fits.append((GPU_SHARE * free - beside - rows) / self.cache_bytes(stage))
+            fits.append((GPU_SHARE * free - self._bytes_beside(stage)) / self.cache_bytes(stage))
         return math.floor(min(fits))
+
+    def _bytes_beside(self, stage: int) -> int:
+        """Bytes of a step's tensors, and of running requests beside their pages, on one rank of a stage."""
+        sizes, x = self.sizes, self.plan.tensor.x
+        widest = max(sizes.projected(x), 2 * sizes.inner // x, sizes.hidden)
+        beside = 16 * TOKEN_BUDGET * widest + 24 * MAX_RUNNING * sizes.vocab
+        return beside + (MAX_RUNNING + 1) * self.row_bytes(stage)
 
     def step(self, chunks: Sequence[ScheduledChunk], stage: int) -> _StageStep:
         decodes = [chunk for chunk in chunks if chunk.end - chunk.start == 1]
@@ -367,22 +382,24 @@ def predict_serving(
     weights: str | None = None,
     cache: str | None = None,
     ahead: int = 0,
+    resident: int = 0,
 ) -> ServingPrediction:
     """Predict a layout. Raises PlanError if the model or a request does not fit.
 
-    `weights` and `cache` are formats of fewer bits. With `ahead`, blocks are in host memory (`ServingModel`).
+    `weights` and `cache` are formats of fewer bits. With `ahead`, blocks are in host memory, without those that are
+    `resident` (`ServingModel`).
     """
     refuse_plan(config, plan)
     if ahead:
         refuse_shared_reading(plan)
-    model = ServingModel(config, cluster, plan, precision, weights, cache, ahead)
+    model = ServingModel(config, cluster, plan, precision, weights, cache, ahead, resident)
     cache_tokens = model.cache_tokens
     longest = max(map(sum, workload.lengths))
     if cache_tokens < longest:
         raise PlanError(
             f"{plan.describe_axes() or 'one device'}: {model.weight_bytes / 1e9:.1f} GB of weights of a device's "
-            f"{cluster.node.device.memory_bytes / 1e9:.0f} GB leave no room for a request of {longest} tokens; split "
-            f"the model over more devices"
+            f"{cluster.node.device.memory_bytes / 1e9:.0f} GB leave no room for a request of {longest} tokens; "
+            f"{'lower --resident-blocks, or ' if resident else ''}split the model over more devices"
         )
     shortest = workload.lengths[0][0]
     alone = model.simulate([(shortest, ALONE_OUTPUT)], cache_tokens)
@@ -400,46 +417,5 @@ def predict_serving(
     rows = (MAX_RUNNING + 1) * max(model.row_bytes(stage) for stage in range(plan.pipe.degree))
     memory = math.ceil(model.weight_bytes + cache_tokens * per_token + rows)
     sizes = (model.weight_bytes, per_token, memory, cache_tokens, held)
-    return ServingPrediction(plan, *sizes, alone, every, model.streaming, model.merged_bytes)
-
-
-def serving_plans(config: LanguageConfig, num_devices: int, with_context: bool = False) -> Iterable[Plan]:
-    """Yields layouts over all devices: data, pipe, expert, x, and context if it is asked for."""
-    sizes = ServedSizes.of(config)
-    for x, context in product(_divisors(num_devices), _divisors(num_devices) if with_context else (1,)):
-        for expert in _divisors(num_devices // (x * context)) if sizes.num_experts else (1,):
-            for pipe in _divisors(num_devices // (x * context) // expert):
-                data = num_devices // (x * context) // expert // pipe
-                if pipe <= sizes.num_layers and data * pipe * expert * context * x == num_devices:
-                    parts = {"expert": expert, "context": Context(context), "tensor": Tensor(x)}
-                    yield Plan(data=data, pipe=Pipe(pipe), **parts)  # type: ignore[arg-type]
-
-
-def search_serving(
-    config: LanguageConfig,
-    cluster: Cluster,
-    workload: ServingWorkload,
-    precision: str = "bf16",
-    weights: str | None = None,
-    cache: str | None = None,
-    ahead: int = 0,
-) -> tuple[list[ServingPrediction], list[str]]:
-    """Returns the layouts that fit, most tokens per second first, and why others do not.
-
-    `context` splits the cache alone, so it is tried where the cache of one request is much beside the weights.
-    """
-    found, refused = list[ServingPrediction](), list[str]()
-    whole = ServingModel(config, cluster, Plan(), precision, weights, cache)
-    longest = max(map(sum, workload.lengths))
-    is_long = longest * whole.cache_bytes(0) > LONG_SHARE * whole.weight_bytes
-    for plan in serving_plans(config, cluster.num_devices, is_long and split_format(cache_format(cache)) is not None):
-        try:
-            found.append(predict_serving(config, cluster, plan, workload, precision, weights, cache, ahead))
-        except PlanError as error:
-            refused.append(str(error))
-    return sorted(found, key=lambda one: -one.loaded.tokens_per_second), refused
-
-
-@lru_cache
-def _divisors(number: int) -> tuple[int, ...]:
-    return tuple(value for value in range(1, number + 1) if number % value == 0)
+    num_cached = max(longest, min(MAX_RUNNING, len(per_replica)) * workload.mean_tokens)
+    return ServingPrediction(plan, *sizes, alone, every, model.streaming_price(num_cached), model.merged_bytes)

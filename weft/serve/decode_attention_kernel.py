@@ -196,8 +196,7 @@ def decode_attention_by_kernel(
     (num_requests, num_heads, head_dim), num_key_heads = query.shape, keys.shape[1]
     num_parts = number_of_parts(num_requests, num_key_heads)
     assert query.stride()[1:] == (head_dim, 1), "the heads of a query lie end to end"
-    if out is None:
-        out = query.new_empty(query.shape)
+    out = query.new_empty(query.shape) if out is None else out
     parts, logs = out, out
     if num_parts > 1:
         parts = query.new_empty(num_requests, num_parts, num_heads, head_dim, dtype=torch.float32)

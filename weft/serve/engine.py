@@ -104,7 +104,7 @@ class Engine:
         self._overlap = self._overlap and self._speculation is None  # drafts follow tokens that are read
         self._graphs: DecodeGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
-        has_graphs = options.graphs and not options.adapters and not options.stream_weights
+        has_graphs = options.graphs and not options.adapters and part.streamed is None
         if has_graphs and on_gpu and isinstance(part.paged, PagedModel) and part.paged.cache_format.has_kernel:
             given = (part.paged, part.cache, self._sampler.last, part.layout, self.context_length)
             record = GraphRecorder()

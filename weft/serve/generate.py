@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -32,9 +31,10 @@ from weft.serve.engine import Engine, EngineOptions
 from weft.serve.graph_head import GraphHead
 from weft.serve.layer_cache import CacheFormat, PlainFormat
 from weft.serve.packed_linear import make_room
-from weft.serve.rank_part import RankPlace, build_part, build_whole, read_part
+from weft.serve.rank_part import PartValues, RankPlace, build_part, build_whole, read_part
 from weft.serve.request import Request, RequestError, Sampling
 from weft.serve.speculation import EarlyLayers
+from weft.serve.streamed_model import Streaming, stream_model
 from weft.serve.weight_formats import WeightFormat
 
 
@@ -97,21 +97,27 @@ def load_for_generation(
     place: RankPlace | None = None,
     weights: WeightFormat | None = None,
     on_host: bool = False,
+    streaming: Streaming | None = None,
 ) -> tuple[nn.Module, Tokenizer, int]:
     """Load the model, tokenizer and context length of a run folder, a checkpoint folder or a Hugging Face folder. On a
     GPU that supports it, the model computes in bf16. `say` is told of damaged checkpoints that are left out. With a
     `place`, the model is the part of the rank there. `weights` is the format of linears, if not the model's dtype.
-    `on_host`: the model stays in host memory, in the dtype in which the device computes.
+    `on_host`: the model stays in host memory, in the dtype in which the device computes. With `streaming`, blocks are
+    read to where they stay, in host memory or on the device.
     """
     device = torch.device(device)
     if is_recurrent(path):
-        return _load_recurrent(path, tokenizer, device, place, weights, on_host)
+        return _load_recurrent(path, tokenizer, device, place, weights, on_host or streaming is not None)
     if (path / "config.json").is_file():
         config = read_config(path)
-        model = _load(config, torch.float32, weight_reader(path, config), device, place, weights, on_host)
+        reader = weight_reader(path, config)
+        model = _load(config, torch.float32, reader, device, place, weights, on_host, streaming)
         context = int(getattr(config, "n_positions", 0) or getattr(config, "max_position_embeddings", 1024))
         return model, _folder_tokenizer(path, tokenizer), context
-    read = partial(_load_checkpoint, tokenizer=tokenizer, device=device, place=place, weights=weights, on_host=on_host)
+
+    def read(checkpoint: Checkpoint) -> tuple[nn.Module, Tokenizer, int]:
+        return _load_checkpoint(checkpoint, tokenizer, device, place, weights, on_host, streaming)
+
     return with_intact_checkpoint(path, read, say)
 
 
@@ -132,7 +138,10 @@ def _load_recurrent(
     on_host: bool,
 ) -> tuple[nn.Module, Tokenizer, int]:
     if place is not None or weights is not None or on_host:
-        raise ConfigError("a recurrent model is served on one rank, with its weights as they are; leave out --weights")
+        raise ConfigError(
+            "a recurrent model is served on one rank, with its weights as they are, on the device; leave out --weights "
+            "and --stream-weights"
+        )
     model = load_recurrent(path).to(device)
     return model, _folder_tokenizer(path, tokenizer), model.config.max_position_embeddings
 
@@ -149,10 +158,11 @@ def _load_checkpoint(
     place: RankPlace | None,
     weights: WeightFormat | None,
     on_host: bool,
+    streaming: Streaming | None,
 ) -> tuple[nn.Module, Tokenizer, int]:
     saved, data = saved_model(checkpoint), saved_data(checkpoint)
     dtype = checkpoint.entries("parameter")[0].dtype
-    model = _load(saved, dtype, parameter_reader(checkpoint), device, place, weights, on_host)
+    model = _load(saved, dtype, parameter_reader(checkpoint), device, place, weights, on_host, streaming)
     end_token = data.end_token if tokenizer is None else None  # another tokenizer has its own end token
     own = load_tokenizer(tokenizer or saved_tokenizer(checkpoint), end_token=end_token)
     return model, own, data.sequence
@@ -166,6 +176,7 @@ def _load(
     place: RankPlace | None,
     weights: WeightFormat | None,
     on_host: bool,
+    streaming: Streaming | None,
 ) -> nn.Module:
     """A model, or a rank's part of it, with its weights. It is made without initial values, which would take long."""
     if config.architecture == "deepseek_v3":
@@ -176,5 +187,7 @@ def _load(
     model.to(torch.bfloat16 if has_bf16 else dtype)
     if weights is not None:
         make_room(model, weights)
+    if streaming is not None:
+        return stream_model(model, device, streaming, PartValues(model, cuts, read, device))
     read_part(model, cuts, read, torch.device("cpu") if on_host else device)
     return model.eval()

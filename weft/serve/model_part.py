@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -22,7 +23,7 @@ from weft.serve.layer_cache import CacheFormat, LayerCache, PlainFormat
 from weft.serve.packed_linear import PackedLinear
 from weft.serve.page_share import PageShare
 from weft.serve.paged_attention import PagedBatch
-from weft.serve.paged_model import PagedModel, layers_of
+from weft.serve.paged_model import PagedModel
 from weft.serve.ranks import ServingRanks
 from weft.serve.recurrent import RecurrentRows
 from weft.serve.request import TokenLogprobs
@@ -30,7 +31,8 @@ from weft.serve.speculation import EarlyLayers
 from weft.serve.split_formats import split_format
 from weft.serve.split_layers import ModelAxes
 from weft.serve.step_inputs import PageLayout, StepInputs
-from weft.serve.streamed_weights import StreamedWeights, move_all_but
+from weft.serve.streamed_model import StreamedModel, Streaming, stream_model
+from weft.serve.streamed_weights import StreamedWeights
 
 GPU_SHARE = 0.92  # of a GPU's free memory, for the cache
 CPU_SHARE = 0.25
@@ -59,6 +61,7 @@ class EngineOptions:
     speculate: Literal["ngram"] | EarlyLayers | nn.Module | None = None  # what drafts tokens (`speculation.py`)
 
     stream_weights: int = 0  # blocks whose weights are copied ahead from host memory; 0: all stay on the device
+    resident_blocks: int = 0  # of the blocks of each rank, whose weights stay on the device while others are streamed
     cache: CacheFormat | None = None  # how keys and values are kept (`layer_cache.py`); None: as they are
     head: GraphHead | None = None  # finds the likeliest tokens by graph search (`graph_head.py`); None: all logits
 
@@ -90,28 +93,23 @@ class ModelPart:
     ) -> None:
         parameter = next(model.parameters())
         self.device = torch.device(options.device or parameter.device)
-        model = model.to(dtype=options.dtype or parameter.dtype).eval()
+        if isinstance(model, RecurrentModel):
+            _refuse_recurrent(options, ranks)
         _refuse_streaming(options, ranks)
-        if options.stream_weights:
-            move_all_but(model, layers_of(model), self.device)
-        else:
-            model = model.to(self.device)
+        model, self.streamed = _in_place(model, options, self.device, ranks)
         self.ranks = ranks
         self.load = load
         self.context_length = _context_length(model, options.context_length)
-        _refuse_cache(options, model, ranks)
+        with nullcontext() if self.streamed is None or ranks is not None else self.streamed.values():
+            _refuse_cache(options, model, ranks)
         _refuse_head(options, model, ranks, self.device)
         self._head = options.head
         axes = ModelAxes() if ranks is None else ranks.axes
         if isinstance(model, RecurrentModel):
-            _refuse_recurrent(options, ranks)
             self.paged: PagedModel | RecurrentRows = RecurrentRows(model)
         else:
-            self.paged = PagedModel(model, self.context_length, axes, _own_format(options, axes), self.device)
-        self.streamed: StreamedWeights | None = None
-        if options.stream_weights:
-            assert isinstance(self.paged, PagedModel)
-            self.streamed = self.paged.stream_weights(options.stream_weights, None if ranks is None else ranks.readers)
+            form = _own_format(options, axes)
+            self.paged = PagedModel(model, self.context_length, axes, form, self.device, self.streamed)
         self._arrange_weights()
         linears = [linear for block in self.paged.blocks for linear in block.linears]
         if options.adapters and any(isinstance(linear, PackedLinear) for linear in linears):
@@ -138,11 +136,14 @@ class ModelPart:
         residual = self._through(batch, self.cache[:num_layers])
         if residual is None or not inputs.sampled:
             return None
-        ends = inputs.sampled_tokens(self.device)
+        positions = batch.positions
+        if len(inputs.sampled) < inputs.num_tokens:  # they are in the order of the tokens
+            ends = inputs.sampled_tokens(self.device)
+            residual, positions = residual[ends], positions[ends]
         if self._head is None:
-            return self.paged.logits(residual[ends]), batch.positions[ends]
-        hidden = self.paged.hidden_states(residual[ends])
-        return self._head.logits(hidden, self.paged.model.lm_head), batch.positions[ends]
+            return self.paged.logits(residual), positions
+        hidden = self.paged.hidden_states(residual)
+        return self._head.logits(hidden, self.paged.model.lm_head), positions
 
     @torch.inference_mode()
     def hidden_states(self, inputs: StepInputs) -> Tensor | None:
@@ -248,7 +249,8 @@ class ModelPart:
         if fitting < 1:
             raise ConfigError(
                 f"no memory is left for the key-value cache on {self.device}: the weights, {options.token_budget} "
-                f"tokens a step and {options.max_running} requests fill it; lower token_budget or max_running"
+                f"tokens a step and {options.max_running} requests fill it; lower token_budget, max_running "
+                f"or --resident-blocks, or keep weights in fewer bits (--weights)"
             )
         return min(most, fitting)
 
@@ -261,6 +263,20 @@ class ModelPart:
         """Tokens of a block, on all ranks that hold its pages."""
         share = self._share(options)
         return options.block_size if share is None else share.block_size
+
+
+def _in_place(
+    model: nn.Module, options: EngineOptions, device: torch.device, ranks: ServingRanks | None
+) -> tuple[nn.Module, StreamedWeights | None]:
+    """The model with its weights where they stay, and those that are streamed."""
+    if isinstance(model, StreamedModel):
+        return model.model, model.weights
+    model = model.to(dtype=options.dtype or next(model.parameters()).dtype).eval()
+    streaming = Streaming.of(options.stream_weights, options.resident_blocks, ranks)
+    if streaming is None:
+        return model.to(device), None
+    streamed = stream_model(model, device, streaming)
+    return streamed.model, streamed.weights
 
 
 def _refuse_streaming(options: EngineOptions, ranks: ServingRanks | None) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -31,7 +31,7 @@ from weft.plan import Context, Pipe, Plan
 from weft.plan import Tensor as TensorDegrees
 from weft.profiling import Profile
 from weft.profiling.structure import structure
-from weft.serve.packed_linear import linears_to_pack, read_packed
+from weft.serve.packed_linear import PackedLinear, linears_to_pack
 from weft.serve.weight_formats import WeightFormat, weight_bytes
 
 
@@ -178,19 +178,42 @@ def source_name(model: Decoder | GPT2, name: str) -> str:
     return model.config.embedding_name if name == "lm_head.weight" and model.config.tie_word_embeddings else name
 
 
+@dataclass(frozen=True)
+class PartValues:
+    """The values of a part: whole parameters are read one at a time, and cut.
+
+    Linears that are packed (`packed_linear.py`) get theirs in fewer bits, which are found on `device`.
+    """
+
+    model: Decoder | GPT2
+    cuts: Mapping[str, Cut]
+    read: Callable[[str], Tensor]
+    device: torch.device | str
+
+    @torch.no_grad()
+    def give(self, modules: Iterable[nn.Module]) -> None:
+        """Give modules of the part their values, without those of modules inside them. Their tensors have memory."""
+        wanted = {id(one) for one in modules}
+        dtype = next(self.model.parameters()).dtype
+        for prefix, module in self.model.named_modules():
+            if id(module) not in wanted:
+                continue
+            for name, parameter in module.named_parameters(prefix, recurse=False):
+                if name in self.cuts:  # a tied head is not
+                    parameter.copy_(self._own(name))
+            if isinstance(module, PackedLinear):
+                module.read(f"{prefix}.weight", self._own(f"{prefix}.weight").to(self.device, dtype))
+
+    def _own(self, name: str) -> Tensor:
+        return self.cuts[name].take(self.read(source_name(self.model, name)))
+
+
 def read_part(
     model: Decoder | GPT2, cuts: Mapping[str, Cut], read: Callable[[str], Tensor], device: torch.device | str
 ) -> None:
-    """Give a part on the meta device its values: whole parameters are read one at a time, and cut.
-
-    Linears that are packed (`packed_linear.py`) get theirs in fewer bits.
-    """
+    """Give a part on the meta device memory on a device, and its values."""
     model.to_empty(device=device)
-    dtype = next(model.parameters()).dtype
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(cuts[name].take(read(source_name(model, name))))
-        read_packed(model, lambda name: cuts[name].take(read(source_name(model, name))).to(device, dtype))
+    PartValues(model, cuts, read, device).give(model.modules())
 
 
 @lru_cache(maxsize=4)
