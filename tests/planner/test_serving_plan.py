@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from weft.cluster.hardware import load
+from weft.commands.plan_serve import explain
 from weft.errors import ConfigError, PlanError
 from weft.models import DecoderConfig
 from weft.models.catalog import load_model
-from weft.plan import Pipe, Plan, Tensor
+from weft.plan import Context, Pipe, Plan, Tensor
 from weft.planner.kernels import LAUNCH_SECONDS
 from weft.planner.lean_kernels import MORE_KERNELS, decode_reads
-from weft.planner.serving import ServingModel, ServingWorkload, predict_serving, serving_plans
+from weft.planner.serving import ServingModel, ServingWorkload, predict_serving, search_serving, serving_plans
 from weft.planner.serving_speculation import price_speculation
 from weft.serve.four_bit_cache import FourBitFormat
 from weft.serve.layer_cache import PlainFormat
@@ -112,6 +113,38 @@ def test_more_ranks_hold_less_each_and_a_pipeline_overlaps_its_requests() -> Non
     assert x.alone.shares["waiting for the host"] > 0.1  # steps of several ranks are no CUDA graphs
     assert pipe.alone.tokens_per_second < 1.05 * one.alone.tokens_per_second  # a token passes all stages
     assert "communication" in x.loaded.shares
+
+
+def test_ranks_of_context_hold_a_share_of_each_request() -> None:
+    cluster, workload = load("h200:1x2"), ServingWorkload.of(2, 4000, 8)
+    one, two = (predict_serving(LLAMA_8B, cluster, Plan(context=Context(n)), workload) for n in (1, 2))
+    assert two.weight_bytes == one.weight_bytes
+    assert two.cache_bytes_per_token == one.cache_bytes_per_token / 2
+    assert two.cache_tokens == pytest.approx(2 * one.cache_tokens, abs=2)
+    assert (one.merged_bytes, two.merged_bytes) == (0, 2 * 32 * 129 * 4)
+    assert two.loaded.shares["communication"] > 0 == one.loaded.shares["communication"]
+    words = (
+        "Context: each of 2 devices holds 1/2 of a request's keys and values, and the same weights; in each layer 33.0"
+    )
+    assert [any(line.startswith(words) for line in explain([given], cluster)) for given in (one, two)] == [False, True]
+    plans = (Plan(), Plan(context=Context(2)))
+    steps = [ServingModel(LLAMA_8B, cluster, plan, "bf16")._step(0, 1, 10**6, (), 1) for plan in plans]
+    whole, half = (step.by_cause["attention and its cache"] for step in steps)
+    assert half == pytest.approx(whole / 2)
+
+
+def test_context_is_tried_where_a_request_is_long_beside_the_weights() -> None:
+    """One key head is on every rank of x, and ranks of context share its tokens."""
+    cluster = load("h200:1x2")
+    config = replace(LLAMA_8B, num_key_value_heads=1, num_hidden_layers=2, intermediate_size=256, vocab_size=1000)
+    long, _ = search_serving(config, cluster, ServingWorkload.of(1, 16384, 8))
+    held = {(one.plan.context.degree, one.plan.tensor.x): one.cache_tokens for one in long}
+    assert held[2, 1] > 1.9 * held[1, 2]
+    short, _ = search_serving(config, cluster, ServingWorkload.of(1, 500, 8))
+    assert {one.plan.context.degree for one in short} == {1}
+    layouts = list(serving_plans(LLAMA_8B, 8, with_context=True))
+    assert len(layouts) == len(set(layouts)) == 20
+    assert {plan.num_ranks for plan in layouts} == {8}
 
 
 def test_weights_in_fewer_bits_hold_what_does_not_fit_in_sixteen() -> None:

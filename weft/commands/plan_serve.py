@@ -111,6 +111,12 @@ def explain(found: list[ServingPrediction], cluster: Cluster) -> list[str]:
     ]
     if best.streaming is not None:
         lines += _of_streaming(best.streaming)
+    if best.merged_bytes:
+        number = best.plan.context.degree
+        lines.append(
+            f"Context: each of {number} devices holds 1/{number} of a request's keys and values, and the same weights; "
+            f"in each layer {best.merged_bytes / 1e3:.1f} kB are gathered for a token."
+        )
     fastest = min(found, key=lambda one: -one.alone.tokens_per_second)
     if fastest is not best:
         lines.append(
@@ -144,7 +150,8 @@ def _of_streaming(price: StreamingPrice) -> list[str]:
 
 def _degrees(one: ServingPrediction) -> dict[str, int]:
     plan = one.plan
-    return {"data": plan.data, "pipe": plan.pipe.degree, "expert": plan.expert, "tensor.x": plan.tensor.x}
+    degrees = {"data": plan.data, "pipe": plan.pipe.degree, "expert": plan.expert}
+    return {**degrees, "context": plan.context.degree, "tensor.x": plan.tensor.x}
 
 
 def _layout(one: ServingPrediction) -> str:
@@ -189,6 +196,7 @@ def _as_json(one: ServingPrediction) -> dict[str, Any]:
         "cache_tokens": one.cache_tokens,
         "memory_bytes": one.memory_bytes,
         "requests_held": one.requests_held,
+        "merged_bytes": one.merged_bytes,
         **({} if one.streaming is None else {"streaming": asdict(one.streaming)}),
         "loaded": _times(one.loaded),
         "alone": _times(one.alone),

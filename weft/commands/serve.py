@@ -26,7 +26,11 @@ EXAMPLE = "Example: weft serve runs/quickstart --port 8000, then: curl http://12
 
 
 RankOverrides = Annotated[
-    list[str] | None, typer.Argument(help="ranks: plan.tensor.x=2 plan.pipe=2 plan.data=2", show_default=False)
+    list[str] | None,
+    typer.Argument(
+        help="ranks: plan.tensor.x=2 plan.pipe=2 plan.data=2; plan.context=2 splits each request's cache",
+        show_default=False,
+    ),
 ]
 HostOption = Annotated[str, typer.Option(help="the address to listen on; others than this machine's need a key")]
 KeysOption = Annotated[
@@ -46,7 +50,9 @@ BudgetOption = Annotated[
 ]
 CacheOption = Annotated[
     int | None,
-    typer.Option(help="blocks of 16 tokens (--cache int4: 64) of the key-value cache; what fits if not given", min=1),
+    typer.Option(
+        help="blocks of 16 tokens (--cache int4: 64) of the key-value cache of a rank; what fits if not given", min=1
+    ),
 ]
 SwapOption = Annotated[
     int, typer.Option(help="such blocks in host memory, for requests that others push out; 0: compute again", min=0)
@@ -199,7 +205,8 @@ def serving_plan(overrides: list[str]) -> Plan:
         keys, value = parse_override(text)
         if keys[0] != "plan" or len(keys) < 2:
             raise ConfigError(
-                f"'{text}' is not of the plan; give plan.data, plan.pipe, plan.expert, plan.tensor.x or plan.tensor.y"
+                f"'{text}' is not of the plan; give plan.data, plan.pipe, plan.expert, plan.context, plan.tensor.x or "
+                f"plan.tensor.y"
             )
         table = tables
         for key in keys[1:-1]:

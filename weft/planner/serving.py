@@ -13,14 +13,15 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from statistics import median
 
 from weft.architectures import LanguageConfig
 from weft.cluster.hardware import Cluster, ring_seconds
 from weft.errors import PlanError
-from weft.plan import Pipe, Plan, Tensor
+from weft.plan import Context, Pipe, Plan, Tensor
 from weft.planner.kernels import LAUNCH_SECONDS, Kernels
-from weft.planner.lean_kernels import decode_reads, packed_product, small_kernels
+from weft.planner.lean_kernels import SPLIT_KERNELS, decode_reads, packed_product, small_kernels
 from weft.planner.micro_batch import LINK_SHARE
 from weft.planner.serving_streaming import StreamedStage, StreamingPrice, streamed_stage
 from weft.profiling.software import software_for_text
@@ -31,6 +32,7 @@ from weft.serve.model_part import GPU_SHARE, refuse_shared_reading
 from weft.serve.rank_part import RankPlace, part_bytes, refuse_plan, stage_of
 from weft.serve.request import Request
 from weft.serve.scheduler import ActiveRequest, ScheduledChunk, Scheduler
+from weft.serve.split_attention import merge_bytes
 from weft.serve.traffic import ServedSizes, step_calls
 from weft.serve.weight_formats import weight_format
 
@@ -42,6 +44,7 @@ STEP_KERNELS = 14
 # Host time of a step that is not a CUDA graph: torch issues about so many operations for each layer.
 OPERATIONS_PER_LAYER, HOST_SECONDS = 14, 10e-6
 SAMPLING_PASSES = 4  # over the logits, in float32
+LONG_SHARE = 0.1  # of the weights' bytes, that the cache of one request takes for which `context` is tried
 ALONE_OUTPUT = 32  # tokens for which one request alone is predicted
 
 
@@ -92,6 +95,7 @@ class ServingPrediction:
     alone: ServingTimes  # one request
     loaded: ServingTimes  # the workload, all replicas
     streaming: StreamingPrice | None = None
+    merged_bytes: int = 0  # that ranks of `context` gather in a layer for each token
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,13 @@ class ServingModel:
             for stage, streamed in enumerate(self._streamed):
                 self._weight_bytes[stage] -= streamed.saved_bytes
 
+    @property
+    def merged_bytes(self) -> int:
+        """Bytes that ranks of `context` gather in a layer for each token; 0 if each has all tokens."""
+        sizes, context = self.sizes, self.plan.context.degree
+        heads = (sizes.num_heads // self.plan.tensor.x, sizes.head_dim)
+        return merge_bytes(1, *heads, context, self.kernels.item_bytes) if context > 1 else 0
+
     def streaming_price(self, num_cached: float = 0.0) -> StreamingPrice | None:
         """That of the stage that copies most, with room for so many tokens in the cache; None if weights stay on the
         device.
@@ -173,8 +184,9 @@ class ServingModel:
         return max(self._weight_bytes)
 
     def cache_bytes(self, stage: int) -> float:
-        """Bytes of a token's keys and values on one rank of a stage."""
-        return self._cache_format.bytes_per_token(*self._heads) * len(self.sizes.stage_layers(self.plan, stage))
+        """Bytes of a token's keys and values on one rank of a stage; the mean over ranks that hold pages together."""
+        of_layer = self._cache_format.bytes_per_token(*self._heads) / self.plan.context.degree
+        return of_layer * len(self.sizes.stage_layers(self.plan, stage))
 
     def row_bytes(self, stage: int) -> int:
         """Bytes of a running request beside its pages, on one rank of a stage."""
@@ -243,15 +255,17 @@ class ServingModel:
             num_read += kernels.item_bytes * sizes.hidden * columns // plan.tensor.y
         heads = (sizes.num_heads // x, sizes.key_heads(x), sizes.head_dim)
         attention, cache = (
-            len(layers) * one for one in decode_reads(kernels, self._cache_format, num_decodes, num_cached, heads)
+            len(layers) * one / plan.context.degree
+            for one in decode_reads(kernels, self._cache_format, num_decodes, num_cached, heads)
         )
         for computed, end in prompts:
-            scores = sizes.num_heads // x * computed * (end - computed / 2) * len(layers)
+            scores = sizes.num_heads // x * computed * (end - computed / 2) * len(layers) / plan.context.degree
             attention += kernels.attention(8 * sizes.head_dim * scores, 2 * scores, end)[0]
             flops += 4 * sizes.head_dim * scores
         moved = num_tokens * len(layers) * kernels.item_bytes * (4 * sizes.hidden + 3 * sizes.inner // x)
         moved += SAMPLING_PASSES * 4 * num_sampled * sizes.vocab * is_last
-        launches = small_kernels(self._cache_format, num_tokens, num_decodes)
+        of_context = SPLIT_KERNELS * (plan.context.degree > 1)
+        launches = small_kernels(self._cache_format, num_tokens, num_decodes) + of_context
         small = moved / kernels.bytes_per_second + (launches * len(layers) + STEP_KERNELS) * LAUNCH_SECONDS
         by_cause = {
             "weights and matmuls": matmul,
@@ -261,7 +275,7 @@ class ServingModel:
         }
         is_graph = not prompts or (self._cache_format.name == "plain" and num_tokens <= MAX_TOKENS)
         if not is_graph or plan.num_ranks > plan.data or self._streamed:
-            host = OPERATIONS_PER_LAYER * len(layers) * HOST_SECONDS
+            host = (OPERATIONS_PER_LAYER + of_context) * len(layers) * HOST_SECONDS
             by_cause["waiting for the host"] = max(0.0, host - sum(by_cause.values()))
         assert self.cluster.node.device.memory_bandwidth_bytes_per_second is not None
         read = (num_read + cache) / self.cluster.node.device.memory_bandwidth_bytes_per_second
@@ -322,7 +336,8 @@ class ServingModel:
     def simulate(self, lengths: Sequence[tuple[int, int]], cache_tokens: int) -> ServingTimes:
         """Serve requests that arrive at once on one replica, by the engine's scheduler."""
         num_stages = self.plan.pipe.degree
-        policy = PagedBlocks(min(cache_tokens // BLOCK_SIZE, 1 << 20), BLOCK_SIZE, prefix_cache=False)
+        block_size = BLOCK_SIZE * self.plan.context.degree
+        policy = PagedBlocks(min(cache_tokens // block_size, 1 << 20), block_size, prefix_cache=False)
         scheduler = Scheduler(policy, TOKEN_BUDGET, MAX_RUNNING, num_stages)
         for index, (prompt, output) in enumerate(lengths):
             request = Request(str(index), (0,), output)
@@ -404,18 +419,19 @@ def predict_serving(
     memory = math.ceil(model.weight_bytes + cache_tokens * per_token + rows)
     sizes = (model.weight_bytes, per_token, memory, cache_tokens, held)
     num_cached = max(longest, min(MAX_RUNNING, len(per_replica)) * workload.mean_tokens)
-    return ServingPrediction(plan, *sizes, alone, every, model.streaming_price(num_cached))
+    return ServingPrediction(plan, *sizes, alone, every, model.streaming_price(num_cached), model.merged_bytes)
 
 
-def serving_plans(config: LanguageConfig, num_devices: int) -> Iterable[Plan]:
-    """Yields layouts over all devices: data, pipe, expert and x."""
+def serving_plans(config: LanguageConfig, num_devices: int, with_context: bool = False) -> Iterable[Plan]:
+    """Yields layouts over all devices: data, pipe, expert, x, and context if it is asked for."""
     sizes = ServedSizes.of(config)
-    for x in _divisors(num_devices):
-        for expert in _divisors(num_devices // x) if sizes.num_experts else (1,):
-            for pipe in _divisors(num_devices // x // expert):
-                if pipe <= sizes.num_layers:
-                    data = num_devices // x // expert // pipe
-                    yield Plan(data=data, pipe=Pipe(pipe), expert=expert, tensor=Tensor(x))
+    for x, context in product(_divisors(num_devices), _divisors(num_devices) if with_context else (1,)):
+        for expert in _divisors(num_devices // (x * context)) if sizes.num_experts else (1,):
+            for pipe in _divisors(num_devices // (x * context) // expert):
+                data = num_devices // (x * context) // expert // pipe
+                if pipe <= sizes.num_layers and data * pipe * expert * context * x == num_devices:
+                    parts = {"expert": expert, "context": Context(context), "tensor": Tensor(x)}
+                    yield Plan(data=data, pipe=Pipe(pipe), **parts)  # type: ignore[arg-type]
 
 
 def search_serving(
@@ -428,9 +444,15 @@ def search_serving(
     ahead: int = 0,
     resident: int = 0,
 ) -> tuple[list[ServingPrediction], list[str]]:
-    """Returns the layouts that fit, most tokens per second first, and why others do not."""
+    """Returns the layouts that fit, most tokens per second first, and why others do not.
+
+    `context` splits the cache alone, so it is tried where the cache of one request is much beside the weights.
+    """
     found, refused = list[ServingPrediction](), list[str]()
-    for plan in serving_plans(config, cluster.num_devices):
+    whole = ServingModel(config, cluster, Plan(), precision, weights, cache)
+    longest = max(map(sum, workload.lengths))
+    is_long = longest * whole.cache_bytes(0) > LONG_SHARE * whole.weight_bytes
+    for plan in serving_plans(config, cluster.num_devices, is_long and cache_format(cache).splits_sequences):
         try:
             found.append(predict_serving(config, cluster, plan, workload, precision, weights, cache, ahead, resident))
         except PlanError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +21,7 @@ from weft.serve.grammar import Grammars
 from weft.serve.graph_head import GraphHead
 from weft.serve.layer_cache import CacheFormat, LayerCache, PlainFormat
 from weft.serve.packed_linear import PackedLinear
+from weft.serve.page_share import PageShare
 from weft.serve.paged_attention import PagedBatch
 from weft.serve.paged_model import PagedModel
 from weft.serve.ranks import ServingRanks
@@ -41,7 +42,7 @@ _SCORED_ROWS = 256  # of a text whose logits are computed at a time
 class EngineOptions:
     """Sizes of an engine. None means: from the model, or from the free memory."""
 
-    block_size: int = 16  # tokens a block of the key-value cache
+    block_size: int = 16  # tokens a block of the key-value cache; of a block's page on each rank of `context`
     num_blocks: int | None = None
     max_running: int = 64  # requests computed at once
     max_waiting: int = 1024
@@ -119,7 +120,7 @@ class ModelPart:
             num_blocks = ranks.agree(num_blocks)
         num_rows = options.num_rows
         self.cache = self.paged.new_cache(num_blocks + 1, options.block_size, num_rows)  # the last block is for padding
-        self.layout = PageLayout(options.block_size, num_blocks, num_rows, self.device)
+        self.layout = PageLayout(self._block_size(options), num_blocks, num_rows, self.device, self._share(options))
 
     @torch.inference_mode()
     def logits(
@@ -165,9 +166,9 @@ class ModelPart:
         return found
 
     def _residual_of_text(self, inputs: StepInputs) -> Tensor | None:
-        size = self.layout.block_size
-        cache = self.paged.new_cache(-(-inputs.num_tokens // size) + 1, size, 1)
-        return self._through(inputs.batch(self.layout), cache)
+        layout = replace(self.layout, num_blocks=-(-inputs.num_tokens // self.layout.block_size))
+        cache = self.paged.new_cache(layout.num_blocks + 1, layout.page_size, 1)
+        return self._through(inputs.batch(layout), cache)
 
     def _through(self, batch: PagedBatch, cache: Sequence[LayerCache]) -> Tensor | None:
         """The residual stream after the last block, on the last stage. Other stages send it on."""
@@ -221,7 +222,8 @@ class ModelPart:
 
     def _blocks_that_fit(self, options: EngineOptions) -> int:
         """As many blocks as all running requests can use, or as the free memory holds."""
-        most = options.max_running * -(-self.context_length // options.block_size)
+        block_size = self._block_size(options)
+        most = options.max_running * -(-self.context_length // block_size)
         if not self.paged.keeps_pages:
             return most
         if self.device.type == "cuda":
@@ -234,11 +236,11 @@ class ModelPart:
         linears = [module for module in self.paged.body.modules() if isinstance(module, nn.Linear)]
         widest = max(linear.weight.shape[0] for linear in linears)
         free -= 16 * options.token_budget * widest + 24 * options.max_running * self.paged.vocab_size
-        bytes_per_token = self.paged.bytes_per_token
-        if isinstance(options.speculate, nn.Module):  # the draft model's cache has as many blocks
-            bytes_per_token += PagedModel(options.speculate, 1).bytes_per_token
+        bytes_per_block = self.paged.bytes_per_token * options.block_size
+        if isinstance(options.speculate, nn.Module):  # the draft model's cache has as many blocks, each whole
+            bytes_per_block += PagedModel(options.speculate, 1).bytes_per_token * block_size
         free -= (options.num_rows + 1) * self.paged.bytes_per_row
-        fitting = int(free // (bytes_per_token * options.block_size))
+        fitting = int(free // bytes_per_block)
         if fitting < 1:
             raise ConfigError(
                 f"no memory is left for the key-value cache on {self.device}: the weights, {options.token_budget} "
@@ -246,6 +248,16 @@ class ModelPart:
                 f"or --resident-blocks, or keep weights in fewer bits (--weights)"
             )
         return min(most, fitting)
+
+    def _share(self, options: EngineOptions) -> PageShare | None:
+        """This rank's share of the pages of each block; None if it has whole blocks."""
+        axis = None if self.ranks is None else self.ranks.axes.context
+        return None if axis is None else PageShare(axis.index, axis.degree, options.block_size)
+
+    def _block_size(self, options: EngineOptions) -> int:
+        """Tokens of a block, on all ranks that hold its pages."""
+        share = self._share(options)
+        return options.block_size if share is None else share.block_size
 
 
 def _in_place(
@@ -291,6 +303,10 @@ def _refuse_cache(options: EngineOptions, model: nn.Module, ranks: ServingRanks 
     options.cache.refuse(model)
     if options.cache.needs_one_rank and ranks is not None:
         raise ConfigError(f"a cache of {options.cache.name} needs one rank; serve without a plan, or leave out --cache")
+    if not options.cache.splits_sequences and ranks is not None and ranks.axes.context is not None:
+        raise ConfigError(
+            f"a cache of {options.cache.name} is not split over plan.context; use plan.tensor.x, or leave out --cache"
+        )
     if options.cache.block_size not in (None, options.block_size):
         raise ConfigError(
             f"a cache of {options.cache.name} needs blocks of {options.cache.block_size} tokens, not "

@@ -111,9 +111,10 @@ class PagedModel:
                 self.final_norm = model.transformer.ln_f
 
     def new_cache(self, num_blocks: int, block_size: int, num_rows: int) -> list[LayerCache]:
-        """Room for the keys and values of `num_blocks` pages, and of `num_rows` requests that run at once."""
+        """Room for `num_blocks` pages of `block_size` tokens, and for `num_rows` requests that run at once."""
         one = self.blocks[0]
-        sizes = CacheSizes(num_blocks, block_size, num_rows, one.num_key_heads, one.head_dim, self.dtype, self.device)
+        shape = (num_blocks, block_size, num_rows, one.num_key_heads, one.head_dim)
+        sizes = CacheSizes(*shape, self.dtype, self.device, self.axes.context)
         return [self.cache_format.layer(index, sizes) for index in range(len(self.blocks))]
 
     @property

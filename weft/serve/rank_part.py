@@ -5,6 +5,7 @@ Serving uses the axes of training, with the same cuts of each parameter:
     data     replicas of the model; each has its own requests
     pipe     consecutive blocks. The rank at index 0, which schedules and samples, holds the last ones
     expert   experts; all ranks of the axis compute the rest alike
+    context  no weight, but pages of the cache (`page_share.py`); all ranks of the axis compute the rest alike
     x, y     heads and features (`split_layers.py`)
 """
 
@@ -26,7 +27,7 @@ from weft.parallel.apply import STRATEGIES
 from weft.parallel.cut_parameters import cut_parameters
 from weft.parallel.expert.layers import expert_cuts
 from weft.parallel.tensor.cuts import parameter_cuts
-from weft.plan import Pipe, Plan
+from weft.plan import Context, Pipe, Plan
 from weft.plan import Tensor as TensorDegrees
 from weft.profiling import Profile
 from weft.profiling.structure import structure
@@ -45,11 +46,12 @@ class RankPlace:
 def refuse_plan(config: LanguageConfig, plan: Plan) -> None:
     """Raise PlanError if a model cannot be served under a plan."""
     degrees = TensorDegrees(plan.tensor.x, plan.tensor.y)
-    served = Plan(data=plan.data, pipe=Pipe(plan.pipe.degree), expert=plan.expert, tensor=degrees)
+    context = Context(plan.context.degree)
+    served = Plan(data=plan.data, pipe=Pipe(plan.pipe.degree), expert=plan.expert, tensor=degrees, context=context)
     if plan != served:
         raise PlanError(
-            "serving takes plan.data, plan.pipe, plan.expert, plan.tensor.x and plan.tensor.y, and the plan sets more; "
-            "leave out what is for training"
+            "serving takes plan.data, plan.pipe, plan.expert, plan.context, plan.tensor.x and plan.tensor.y, and the "
+            "plan sets more; leave out what is for training"
         )
     if plan.pipe.degree > config.num_layers:
         raise PlanError(
