@@ -17,7 +17,8 @@ from weft.models.catalog import load_model
 from weft.plan import Context, Pipe, Plan, Tensor
 from weft.planner.kernels import LAUNCH_SECONDS
 from weft.planner.lean_kernels import MORE_KERNELS, decode_reads
-from weft.planner.serving import ServingModel, ServingWorkload, predict_serving, search_serving, serving_plans
+from weft.planner.serving import ServingModel, ServingWorkload, predict_serving
+from weft.planner.serving_search import search_serving, serving_plans
 from weft.planner.serving_speculation import price_speculation
 from weft.serve.four_bit_cache import FourBitFormat
 from weft.serve.layer_cache import PlainFormat

@@ -20,8 +20,8 @@ from weft.planner.serving import (
     ServingPrediction,
     ServingTimes,
     ServingWorkload,
-    search_serving,
 )
+from weft.planner.serving_search import search_serving
 from weft.planner.serving_speculation import SpeculationPrice, price_speculation
 from weft.planner.serving_streaming import StreamingPrice
 
