@@ -1,0 +1,197 @@
+"""Measures what a decode on this CPU does beside reading weights: small operations of a layer, and of a step.
+
+Products read many bytes, which push the code and data of small operations out of the caches, so these take longer the
+more bytes a layer reads. The engine itself decodes with a small model here. After each of its products, a *ballast* of
+other memory is read as a large weight would be; the time of that is taken off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+from time import thread_time as clock
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.architectures import DecoderConfig, GPT2Config
+from weft.architectures.recurrent import RecurrentConfig
+from weft.cluster.decode_rates import LayerKind, LayerTimes
+from weft.models import build
+from weft.models.recurrent import RecurrentModel
+from weft.serve.cpu_product import CpuWeight
+from weft.serve.engine import Engine, EngineOptions
+from weft.serve.measure_products import DTYPES
+from weft.serve.packed_linear import PackedLinear, pack_head, pack_model
+from weft.serve.paged_model import PagedModel
+from weft.serve.recurrent import FusedGRU, FusedLSTM, RecurrentRows, State
+from weft.serve.request import Request, Sampling
+from weft.serve.weight_formats import FORMATS
+
+NUM_LAYERS, HIDDEN, VOCAB, PROMPT, NUM_STEPS = 4, 64, 1024, 16, 13
+LARGE_VOCAB = 1 << 16
+READ_BYTES = tuple(1 << power for power in (18, 21, 23, 25, 27))  # of a layer; the first are its own small weights
+KINDS: tuple[tuple[LayerKind, str], ...] = (
+    *(("decoder", name) for name in DTYPES),
+    ("gpt2", "float32"),
+    ("lstm", "float32"),
+    ("gru", "float32"),
+)
+_COLUMNS = 1024
+
+
+class Ballast:
+    """Memory that is read after products. Keeps when products began, and how long it was read after each."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._memory, self._row = torch.ones(most_bytes // 4 // _COLUMNS, _COLUMNS), torch.ones(_COLUMNS)
+        self._place = 0
+        self.num_rows = 0  # that are read
+        self.begins, self.seconds = list[float](), list[float]()
+
+    def clear(self) -> None:
+        self.begins.clear()
+        self.seconds.clear()
+
+    def begin(self) -> None:
+        self.begins.append(clock())
+
+    def read(self) -> None:
+        """Read the next rows, as a product does."""
+        start = clock()
+        left = self.num_rows
+        while left:
+            number = min(left, len(self._memory) - self._place)
+            torch.mv(self._memory[self._place : self._place + number], self._row)
+            self._place, left = (self._place + number) % len(self._memory), left - number
+        self.seconds.append(clock() - start)
+
+
+class _LargeProduct:
+    """Stands in `PackedLinear.for_cpu`: a plain product, then ballast. A head gives logits without a product."""
+
+    max_rows = 1 << 30
+
+    def __init__(self, ballast: Ballast, weight: Tensor, logits: Tensor | None = None) -> None:
+        self._ballast, self._weight, self._logits = ballast, weight, logits
+
+    def product(self, hidden: Tensor) -> Tensor:
+        self._ballast.begin()
+        out = F.linear(hidden, self._weight) if self._logits is None else self._logits[: len(hidden)]
+        self._ballast.read()
+        return out
+
+
+class _LargeHead(nn.Module):
+    """The head of a recurrent model: logits without a product, then ballast."""
+
+    def __init__(self, ballast: Ballast, logits: Tensor) -> None:
+        super().__init__()
+        self._ballast, self._logits = ballast, logits
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self._ballast.begin()
+        self._ballast.read()
+        return self._logits[: len(hidden)]
+
+
+class _LargeLayer:
+    """A recurrent layer before which ballast is read."""
+
+    def __init__(self, layer: FusedLSTM | FusedGRU, ballast: Ballast) -> None:
+        self._layer, self._ballast = layer, ballast
+
+    def inputs(self, rows: Tensor) -> Tensor:
+        return self._layer.inputs(rows)
+
+    def step(self, rows: Tensor, state: State) -> State:
+        self._read()
+        return self._layer.step(rows, state)
+
+    def step_hoisted(self, inputs: Tensor, state: State) -> State:
+        self._read()
+        return self._layer.step_hoisted(inputs, state)
+
+    def _read(self) -> None:
+        self._ballast.begin()
+        self._ballast.read()
+
+
+def measured_layers() -> Iterator[LayerTimes]:
+    """Yields the times of each kind of layer and dtype that is measured."""
+    ballast = Ballast(READ_BYTES[-1])
+    for kind, dtype in KINDS:
+        engine, num_products = _engine(kind, DTYPES[dtype], VOCAB, ballast)
+        found = [_times(engine, ballast, num_products, read_bytes) for read_bytes in (0, *READ_BYTES[1:])]
+        layers, steps = zip(*found, strict=True)
+        yield LayerTimes(kind, dtype, READ_BYTES, layers, steps)
+
+
+def vocabulary_seconds() -> float:
+    """Seconds to choose a token, for each token of the vocabulary."""
+    ballast = Ballast(READ_BYTES[-1])
+    few, many = (
+        _times(_engine("decoder", torch.float32, size, ballast)[0], ballast, 4, READ_BYTES[2])[1]
+        for size in (VOCAB, LARGE_VOCAB)
+    )
+    return max(many - few, 1e-9) / (LARGE_VOCAB - VOCAB)
+
+
+def _engine(kind: LayerKind, dtype: torch.dtype, vocab: int, ballast: Ballast) -> tuple[Engine, int]:
+    """An engine with a small model whose products read ballast, and how many of them a layer has."""
+    logits = torch.arange(vocab, dtype=torch.float32).to(dtype).repeat(2, 1)
+    options = EngineOptions(max_running=1, num_blocks=32, prefix_cache=False)
+    if kind in ("lstm", "gru"):
+        config = RecurrentConfig(kind, VOCAB, HIDDEN, NUM_LAYERS)  # type: ignore[arg-type]
+        engine = Engine(RecurrentModel(config).to(dtype), options)
+        rows = cast(RecurrentRows, engine._part.paged)
+        rows.layers = [_LargeLayer(layer, ballast) for layer in rows.layers]  # type: ignore[misc]
+        rows.model.lm_head = _LargeHead(ballast, logits)  # type: ignore[assignment]
+        return engine, 1
+    model = build(_config(kind, vocab)).to(dtype)
+    pack_model(model, FORMATS["int8"])
+    pack_head(model, "int8", "cpu")
+    engine = Engine(model, options)
+    paged = cast(PagedModel, engine._part.paged)
+    for linear in (one for block in paged.blocks for one in block.linears):
+        assert isinstance(linear, PackedLinear)
+        linear.for_cpu = cast(CpuWeight, _LargeProduct(ballast, linear.format.decode(linear.parts, dtype)))
+    cast(PackedLinear, paged.model.lm_head).for_cpu = cast(CpuWeight, _LargeProduct(ballast, logits, logits))
+    return engine, len(paged.blocks[0].linears)
+
+
+def _config(kind: LayerKind, vocab: int) -> DecoderConfig | GPT2Config:
+    if kind == "gpt2":
+        return GPT2Config(vocab_size=vocab, n_positions=256, n_embd=HIDDEN, n_layer=NUM_LAYERS, n_head=4)
+    return DecoderConfig(
+        vocab_size=vocab,
+        hidden_size=HIDDEN,
+        intermediate_size=3 * HIDDEN,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
+
+
+def _times(engine: Engine, ballast: Ballast, num_products: int, read_bytes: int) -> tuple[float, float]:
+    """Seconds of a layer and of a step outside of its layers, where each layer reads so many bytes of ballast."""
+    ballast.num_rows = read_bytes // num_products // 4 // _COLUMNS
+    engine.add(Request("one", tuple(range(PROMPT)), NUM_STEPS + 1, Sampling(temperature=0)))
+    engine.step()
+    found = [_step(engine, ballast) for _ in range(NUM_STEPS)]
+    engine.cancel("one")
+    layers, steps = zip(*found[2:], strict=True)
+    return median(cast(Sequence[float], layers)), median(cast(Sequence[float], steps))
+
+
+def _step(engine: Engine, ballast: Ballast) -> tuple[float, float]:
+    ballast.clear()
+    begin = clock()
+    engine.step()
+    whole = clock() - begin
+    in_layers = ballast.begins[-1] - ballast.begins[0]  # the last product is the head's
+    layer = (in_layers - sum(ballast.seconds[:-1])) / NUM_LAYERS
+    return layer, whole - in_layers - ballast.seconds[-1]

@@ -1,0 +1,66 @@
+"""Measures graph searches over an output matrix (`vocabulary_graph.py`) on this CPU, in random graphs and matrices.
+
+Searches with different beams and widths of rows differ in their rounds, edges, logits and bytes; in a graph whose edges
+lead to near tokens, more of them lead to tokens that were met before. Times are fitted as a sum over these four.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+from time import thread_time as clock
+
+import numpy as np
+import torch
+
+from weft.cluster.decode_rates import SearchTimes
+from weft.serve.graph_head import GraphHead
+from weft.serve.vocabulary_graph import VocabularyGraph
+
+NUM_TOKENS, DEGREE, NUM_ENTRIES, NUMBER = 1 << 15, 32, 1024, 64
+NEAR = 64  # how far edges of the second graph lead
+WIDTHS, BEAMS, NUM_SEARCHES = (64, 1024), (64, 1024), 5
+
+
+def measured_search() -> SearchTimes:
+    """The seconds of each part of a search."""
+    generator = torch.Generator().manual_seed(0)
+    entries = torch.randperm(NUM_TOKENS, generator=generator)[:NUM_ENTRIES].sort().values
+    far = torch.randint(0, NUM_TOKENS, (NUM_TOKENS, DEGREE), generator=generator)
+    near = (torch.arange(NUM_TOKENS)[:, None] + far % (2 * NEAR) - NEAR) % NUM_TOKENS
+    counts, seconds = list[tuple[float, ...]](), list[float]()
+    for width in WIDTHS:
+        weight = torch.randn(NUM_TOKENS, width, generator=generator)
+        states = torch.randn(NUM_SEARCHES, width, generator=generator)
+        for edges in (far, near):
+            for beam in BEAMS:
+                head = GraphHead(VocabularyGraph(edges, entries), "", NUMBER, beam)
+                found = [_search(head, weight, state) for state in states]
+                counts.append(tuple(median(column) for column in zip(*(one for one, _ in found), strict=True)))
+                seconds.append(median(one for _, one in found))
+    return SearchTimes(*_least_squares(np.array(counts), np.array(seconds)))
+
+
+def _search(head: GraphHead, weight: torch.Tensor, state: torch.Tensor) -> tuple[tuple[float, ...], float]:
+    begin = clock()
+    found = head.best(state, weight, None)
+    seconds = clock() - begin
+    row_bytes = weight.shape[1] * weight.itemsize
+    return (found.num_rounds, found.num_edges, found.num_scored, found.num_scored * row_bytes), seconds
+
+
+def _least_squares(counts: np.ndarray, seconds: np.ndarray) -> list[float]:
+    """The times, none below 0, of which sums over counts come nearest to the seconds, in relative terms.
+
+    A part whose time would be below 0 is left out, the worst first.
+    """
+    scaled = counts / seconds[:, None]
+    kept = list(range(counts.shape[1]))
+    while True:
+        times = np.linalg.lstsq(scaled[:, kept], np.ones(len(seconds)), rcond=None)[0]
+        if min(times) >= 0:
+            break
+        kept.pop(int(np.argmin(times * counts[:, kept].mean(0))))
+    found = [0.0] * counts.shape[1]
+    for index, value in zip(kept, times, strict=True):
+        found[index] = float(value)
+    return found
