@@ -33,7 +33,7 @@ TimelineOption = Annotated[
 def plan_command(
     run_file: Annotated[Path | None, typer.Argument(help="the run file (TOML)", show_default=False)] = None,
     overrides: Overrides = None,
-    model: Annotated[str | None, typer.Option(help="a model of the catalog, in place of a run file")] = None,
+    model: Annotated[str | None, typer.Option(help="of the catalog; with --serve, or a folder; no run file")] = None,
     like: Annotated[str | None, typer.Option(help="a famous run, beside weft's best: llama3-405b-meta")] = None,
     cluster: Annotated[str | None, typer.Option(help="name, name:nodes or name:nodesxdevices")] = None,
     tokens_per_step: Annotated[str | None, typer.Option(help="with --model: 4M (if not given) is 4 × 1024²")] = None,
@@ -56,6 +56,8 @@ def plan_command(
     prompt: Annotated[int, typer.Option(help="with --serve: tokens of a prompt", min=1, max=1 << 20)] = 512,
     output: Annotated[int, typer.Option(help="with --serve: tokens of an answer", min=1, max=1 << 16)] = 256,
     weights: Annotated[str | None, typer.Option(help="with --serve: fp8, int8, int4 or int4-128")] = None,
+    head: Annotated[str | None, typer.Option(help="with --serve on a CPU: int8, int4, graph=FILE")] = None,
+    precision: Annotated[str | None, typer.Option(help="with --serve on a CPU: fp32 (if not given) or bf16")] = None,
     cache: Annotated[str | None, typer.Option(help="with --serve: keys and values as int4, or loki=FILE")] = None,
     stream_weights: Annotated[int, typer.Option(help="with --serve: blocks copied ahead from host memory", min=0)] = 0,
     speculate: Annotated[str | None, typer.Option(help="with --serve: ngram or layers=K, for one request")] = None,
@@ -64,7 +66,7 @@ def plan_command(
 ) -> None:
     """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
     if serve:
-        ways = {"weights": weights, "cache": cache, "ahead": stream_weights}
+        ways = {"weights": weights, "cache": cache, "ahead": stream_weights, "head": head, "precision": precision}
         drafts = None if speculate is None else (speculate, accepted)
         _plan_serving(model, run_file, cluster, (requests, prompt, output), ways, drafts, as_json)
         return
@@ -132,13 +134,15 @@ def _plan_serving(
     drafts: tuple[str, float] | None,
     as_json: bool,
 ) -> None:
-    """Plan to serve a model of the catalog, or that of a run file."""
+    """Plan to serve a model of the catalog, of a folder, or that of a run file."""
     _refuse_two_models(model, run_file, ())
     from weft.commands.console import make_console
     from weft.commands.plan_serve import plan_serving
     from weft.models.catalog import load_model
+    from weft.models.recurrent import is_recurrent, recurrent_config
     from weft.planner.serving import ServingWorkload
     from weft.run_file import load_run
+    from weft.serve.generate import model_config
 
     console, workload = make_console(as_json), ServingWorkload.of(*sizes)
     if run_file is not None:
@@ -146,7 +150,11 @@ def _plan_serving(
         plan_serving(run.name, run.model, cluster or run.cluster, workload, ways, drafts, console, as_json)
     else:
         assert model is not None
-        plan_serving(model, load_model(model), cluster or "local", workload, ways, drafts, console, as_json)
+        folder = Path(model)
+        config: Any = load_model(model) if not folder.is_dir() else None
+        if config is None:
+            config = recurrent_config(folder) if is_recurrent(folder) else model_config(folder)
+        plan_serving(model, config, cluster or "local", workload, ways, drafts, console, as_json)
 
 
 def _refuse_two_models(model: str | None, run_file: Path | None, sizes: tuple[object, ...]) -> None:
