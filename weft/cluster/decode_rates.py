@@ -46,20 +46,25 @@ def _check(what: str, places: Sequence[float], *figures: Sequence[float]) -> Non
 @dataclass(frozen=True)
 class ProductRates:
     """Products of one row with weights [outputs, inputs] that are kept as `weights` says: a dtype, or a format of
-    `weft serve --weights`. `weights_per_second` has a row for each number of inputs, with a rate for each number of
-    bytes that a step reads in all: what fits a cache is read faster.
+    `weft serve --weights`. `start_seconds` is that of a weight of no size, by the bytes that were read since the last
+    product: they push its code out of the caches. `weights_per_second` has a row of rates for each number of inputs, by
+    the bytes that were read since the weight was: what a cache holds is read faster.
     """
 
     weights: str
-    start_seconds: float
     inputs: tuple[int, ...]
     read_bytes: tuple[int, ...]
+    start_seconds: tuple[float, ...]
     weights_per_second: tuple[tuple[float, ...], ...]
 
     def __post_init__(self) -> None:
-        _check(f"products with {self.weights}", self.read_bytes, *self.weights_per_second)
-        _check(f"inputs of products with {self.weights}", self.inputs, [one[0] for one in self.weights_per_second])
-        _check(f"the start of products with {self.weights}", (1,), (self.start_seconds,))
+        rates = self.weights_per_second
+        _check(f"products with {self.weights}", self.read_bytes, self.start_seconds, *rates)
+        _check(f"inputs of products with {self.weights}", self.inputs, [one[0] for one in rates])
+
+    def start(self, read_bytes: float) -> float:
+        """Seconds of a product with a weight of no size, so many bytes after the last product."""
+        return interpolated(self.read_bytes, self.start_seconds, read_bytes)
 
     def seconds(self, outputs: int, inputs: int, read_bytes: float) -> float:
         """Seconds of a product in a step that reads so many bytes, without its start."""

@@ -44,7 +44,7 @@ def generate_command(
     from weft.serve.weight_formats import weight_format
 
     with Console(stderr=True).status("generating"):
-        packed = None if weights is None else weight_format(weights)
+        packed = None if weights is None else weight_format(weights, kind)
         model, tokens_of, context = load_for_generation(source, tokenizer, kind, _warn, weights=packed)
         pack_head(model, head, kind)
         for reason in why_decoded(model) if kind == "cpu" else ():

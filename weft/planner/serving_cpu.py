@@ -165,8 +165,9 @@ def _recurrent_layers(config: RecurrentConfig, dtype: str) -> _Layers:
 
 def _product(rates: DecodeRates, kept: str, dtype: str, shape: Shape, read: float) -> float:
     """Seconds of a product beyond the start of a plain one, which is among small operations."""
-    start = 0.0 if kept == dtype else rates.product(kept).start_seconds - rates.product(dtype).start_seconds
-    return start + rates.product(kept).seconds(*shape, read)
+    own, plain = rates.product(kept), rates.product(dtype)
+    since = kept_bytes(kept, *shape)  # read by the product before, which is about as large
+    return own.start(since) - plain.start(since) + own.seconds(*shape, read)
 
 
 def _search_seconds(rates: DecodeRates, graph: GraphHead, row_bytes: int) -> float:

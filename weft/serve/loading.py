@@ -97,10 +97,9 @@ class Packing:
     calibration: str | None = None
     head: str | None = None
 
-    @property
-    def at_reading(self) -> WeightFormat | None:
+    def at_reading(self, device: torch.device | str) -> WeightFormat | None:
         """The format in which weights are read; None if the whole model is read first."""
-        found = None if self.weights is None else weight_format(self.weights)
+        found = None if self.weights is None else weight_format(self.weights, device)
         return found if self.calibration is None else None
 
     def correct(self, model: nn.Module, tokenizer: Tokenizer, context_length: int) -> None:
@@ -142,7 +141,7 @@ def load_model(
         raise ConfigError("a calibration text needs the whole model on one rank; leave it out, or serve on one rank")
 
     def read(path: Path) -> tuple[nn.Module, Tokenizer, int]:
-        weights = None if packing is None else packing.at_reading
+        weights = None if packing is None else packing.at_reading(device)
         model, own, context = load_for_generation(
             path, tokenizer, device, place=place, weights=weights, on_host=on_host
         )

@@ -21,6 +21,7 @@ from weft.architectures.recurrent import RecurrentConfig
 from weft.cluster.decode_rates import LayerKind, LayerTimes
 from weft.models import build
 from weft.models.recurrent import RecurrentModel
+from weft.serve.ballast import Ballast
 from weft.serve.cpu_product import CpuWeight
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.measure_products import DTYPES
@@ -39,34 +40,6 @@ KINDS: tuple[tuple[LayerKind, str], ...] = (
     ("lstm", "float32"),
     ("gru", "float32"),
 )
-_COLUMNS = 1024
-
-
-class Ballast:
-    """Memory that is read after products. Keeps when products began, and how long it was read after each."""
-
-    def __init__(self, most_bytes: int) -> None:
-        self._memory, self._row = torch.ones(most_bytes // 4 // _COLUMNS, _COLUMNS), torch.ones(_COLUMNS)
-        self._place = 0
-        self.num_rows = 0  # that are read
-        self.begins, self.seconds = list[float](), list[float]()
-
-    def clear(self) -> None:
-        self.begins.clear()
-        self.seconds.clear()
-
-    def begin(self) -> None:
-        self.begins.append(clock())
-
-    def read(self) -> None:
-        """Read the next rows, as a product does."""
-        start = clock()
-        left = self.num_rows
-        while left:
-            number = min(left, len(self._memory) - self._place)
-            torch.mv(self._memory[self._place : self._place + number], self._row)
-            self._place, left = (self._place + number) % len(self._memory), left - number
-        self.seconds.append(clock() - start)
 
 
 class _LargeProduct:
@@ -178,7 +151,7 @@ def _config(kind: LayerKind, vocab: int) -> DecoderConfig | GPT2Config:
 
 def _times(engine: Engine, ballast: Ballast, num_products: int, read_bytes: int) -> tuple[float, float]:
     """Seconds of a layer and of a step outside of its layers, where each layer reads so many bytes of ballast."""
-    ballast.num_rows = read_bytes // num_products // 4 // _COLUMNS
+    ballast.set_bytes(read_bytes // num_products)
     engine.add(Request("one", tuple(range(PROMPT)), NUM_STEPS + 1, Sampling(temperature=0)))
     engine.step()
     found = [_step(engine, ballast) for _ in range(NUM_STEPS)]

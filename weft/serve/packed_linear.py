@@ -18,9 +18,8 @@ from weft.models.attention import RMSNorm
 from weft.models.decoder import Attention
 from weft.models.experts import SwiGLU
 from weft.models.gpt2 import GPT2MLP, GPT2Attention
-from weft.serve.cpu_product import CpuWeight, arranged, refusal
-from weft.serve.group_codes import GroupCodes, split_ranges
-from weft.serve.weight_formats import HEAD_FORMATS, AfterProduct, Grouped, WeightFormat, weight_format
+from weft.serve.cpu_product import CpuWeight
+from weft.serve.weight_formats import HEAD_FORMATS, AfterProduct, WeightFormat, weight_format
 
 PACKED_OWNERS = (Attention, SwiGLU, GPT2Attention, GPT2MLP)
 
@@ -55,18 +54,9 @@ class PackedLinear(nn.Linear):
     def _is_for_cpu(self, hidden: Tensor) -> bool:
         return self.for_cpu is not None and hidden.dim() == 2 and len(hidden) <= self.for_cpu.max_rows
 
-    def why_decoded(self, dtype: torch.dtype) -> str | None:
-        """Why a CPU decodes the weight for each product with inputs of a dtype; None if it does not."""
-        if not isinstance(self.format, Grouped):
-            return "products with codes are for int8 and int4"
-        return refusal(self.in_features, self.format.size_of_group(self.in_features), self.format.bits, dtype)
-
     def arrange_for_cpu(self, dtype: torch.dtype) -> None:
         """Keep the weight a second time as a CPU's product with codes takes it, where that is faster."""
-        self.for_cpu = None
-        if isinstance(self.format, Grouped):
-            codes, ranges = self.parts
-            self.for_cpu = arranged(GroupCodes(codes, *split_ranges(ranges)), self.format.bits, dtype)
+        self.for_cpu = self.format.for_cpu(self.parts, dtype)
 
     def fused(
         self,
@@ -164,7 +154,7 @@ def why_decoded(model: nn.Module) -> list[str]:
     """Why a CPU decodes weights of a model for each product, which takes long: a sentence for each reason."""
     dtype = next(model.parameters()).dtype
     linears = [one for one in model.modules() if isinstance(one, PackedLinear)]
-    reasons = [one.why_decoded(dtype) for one in linears]
+    reasons = [one.format.why_decoded(one.in_features, dtype) for one in linears]
     return [
         f"{reasons.count(reason)} of {len(linears)} linears are decoded for each product, which saves memory and no "
         f"time: {reason}"

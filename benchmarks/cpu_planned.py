@@ -1,0 +1,237 @@
+"""Compares what `weft plan --serve` predicts for decodes on a CPU with decodes on this CPU, measured in the same run.
+
+    python benchmarks/cpu_planned.py                    some minutes; writes benchmarks/results/cpu-planned.json
+    python benchmarks/cpu_planned.py --real-time        on a machine that others use (root): short pieces are undisturbed
+    python benchmarks/cpu_planned.py --tiny             a tiny model, to try the benchmark itself; nothing is written
+
+The machine is measured before and after the rows of each model, as `weft bench machine --serve` does, and a prediction is
+the mean of what both say: a machine that others use changes by the minute. No model is part of what is measured of the
+machine. One thread; times are the median of a decode's steps, in seconds of a core. Weights are random. Searches for
+likely tokens are in a random matrix of low rank; their counts are those of other hidden states than those timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, median
+from time import thread_time as clock
+from typing import Any
+
+import torch
+from serve_cpu import LLAMA_200M
+from serve_gpu import TINY
+from torch import nn
+
+from weft.architectures import GPT2Config
+from weft.architectures.recurrent import RecurrentConfig
+from weft.cluster.decode_rates import DecodeRates
+from weft.cluster.topology import cpu_model
+from weft.models import DecoderConfig, build
+from weft.models.recurrent import RecurrentModel
+from weft.planner.serving_cpu import ServedConfig, predict_decode
+from weft.serve.engine import Engine, EngineOptions
+from weft.serve.graph_head import GraphHead
+from weft.serve.measure_decode import measure_decode
+from weft.serve.packed_linear import pack_head, pack_model
+from weft.serve.request import Request, Sampling
+from weft.serve.vocabulary_graph import build_graph
+from weft.serve.weight_formats import FORMATS
+
+RESULT = Path(__file__).parent / "results" / "cpu-planned.json"
+LLAMA_60M = DecoderConfig(
+    vocab_size=16384,
+    hidden_size=512,
+    intermediate_size=1408,
+    num_hidden_layers=12,
+    num_attention_heads=8,
+    max_position_embeddings=256,
+)
+GPT2 = GPT2Config(n_positions=256, tie_word_embeddings=False)
+PROMPT, NUM_STEPS = 16, 24
+# dtype, --weights, --head
+WAYS: tuple[tuple[str, str | None, str | None], ...] = (
+    ("float32", None, None),
+    ("bfloat16", None, None),
+    *(("float32", name, None) for name in FORMATS if name != "fp8"),
+    ("float32", "int8", "int8"),
+    ("float32", "int4", "int8"),
+    ("float32", "int4", "int4"),
+    *(("float32", name, name) for name in FORMATS if name == "int8-row"),
+)
+PLAIN = WAYS[:1]
+Row = tuple[str, float, Callable[[DecodeRates], float]]  # what, measured seconds, how they are predicted
+
+
+def language_model(config: Any) -> nn.Module:
+    with torch.device("meta"):
+        model = build(config)
+    model = model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(0.0, 0.02, generator=generator)
+    return model
+
+
+def decode_seconds(model: nn.Module, timed: Callable[[], Any]) -> float:
+    """The median of the steps of a decode."""
+    engine = Engine(model, EngineOptions(max_running=1, num_blocks=16, prefix_cache=False))
+    engine.add(Request("one", tuple(range(PROMPT)), NUM_STEPS + 2, Sampling(temperature=0)))
+    engine.step()
+    seconds = []
+    with timed():
+        for _ in range(NUM_STEPS):
+            begin = clock()
+            engine.step()
+            seconds.append(clock() - begin)
+    return median(seconds[3:])
+
+
+def decodes(name: str, config: ServedConfig, ways: Sequence[Any], timed: Callable[[], Any]) -> Iterator[Row]:
+    """Yields a row for each way to serve a model."""
+    length = PROMPT + NUM_STEPS // 2
+    for dtype, weights, head in ways:
+        if isinstance(config, RecurrentConfig):
+            torch.manual_seed(0)
+            model: nn.Module = RecurrentModel(config)
+        else:
+            model = language_model(config).to(getattr(torch, dtype))
+        if weights is not None:
+            pack_model(model, FORMATS[weights])
+        pack_head(model, head, "cpu")
+        measured = decode_seconds(model, timed)
+        what = f"{name}, {weights or dtype}" + (f", head {head}" if head else "")
+
+        def predict(rates: DecodeRates, given: Any = (dtype, length, weights, head)) -> float:
+            return predict_decode(config, rates, *given).seconds
+
+        yield what, measured, predict
+
+
+def searches(num_tokens: int, width: int, timed: Callable[[], Any]) -> Iterator[Row]:
+    """Yields a row for each beam of a search for the likeliest tokens."""
+    generator = torch.Generator().manual_seed(0)
+    basis, parts, hidden = (
+        torch.randn(*size, generator=generator) for size in ((48, width), (num_tokens, 48), (120, 48))
+    )
+    weight, states = parts @ basis / width**0.5, hidden @ basis / width**0.5
+    counted, others = states[::2], states[1::2]
+    likely = (states[::3] @ weight.T).topk(10).indices
+    graph = build_graph(weight, None, 32, likely)
+    for beam in (64, 256, 1024):
+        head = GraphHead(graph, "", beam=beam)
+        found = [head.best(state, weight, None) for state in counted]
+        names = ("num_scored", "num_rounds", "num_edges")
+        head = replace(head, **{one: fmean(getattr(each, one) for each in found) for one in names})
+        seconds = []
+        with timed():
+            for state in others:
+                begin = clock()
+                head.best(state, weight, None)
+                seconds.append(clock() - begin)
+
+        def predict(rates: DecodeRates, head: GraphHead = head) -> float:
+            return rates.search.seconds(head.num_rounds, head.num_edges, head.num_scored, 4 * width)
+
+        yield f"search of {num_tokens:,} tokens of width {width}, beam {beam}", median(seconds), predict
+
+
+def parts(is_tiny: bool, timed: Callable[[], Any]) -> Iterator[Iterator[Row]]:
+    """Yields the rows of each model."""
+    if is_tiny:
+        yield decodes("tiny Llama", TINY, WAYS, timed)
+        yield searches(600, 32, timed)
+        return
+    yield decodes("Llama 60M", LLAMA_60M, WAYS, timed)
+    yield decodes("Llama 200M", LLAMA_200M, WAYS, timed)
+    yield decodes("GPT-2 124M", GPT2, WAYS, timed)
+    for kind in ("lstm", "gru"):
+        for size in (128, 256, 512, 1024):
+            config = RecurrentConfig(kind, 257, size)  # type: ignore[arg-type]
+            yield decodes(f"{kind.upper()} {size}, 257 tokens", config, PLAIN, timed)
+    yield decodes("LSTM 512, 32,000 tokens", RecurrentConfig("lstm", 32000, 512), PLAIN, timed)
+    yield decodes("GRU 1024, 32,000 tokens", RecurrentConfig("gru", 32000, 1024), PLAIN, timed)
+    yield searches(8192, 512, timed)
+    yield searches(8192, 1024, timed)
+
+
+@contextmanager
+def real_time() -> Iterator[None]:
+    """Other processes do not interrupt this one."""
+    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(5))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+@contextmanager
+def as_it_is() -> Iterator[None]:
+    yield
+
+
+def compared(timed: Callable[[], Any], is_tiny: bool) -> list[dict[str, Any]]:
+    """All rows, with predictions by what was measured of the machine before and after them."""
+
+    def machine() -> DecodeRates:
+        with timed():
+            return measure_decode()
+
+    before, rows = machine(), list[dict[str, Any]]()
+    small: list[Row] = []  # rows of models so small that the machine is not measured anew for each
+    for own in parts(is_tiny, timed):
+        small += own
+        if len(small) < 6:
+            continue
+        after = machine()
+        rows += [_row(one, before, after) for one in small]
+        before, small = after, []
+    after = machine() if small else before
+    return rows + [_row(one, before, after) for one in small]
+
+
+def _row(row: Row, before: DecodeRates, after: DecodeRates) -> dict[str, Any]:
+    what, measured, predict = row
+    predicted = fmean([predict(before), predict(after)])
+    found = {"what": what, "predicted_ms": 1e3 * predicted, "measured_ms": 1e3 * measured}
+    found |= {
+        "error": predicted / measured - 1,
+        "predicted_ms_before_and_after": [1e3 * predict(before), 1e3 * predict(after)],
+    }
+    print(f"| {what} | {1e3 * predicted:.2f} | {1e3 * measured:.2f} | {predicted / measured - 1:+.0%} |", flush=True)
+    return found
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model; results are printed, not written")
+    parser.add_argument("--real-time", action="store_true", help="nothing interrupts what is timed (root)")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    print("| | predicted ms | measured ms | error |\n|---|---|---|---|")
+    rows = compared(real_time if given.real_time else as_it_is, given.tiny)
+    result = {
+        "benchmark": "cpu_planned",
+        "cpu": cpu_model(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "threads": 1,
+        "is_real_time": given.real_time,
+        "load_average": os.getloadavg(),
+        "within_10_percent": sum(abs(row["error"]) <= 0.1 for row in rows),
+        "rows": rows,
+    }
+    print(f"{result['within_10_percent']} of {len(rows)} rows within 10 %")
+    if not given.tiny:
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Products with weights of 8 bits and a scale for each row of outputs on a CPU, by torch's product of bytes.
+
+Each row of inputs is divided by its largest magnitude and rounded to two digits of 7 bits:
+
+    row = top / 64 * (high + low / 128), rounded          high, low: integers from -64 to 64
+
+Both digits are rows of one product, so each code is read once, and the sums of a product are exact integers. So a row's
+result does not depend on the other rows to the bit, and differs from that with the decoded weight by less than
+2 ** -13 of top * the sum of a weight row's magnitudes. Digits have 7 bits because CPUs without VNNI add up two products
+of bytes in 16 bits, which more would overflow.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.serve.cpu_product import DTYPES, MEASURED_WEIGHTS, most_rows, slower_than_decoding
+
+MIDDLE = 64  # of the bytes that stand for digits: the zero point
+MAX_INPUTS = 2**31 // (2 * MIDDLE * 128)  # whose sums cannot overflow 32 bits
+
+
+@dataclass(frozen=True)
+class RowWeight:
+    """A weight [out, in] as torch's product takes it."""
+
+    packed: Any  # torch's own object
+    max_rows: int  # more are computed faster by the plain function
+
+    def product(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, in] @ weight.T."""
+        wide, number = hidden.float(), len(hidden)
+        top = wide.abs().amax(1, keepdim=True).clamp_(min=1e-30) / MIDDLE
+        digits = wide / top
+        high = digits.round()
+        low = (digits - high) * (2 * MIDDLE)
+        out = _product_of_bytes()(torch.cat([high, low]), self.packed)
+        return (torch.add(out[:number], out[number:], alpha=1 / (2 * MIDDLE)) * top).to(hidden.dtype)
+
+
+def row_weight(codes: Tensor, scale: Tensor, max_rows: int) -> RowWeight:
+    """The weight codes (int8) [out, in] * scale [out, 1]."""
+    with warnings.catch_warnings():  # torch 2.13 says that such tensors will go; what it has instead is slower
+        warnings.filterwarnings("ignore", message=".*quantized tensor creation functions", category=UserWarning)
+        zeros = torch.zeros(len(codes), dtype=torch.int64)
+        weight = torch._make_per_channel_quantized_tensor(codes, scale[:, 0].double(), zeros, 0)
+    return RowWeight(torch.ops.quantized.linear_prepack(weight, None), max_rows)
+
+
+@cache
+def _product_of_bytes() -> Callable[[Tensor, Any], Tensor]:
+    """Rounds rows of digits to bytes and multiplies them with a packed weight."""
+    product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    # A plain call of a function that takes such an object takes 24 us longer, which is a fifth of a small product.
+    return lambda digits, packed: product.redispatch(keys, digits, 1.0, MIDDLE, packed)  # type: ignore[no-any-return]
+
+
+def arranged(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> RowWeight | None:
+    """The weight for inputs of a dtype; None if it is decoded for each product (`refusal`)."""
+    num_in = codes.shape[1]
+    if refusal(num_in, dtype) is not None:
+        return None
+    return row_weight(codes, scale, measured_rows(num_in, dtype, torch.get_num_threads()))
+
+
+def refusal(num_in: int, dtype: torch.dtype) -> str | None:
+    """Why weights with so many inputs are decoded for products of one row; None if they are not."""
+    if dtype not in DTYPES:
+        return f"products with codes take no inputs in {dtype}"
+    if num_in > MAX_INPUTS:
+        return f"products of bytes add up at most {MAX_INPUTS} inputs, and a layer has {num_in}"
+    if not has_product():
+        return "this torch has no products of bytes for this CPU"
+    if not measured_rows(num_in, dtype, torch.get_num_threads()):
+        return slower_than_decoding(num_in)
+    return None
+
+
+@cache
+def has_product() -> bool:
+    """Has this torch the product, and does it give what it should on this CPU?"""
+    codes = (torch.arange(16 * 64).view(16, 64) % 255 - 127).to(torch.int8)
+    codes[:2] = torch.tensor([[127], [-127]])  # with rows of equal inputs, the largest sums
+    rows = torch.cat([torch.eye(64), torch.ones(2, 64) * torch.tensor([[1.0], [-1.0]])])
+    try:
+        found = row_weight(codes, torch.ones(16, 1), 1).product(rows)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+    return torch.equal(found, rows @ codes.float().T)
+
+
+@cache
+def measured_rows(num_in: int, dtype: torch.dtype, threads: int) -> int:
+    """The most rows for which a product with codes is faster than the plain function; 0 if it is for none.
+
+    It is measured once, with as many outputs as make a million weights. `threads` are those in use.
+    """
+    num_out = max(16, MEASURED_WEIGHTS // num_in)
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(-127, 128, (num_out, num_in), dtype=torch.int8, generator=generator)
+    scale = torch.ones(num_out, 1)
+    weight = row_weight(codes, scale, 1)
+    return most_rows(weight.product, lambda hidden: F.linear(hidden, codes.to(dtype) * scale.to(dtype)), num_in, dtype)
