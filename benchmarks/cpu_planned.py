@@ -1,13 +1,13 @@
 """Compares what `weft plan --serve` predicts for decodes on a CPU with decodes on this CPU, measured in the same run.
 
     python benchmarks/cpu_planned.py                    some minutes; writes benchmarks/results/cpu-planned.json
-    python benchmarks/cpu_planned.py --real-time        on a machine that others use (root): short pieces are undisturbed
+    python benchmarks/cpu_planned.py --real-time        on a machine that others use (root): nothing interrupts timings
     python benchmarks/cpu_planned.py --tiny             a tiny model, to try the benchmark itself; nothing is written
 
-The machine is measured before and after the rows of each model, as `weft bench machine --serve` does, and a prediction is
-the mean of what both say: a machine that others use changes by the minute. No model is part of what is measured of the
-machine. One thread; times are the median of a decode's steps, in seconds of a core. Weights are random. Searches for
-likely tokens are in a random matrix of low rank; their counts are those of other hidden states than those timed.
+The machine is measured before and after the rows of each model, as `weft bench machine --serve` does, and a prediction
+is the mean of what both say: a machine that others use changes by the minute. What is measured of the machine has no
+part of these models. One thread; times are the median of a decode's steps, in seconds of a core. Weights are random.
+Searches for likely tokens are in a random matrix of low rank; their counts are those of other states than those timed.
 """
 
 from __future__ import annotations
@@ -117,10 +117,9 @@ def decodes(name: str, config: ServedConfig, ways: Sequence[Any], timed: Callabl
 def searches(num_tokens: int, width: int, timed: Callable[[], Any]) -> Iterator[Row]:
     """Yields a row for each beam of a search for the likeliest tokens."""
     generator = torch.Generator().manual_seed(0)
-    basis, parts, hidden = (
-        torch.randn(*size, generator=generator) for size in ((48, width), (num_tokens, 48), (120, 48))
-    )
-    weight, states = parts @ basis / width**0.5, hidden @ basis / width**0.5
+    sizes = ((48, width), (num_tokens, 48), (120, 48))
+    basis, coordinates, hidden = (torch.randn(*size, generator=generator) for size in sizes)
+    weight, states = coordinates @ basis / width**0.5, hidden @ basis / width**0.5
     counted, others = states[::2], states[1::2]
     likely = (states[::3] @ weight.T).topk(10).indices
     graph = build_graph(weight, None, 32, likely)

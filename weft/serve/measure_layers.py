@@ -8,9 +8,10 @@ other memory is read as a large weight would be; the time of that is taken off.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from statistics import median
 from time import thread_time as clock
-from typing import cast
+from typing import cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -34,12 +35,7 @@ from weft.serve.weight_formats import FORMATS
 NUM_LAYERS, HIDDEN, VOCAB, PROMPT, NUM_STEPS = 4, 64, 1024, 16, 13
 LARGE_VOCAB = 1 << 16
 READ_BYTES = tuple(1 << power for power in (18, 21, 23, 25, 27))  # of a layer; the first are its own small weights
-KINDS: tuple[tuple[LayerKind, str], ...] = (
-    *(("decoder", name) for name in DTYPES),
-    ("gpt2", "float32"),
-    ("lstm", "float32"),
-    ("gru", "float32"),
-)
+KINDS = tuple(product(get_args(LayerKind), DTYPES))
 
 
 class _LargeProduct:
@@ -106,7 +102,7 @@ def vocabulary_seconds() -> float:
     """Seconds to choose a token, for each token of the vocabulary."""
     ballast = Ballast(READ_BYTES[-1])
     few, many = (
-        _times(_engine("decoder", torch.float32, size, ballast)[0], ballast, 4, READ_BYTES[2])[1]
+        _times(_engine("decoder", torch.float32, size, ballast)[0], ballast, 4, READ_BYTES[-2])[1]
         for size in (VOCAB, LARGE_VOCAB)
     )
     return max(many - few, 1e-9) / (LARGE_VOCAB - VOCAB)

@@ -101,7 +101,7 @@ def measured_attention() -> Iterator[AttentionTimes]:
     for name, dtype in DTYPES.items():
         for num_queries in QUERIES:
             calls = [_attention(dtype, num_queries, number) for number in (FEW_TOKENS, *TOKENS)]
-            few, *more = (median_seconds(call, ballast, READ_BYTES[2]) for call in calls)
+            few, *more = (median_seconds(call, ballast, READ_BYTES[-2]) for call in calls)
             sizes = [2 * number * KEY_HEADS * HEAD_DIM * dtype.itemsize for number in TOKENS]
             longer = [max(seconds - few, 1e-9) for seconds in more]
             yield AttentionTimes(name, num_queries, tuple(sizes), tuple(longer))
