@@ -66,7 +66,8 @@ def test_folders_are_priced_by_their_config_alone(weft: Weft, machine: Path, tmp
     )
     (tmp_path / "llama").mkdir()
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    about = {"architectures": ["LlamaForCausalLM"], "vocab_size": 300, **sizes}
+    about = {"architectures": ["LlamaForCausalLM"], "vocab_size": 300, "max_position_embeddings": 64, **sizes}
+    about |= {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False, "hidden_act": "silu"}
     (tmp_path / "llama" / "config.json").write_text(json.dumps(about))
     expected = predict_decode(DecoderConfig(vocab_size=300, **sizes), made_up_rates(), "float32", 640)  # type: ignore[arg-type]
     assert weft(*given, tmp_path / "llama").json["tokens_per_second"] == pytest.approx(expected.tokens_per_second)
