@@ -6,7 +6,8 @@
 
 The machine is measured before and after the rows of each model, as `weft bench machine --serve` does, and a prediction
 is the mean of what both say: a machine that others use changes by the minute. What is measured of the machine has no
-part of these models. One thread; times are the median of a decode's steps, in seconds of a core. Weights are random.
+part of these models. One thread; times are the median of a decode's steps, in seconds of a core, and results medians of
+the rounds. Weights are random.
 Searches for likely tokens are in a random matrix of low rank; their counts are those of other states than those timed.
 """
 
@@ -65,7 +66,8 @@ WAYS: tuple[tuple[str, str | None, str | None], ...] = (
     ("float32", "int4", "int4"),
     *(("float32", name, name) for name in FORMATS if name == "int8-row"),
 )
-PLAIN = WAYS[:1]
+PLAIN, SOME = WAYS[:1], (*WAYS[:4], *WAYS[-2:])
+MANY_ROWS = 6
 Row = tuple[str, float, Callable[[DecodeRates], float]]  # what, measured seconds, how they are predicted
 
 
@@ -147,9 +149,9 @@ def parts(is_tiny: bool, timed: Callable[[], Any]) -> Iterator[Iterator[Row]]:
         yield decodes("tiny Llama", TINY, WAYS, timed)
         yield searches(600, 32, timed)
         return
-    yield decodes("Llama 60M", LLAMA_60M, WAYS, timed)
+    yield decodes("Llama 60M", LLAMA_60M, SOME, timed)
     yield decodes("Llama 200M", LLAMA_200M, WAYS, timed)
-    yield decodes("GPT-2 124M", GPT2, WAYS, timed)
+    yield decodes("GPT-2 124M", GPT2, SOME, timed)
     for kind in ("lstm", "gru"):
         for size in (128, 256, 512, 1024):
             config = RecurrentConfig(kind, 257, size)  # type: ignore[arg-type]
@@ -175,36 +177,52 @@ def as_it_is() -> Iterator[None]:
     yield
 
 
-def compared(timed: Callable[[], Any], is_tiny: bool) -> list[dict[str, Any]]:
-    """All rows, with predictions by what was measured of the machine before and after them."""
+def compared(timed: Callable[[], Any], is_tiny: bool) -> Iterator[tuple[str, float, float]]:
+    """Yields what was measured, and seconds predicted by the machine before and after it and measured."""
 
     def machine() -> DecodeRates:
         with timed():
             return measure_decode()
 
-    before, rows = machine(), list[dict[str, Any]]()
-    small: list[Row] = []  # rows of models so small that the machine is not measured anew for each
-    for own in parts(is_tiny, timed):
-        small += own
-        if len(small) < 6:
+    before = machine()
+    rows: list[Row] = []
+    for own in (*parts(is_tiny, timed), None):
+        rows += own or ()
+        if len(rows) < MANY_ROWS and own is not None:  # the machine is not measured anew for each small model
             continue
         after = machine()
-        rows += [_row(one, before, after) for one in small]
-        before, small = after, []
-    after = machine() if small else before
-    return rows + [_row(one, before, after) for one in small]
+        for what, measured, predict in rows:
+            yield what, fmean([predict(before), predict(after)]), measured
+        before, rows = after, []
 
 
-def _row(row: Row, before: DecodeRates, after: DecodeRates) -> dict[str, Any]:
-    what, measured, predict = row
-    predicted = fmean([predict(before), predict(after)])
-    found = {"what": what, "predicted_ms": 1e3 * predicted, "measured_ms": 1e3 * measured}
-    found |= {
-        "error": predicted / measured - 1,
-        "predicted_ms_before_and_after": [1e3 * predict(before), 1e3 * predict(after)],
+def summary(found: dict[str, list[tuple[float, float]]]) -> list[dict[str, Any]]:
+    """A row for all rounds of each thing that was measured: medians."""
+    rows = []
+    for what, pairs in found.items():
+        errors = [predicted / measured - 1 for predicted, measured in pairs]
+        predicted, measured = (1e3 * median(column) for column in zip(*pairs, strict=True))
+        rows.append({"what": what, "predicted_ms": predicted, "measured_ms": measured, "error": median(errors)})
+        rows[-1] |= {"errors": errors, "measured_ms_of_rounds": [1e3 * one for _, one in pairs]}
+    return rows
+
+
+def write(found: dict[str, list[tuple[float, float]]], given: argparse.Namespace) -> None:
+    """Write what there is so far."""
+    rows = summary(found)
+    result = {
+        "benchmark": "cpu_planned",
+        "cpu": cpu_model(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "threads": 1,
+        "rounds": given.rounds,
+        "is_real_time": given.real_time,
+        "load_average": os.getloadavg(),
+        "within_10_percent": sum(abs(row["error"]) <= 0.1 for row in rows),
+        "rows": rows,
     }
-    print(f"| {what} | {1e3 * predicted:.2f} | {1e3 * measured:.2f} | {predicted / measured - 1:+.0%} |", flush=True)
-    return found
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
 
 
 @torch.inference_mode()
@@ -212,24 +230,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a tiny model; results are printed, not written")
     parser.add_argument("--real-time", action="store_true", help="nothing interrupts what is timed (root)")
+    parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    found: dict[str, list[tuple[float, float]]] = {}
+    for _ in range(given.rounds):
+        for what, predicted, measured in compared(real_time if given.real_time else as_it_is, given.tiny):
+            found.setdefault(what, []).append((predicted, measured))
+            print(f"{what}: {1e3 * predicted:.2f} ms predicted, {1e3 * measured:.2f} measured", flush=True)
+            if not given.tiny:
+                write(found, given)
     print("| | predicted ms | measured ms | error |\n|---|---|---|---|")
-    rows = compared(real_time if given.real_time else as_it_is, given.tiny)
-    result = {
-        "benchmark": "cpu_planned",
-        "cpu": cpu_model(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "threads": 1,
-        "is_real_time": given.real_time,
-        "load_average": os.getloadavg(),
-        "within_10_percent": sum(abs(row["error"]) <= 0.1 for row in rows),
-        "rows": rows,
-    }
-    print(f"{result['within_10_percent']} of {len(rows)} rows within 10 %")
-    if not given.tiny:
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    for row in summary(found):
+        print(f"| {row['what']} | {row['predicted_ms']:.3g} | {row['measured_ms']:.3g} | {row['error']:+.0%} |")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ from weft.serve.recurrent import FusedGRU, FusedLSTM, RecurrentRows, State
 from weft.serve.request import Request, Sampling
 from weft.serve.weight_formats import FORMATS
 
-NUM_LAYERS, HIDDEN, VOCAB, PROMPT, NUM_STEPS = 4, 64, 1024, 16, 13
+NUM_LAYERS, HIDDEN, VOCAB, PROMPT = 4, 64, 1024, 16
+LEAST_STEPS, MOST_STEPS, LEAST_SECONDS = 13, 41, 0.1
 LARGE_VOCAB = 1 << 16
 READ_BYTES = tuple(1 << power for power in (18, 21, 23, 25, 27))  # of a layer; the first are its own small weights
 KINDS = tuple(product(get_args(LayerKind), DTYPES))
@@ -148,9 +149,11 @@ def _config(kind: LayerKind, vocab: int) -> DecoderConfig | GPT2Config:
 def _times(engine: Engine, ballast: Ballast, num_products: int, read_bytes: int) -> tuple[float, float]:
     """Seconds of a layer and of a step outside of its layers, where each layer reads so many bytes of ballast."""
     ballast.set_bytes(read_bytes // num_products)
-    engine.add(Request("one", tuple(range(PROMPT)), NUM_STEPS + 1, Sampling(temperature=0)))
+    engine.add(Request("one", tuple(range(PROMPT)), MOST_STEPS + 1, Sampling(temperature=0)))
     engine.step()
-    found = [_step(engine, ballast) for _ in range(NUM_STEPS)]
+    found, begin = list[tuple[float, float]](), clock()
+    while len(found) < LEAST_STEPS or (len(found) < MOST_STEPS and clock() - begin < LEAST_SECONDS):
+        found.append(_step(engine, ballast))
     engine.cancel("one")
     layers, steps = zip(*found[2:], strict=True)
     return median(cast(Sequence[float], layers)), median(cast(Sequence[float], steps))

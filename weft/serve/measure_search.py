@@ -1,7 +1,7 @@
 """Measures graph searches over an output matrix (`vocabulary_graph.py`) on this CPU, in random graphs and matrices.
 
-Searches with different beams and widths of rows differ in their rounds, edges, logits and bytes; in a graph whose edges
-lead to near tokens, more of them lead to tokens that were met before. Times are fitted as a sum over these four.
+Searches in different graphs, with different beams and widths of rows, differ in their rounds, edges, logits and bytes.
+Their times are fitted as a sum over these four.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from weft.cluster.decode_rates import SearchTimes
 from weft.serve.graph_head import GraphHead
 from weft.serve.vocabulary_graph import VocabularyGraph
 
-NUM_TOKENS, DEGREE, NUM_ENTRIES, NUMBER = 1 << 15, 32, 1024, 64
-NEAR = 64  # how far edges of the second graph lead
-WIDTHS, BEAMS, NUM_SEARCHES = (64, 1024), (64, 1024), 5
+NUM_TOKENS, NUM_ENTRIES, NUMBER = 1 << 14, 512, 64
+# Edges of a token, and how far they lead: the nearer, the more of them lead to tokens that were met before.
+GRAPHS = ((32, NUM_TOKENS // 2), (32, 16), (32, 4), (4, 64))
+WIDTHS, BEAMS, NUM_SEARCHES = (64, 1024), (64, 1024), 7
 
 
 def measured_search() -> SearchTimes:
     """The seconds of each part of a search."""
     generator = torch.Generator().manual_seed(0)
     entries = torch.randperm(NUM_TOKENS, generator=generator)[:NUM_ENTRIES].sort().values
-    far = torch.randint(0, NUM_TOKENS, (NUM_TOKENS, DEGREE), generator=generator)
-    near = (torch.arange(NUM_TOKENS)[:, None] + far % (2 * NEAR) - NEAR) % NUM_TOKENS
     counts, seconds = list[tuple[float, ...]](), list[float]()
     for width in WIDTHS:
         weight = torch.randn(NUM_TOKENS, width, generator=generator)
         states = torch.randn(NUM_SEARCHES, width, generator=generator)
-        for edges in (far, near):
+        for degree, far in GRAPHS:
+            steps = torch.randint(-far, far, (NUM_TOKENS, degree), generator=generator)
+            edges = (torch.arange(NUM_TOKENS)[:, None] + steps) % NUM_TOKENS
             for beam in BEAMS:
                 head = GraphHead(VocabularyGraph(edges, entries), "", NUMBER, beam)
                 found = [_search(head, weight, state) for state in states]
