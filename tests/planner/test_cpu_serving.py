@@ -154,6 +154,12 @@ def test_what_has_no_price_and_what_does_not_fit_is_refused() -> None:
     experts = replace(LLAMA, architecture="mixtral", num_experts=4, num_experts_per_tok=2)
     with pytest.raises(ConfigError, match="models with experts or latent attention are not priced on a CPU"):
         predict_decode(experts, rates, "float32", 10)
+    odd = replace(LLAMA, hidden_size=240, head_dim=32, num_attention_heads=8)
+    for given in (("int4", None), (None, "int4")):
+        with pytest.raises(
+            ConfigError, match="int4 keeps weights with 240 inputs in groups of 16, which a CPU decodes"
+        ):
+            predict_decode(odd, rates, "float32", 10, *given)
     refuse_size(LLAMA, "float32", 10**9, 10**6)
     with pytest.raises(PlanError, match=r"do not fit the machine's 0\.0 GB; take a smaller model, or --weights int4"):
         refuse_size(LLAMA, "float32", 10**6, 10**6)

@@ -138,7 +138,7 @@ def test_what_a_head_in_fewer_bits_does_not_go_with_is_refused(tmp_path: Path) -
         pack_head(tiny_model("llama"), "int8", "cuda")
     with pytest.raises(ConfigError, match="not for a Linear on cpu; leave it out"):
         pack_head(nn.Linear(2, 2), "int4", "cpu")
-    with pytest.raises(ConfigError, match="a format of its weight: int8-row, int8, int4, int4-128"):
+    with pytest.raises(ConfigError, match="a format of its weight: fp16, int8-row, int8, int4, int4-128"):
         graph_head("int3")
     assert graph_head("int4") is None
 
@@ -164,4 +164,4 @@ def test_weights_that_are_decoded_are_said(monkeypatch: pytest.MonkeyPatch) -> N
     engine = make_engine(model_of(0, "int4"))
     linears = [one for block in engine._part.paged.blocks for one in block.linears]  # type: ignore[union-attr]
     assert all(isinstance(one, PackedLinear) and one.for_cpu is None for one in linears)
-    assert "for int8-row, int8 and int4" in why_decoded(model_of(0, "fp8"))[0]
+    assert "for fp16, int8-row, int8 and int4" in why_decoded(model_of(0, "fp8"))[0]

@@ -55,7 +55,7 @@ def plan_command(
     requests: Annotated[int, typer.Option(help="with --serve: how many arrive at once", min=1, max=4096)] = 256,
     prompt: Annotated[int, typer.Option(help="with --serve: tokens of a prompt", min=1, max=1 << 20)] = 512,
     output: Annotated[int, typer.Option(help="with --serve: tokens of an answer", min=1, max=1 << 16)] = 256,
-    weights: Annotated[str | None, typer.Option(help="with --serve: fp8, int8-row, int8, int4 or int4-128")] = None,
+    weights: Annotated[str | None, typer.Option(help="with --serve: fp8, int8, int4, int4-128, fp16, int8-row")] = None,
     head: Annotated[str | None, typer.Option(help="with --serve on a CPU: as for --weights, or graph=FILE")] = None,
     precision: Annotated[str | None, typer.Option(help="with --serve on a CPU: fp32 (if not given) or bf16")] = None,
     cache: Annotated[str | None, typer.Option(help="with --serve: keys and values as int4, or loki=FILE")] = None,
@@ -67,12 +67,10 @@ def plan_command(
     """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
     if serve:
         ways = {"weights": weights, "cache": cache, "ahead": stream_weights, "head": head, "precision": precision}
-        drafts = None if speculate is None else (speculate, accepted)
-        _plan_serving(model, run_file, cluster, (requests, prompt, output), ways, drafts, as_json)
-        return
+        sizes = (requests, prompt, output)
+        return _plan_serving(model, run_file, cluster, sizes, ways, speculate, accepted, as_json)
     if like is not None:
-        _plan_like(like, (model, run_file, cluster, tokens_per_step, sequence, where, write, report), as_json)
-        return
+        return _plan_like(like, (model, run_file, cluster, tokens_per_step, sequence, where, write, report), as_json)
     _refuse_options(model, run_file, cluster, tokens_per_step, sequence, images_per_step, size)
     changes, path = _changes(overrides or [], cluster, timeline, run_file)
     from weft.commands.console import make_console
@@ -131,7 +129,8 @@ def _plan_serving(
     cluster: str | None,
     sizes: tuple[int, int, int],
     ways: dict[str, Any],
-    drafts: tuple[str, float] | None,
+    speculate: str | None,
+    accepted: float,
     as_json: bool,
 ) -> None:
     """Plan to serve a model of the catalog, of a folder, or that of a run file."""
@@ -145,6 +144,7 @@ def _plan_serving(
     from weft.serve.generate import model_config
 
     console, workload = make_console(as_json), ServingWorkload.of(*sizes)
+    drafts = None if speculate is None else (speculate, accepted)
     if run_file is not None:
         run = load_run(run_file)
         plan_serving(run.name, run.model, cluster or run.cluster, workload, ways, drafts, console, as_json)

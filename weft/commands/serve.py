@@ -62,7 +62,8 @@ SpeculateOption = Annotated[
 WeightsOption = Annotated[
     str | None,
     typer.Option(
-        help="weights of linears in fewer bits: fp8, int8, int4, int4-128, or on a CPU int8-row; changes answers",
+        help="weights of linears in fewer bits: fp8, int8, int4, int4-128, on a CPU fp16 and int8-row too; changes "
+        "answers",
         show_default=False,
     ),
 ]
@@ -73,8 +74,8 @@ KeysValuesOption = Annotated[
 HeadOption = Annotated[
     str | None,
     typer.Option(
-        help="on a CPU: int8-row, int8 or int4, the head's weight in fewer bits; or the graph=FILE of weft index, by "
-        "which the likeliest tokens are found; changes answers",
+        help="on a CPU: fp16, int8-row, int8 or int4, the head's weight in fewer bits; or the graph=FILE of weft "
+        "index, by which the likeliest tokens are found; changes answers",
         show_default=False,
     ),
 ]

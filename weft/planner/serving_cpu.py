@@ -14,10 +14,11 @@ from weft.architectures import DecoderConfig, LanguageConfig
 from weft.architectures.recurrent import RecurrentConfig
 from weft.cluster.decode_rates import DecodeRates, LayerKind
 from weft.errors import ConfigError, PlanError
+from weft.serve.cpu_group_product import GROUPS
 from weft.serve.graph_head import GraphHead
 from weft.serve.recurrent import TABLE_BYTES
 from weft.serve.traffic import ServedSizes
-from weft.serve.weight_formats import FORMATS, HEAD_FORMATS, weight_bytes
+from weft.serve.weight_formats import FORMATS, HEAD_FORMATS, Grouped, weight_bytes
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 Shape = tuple[int, int]  # outputs and inputs of a weight
@@ -66,6 +67,9 @@ def predict_decode(
     """
     refuse(config, dtype, weights, head)
     model, kept = _layers(config, dtype), weights or dtype
+    for _, inputs in model.shapes[0]:
+        _refuse_small_groups(kept, inputs)
+    _refuse_small_groups(head if isinstance(head, str) else dtype, model.head[1])
     head_kept = head if isinstance(head, str) else dtype
     graph = head if isinstance(head, GraphHead) and head.pays_for(1) else None
     by_layer = [sum(kept_bytes(kept, *shape) for shape in shapes) for shapes in model.shapes]
@@ -123,6 +127,16 @@ def refuse(config: ServedConfig, dtype: str, weights: str | None, head: str | Gr
             )
         if not head.num_rounds:
             raise ConfigError("the file of --head does not say how many edges a search follows; run weft index again")
+
+
+def _refuse_small_groups(kept: str, inputs: int) -> None:
+    """Raise ConfigError if a CPU decodes weights with so many inputs, for which nothing was measured."""
+    form = FORMATS.get(kept)
+    if isinstance(form, Grouped) and form.size_of_group(inputs) not in GROUPS:
+        raise ConfigError(
+            f"{kept} keeps weights with {inputs} inputs in groups of {form.size_of_group(inputs)}, which a CPU decodes "
+            f"for each product; this is slow and not priced"
+        )
 
 
 def refuse_size(config: ServedConfig, dtype: str, host_memory_bytes: int, read_bytes: int) -> None:

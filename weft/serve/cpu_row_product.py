@@ -1,19 +1,20 @@
 """Products with weights of 8 bits and a scale for each row of outputs on a CPU, by torch's product of bytes.
 
-Each row of inputs is divided by its largest magnitude and rounded to two digits of 7 bits:
+Each row of inputs is rounded to two digits of 7 bits, by the least power of two above its largest magnitude:
 
-    row = top / 64 * (high + low / 128), rounded          high, low: integers from -64 to 64
+    row = power / 64 * (high + low / 128), rounded          high, low: integers from -64 to 64
 
-Both digits are rows of one product, so each code is read once, and the sums of a product are exact integers. So a row's
-result does not depend on the other rows to the bit, and differs from that with the decoded weight by less than
-2 ** -13 of top * the sum of a weight row's magnitudes. Digits have 7 bits because CPUs without VNNI add up two products
-of bytes in 16 bits, which more would overflow.
+Both digits are rows of one product, so each code is read once, and the sums of a product are exact integers. So is what
+follows but for one rounding, because it multiplies by powers of two. So a row's result does not depend on the other
+rows, to the bit. It differs from that with the decoded weight by less than 2 ** -13 of the row's largest magnitude
+times the sum of the magnitudes of an output's weights. Digits have 7 bits because CPUs without VNNI add up two
+products of bytes in 16 bits, which more would overflow.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,9 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.serve.cpu_product import DTYPES, MEASURED_WEIGHTS, most_rows, slower_than_decoding
+from weft.serve.cpu_product import DTYPES, MEASURED_WEIGHTS, most_rows, packed_function, slower_than_decoding
 
 MIDDLE = 64  # of the bytes that stand for digits: the zero point
+BASE = 128  # of the low digit
+LEAST_EXPONENT = -100  # of a row's power of two
 MAX_INPUTS = 2**31 // (2 * MIDDLE * 128)  # whose sums cannot overflow 32 bits
 
 
@@ -37,13 +40,42 @@ class RowWeight:
 
     def product(self, hidden: Tensor) -> Tensor:
         """hidden [rows, in] @ weight.T."""
-        wide, number = hidden.float(), len(hidden)
-        top = wide.abs().amax(1, keepdim=True).clamp_(min=1e-30) / MIDDLE
-        digits = wide / top
-        high = digits.round()
-        low = (digits - high) * (2 * MIDDLE)
-        out = _product_of_bytes()(torch.cat([high, low]), self.packed)
-        return (torch.add(out[:number], out[number:], alpha=1 / (2 * MIDDLE)) * top).to(hidden.dtype)
+        wide = hidden if hidden.dtype == torch.float32 else hidden.float()
+        out = self._of_row(wide) if wide.shape[0] == 1 else self._of_rows(wide)
+        return out if out.dtype == hidden.dtype else out.to(hidden.dtype)
+
+    def _of_row(self, row: Tensor) -> Tensor:
+        """The product of one row, by as few calls as there are: they take as long as reading a small weight."""
+        digits_of, sum_of = _factors(float(row.abs().max()))
+        digits = row * digits_of
+        high, low = digits.unbind()
+        high.round_()
+        low.sub_(high, alpha=BASE)
+        return torch.mm(sum_of, _product_of_bytes(digits, self.packed))
+
+    def _of_rows(self, rows: Tensor) -> Tensor:
+        top = rows.abs().amax(1, keepdim=True)
+        exponent = torch.frexp(top).exponent.clamp(min=LEAST_EXPONENT)
+        power = (
+            torch.ldexp(torch.ones_like(top), exponent - MIDDLE.bit_length() + 1) + 0 * top
+        )  # NaN stays, infinity is
+        scaled = rows / power
+        high = scaled.round()
+        digits = torch.cat([high, (scaled - high) * BASE])
+        high, low = _product_of_bytes(digits, self.packed).chunk(2)
+        return torch.add(high, low, alpha=1 / BASE) * power
+
+
+def _factors(top: float) -> tuple[Tensor, Tensor]:
+    """For a row with this largest magnitude: what gives its digits [2, 1], and what adds up their products [1, 2]."""
+    return _factors_of(math.frexp(top)[1] if math.isfinite(top) else None)
+
+
+@cache
+def _factors_of(exponent: int | None) -> tuple[Tensor, Tensor]:
+    """By the exponent of a row's power of two; None: the row is not finite, and so is its product."""
+    power = math.nan if exponent is None else 2.0 ** max(exponent, LEAST_EXPONENT) / MIDDLE
+    return torch.tensor([[1 / power], [BASE / power]]), torch.tensor([[power, power / BASE]])
 
 
 def row_weight(codes: Tensor, scale: Tensor, max_rows: int) -> RowWeight:
@@ -55,13 +87,9 @@ def row_weight(codes: Tensor, scale: Tensor, max_rows: int) -> RowWeight:
     return RowWeight(torch.ops.quantized.linear_prepack(weight, None), max_rows)
 
 
-@cache
-def _product_of_bytes() -> Callable[[Tensor, Any], Tensor]:
-    """Rounds rows of digits to bytes and multiplies them with a packed weight."""
-    product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-    # A plain call of a function that takes such an object takes 24 us longer, which is a fifth of a small product.
-    return lambda digits, packed: product.redispatch(keys, digits, 1.0, MIDDLE, packed)  # type: ignore[no-any-return]
+def _product_of_bytes(digits: Tensor, packed: Any) -> Tensor:
+    """Rows of digits times a packed weight."""
+    return packed_function("linear_with_input_q_dq_qweight_dq_output_fp32")(digits, 1.0, MIDDLE, packed)
 
 
 def arranged(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> RowWeight | None:

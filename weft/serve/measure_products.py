@@ -108,8 +108,7 @@ def measured_attention() -> Iterator[AttentionTimes]:
 
 
 def _attention(dtype: torch.dtype, num_queries: int, num_tokens: int) -> Callable[[], Tensor]:
-    """Attention of one request over a cache."""
+    """Attention of one request over a cache whose blocks lie end to end."""
     keys, values = torch.ones(2, num_tokens, KEY_HEADS, HEAD_DIM, dtype=dtype)
     query = torch.ones(1, num_queries * KEY_HEADS, HEAD_DIM, dtype=dtype)
-    slots, mask = torch.arange(num_tokens)[None], torch.ones(1, num_tokens, dtype=torch.bool)
-    return lambda: decode_at(query, keys, values, slots, mask)
+    return lambda: decode_at(query, keys, values, slice(0, num_tokens))

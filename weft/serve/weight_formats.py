@@ -1,6 +1,7 @@
 """How the weights of linears are kept in fewer bits: the formats that `weft serve --weights` names.
 
     fp8        float8 (e4m3), one scale of 32 bits for each row of outputs
+    fp16       float16; for CPUs
     int8-row   8 bits, one scale of 32 bits for each row of outputs; for CPUs
     int8       8 bits in groups of 128 inputs, with a scale and a least value of 16 bits each (`group_codes.py`)
     int4       4 bits in groups of 64
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from weft.errors import ConfigError
 from weft.models.attention import RMSNorm
-from weft.serve import cpu_group_product, cpu_row_product
+from weft.serve import cpu_group_product, cpu_half_product, cpu_row_product
 from weft.serve.cpu_product import CpuWeight
 from weft.serve.group_codes import GroupCodes, decode, encode, joined_ranges, size_of_block, split_ranges
 
@@ -118,6 +119,31 @@ class Grouped:
 
 
 @dataclass(frozen=True)
+class Half:
+    """float16."""
+
+    def empty(self, num_out: int, num_in: int, device: torch.device | str) -> tuple[Tensor, ...]:
+        return (torch.empty(num_out, num_in, dtype=torch.int16, device=device),)
+
+    def encode(self, weight: Tensor) -> tuple[Tensor, ...]:
+        return (weight.to(torch.float16).view(torch.int16),)
+
+    def decode(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        return parts[0].view(torch.float16).to(dtype)
+
+    def product(
+        self, hidden: Tensor, parts: Sequence[Tensor], after: AfterProduct, norm: RMSNorm | None = None
+    ) -> Tensor:
+        return after.of(decoded_product(self, hidden if norm is None else norm(hidden), parts))
+
+    def for_cpu(self, parts: Sequence[Tensor], dtype: torch.dtype) -> CpuWeight | None:
+        return cpu_half_product.arranged(parts[0].view(torch.float16), dtype)
+
+    def why_decoded(self, num_in: int, dtype: torch.dtype) -> str | None:
+        return cpu_half_product.refusal(num_in, dtype)
+
+
+@dataclass(frozen=True)
 class ScaledRows:
     """Numbers of 8 bits up to a largest one, with a scale for each output."""
 
@@ -189,7 +215,7 @@ class RowFp8(ScaledRows):
         return None
 
     def why_decoded(self, num_in: int, dtype: torch.dtype) -> str | None:
-        return "products with codes are for int8-row, int8 and int4"
+        return "products with codes are for fp16, int8-row, int8 and int4"
 
 
 def decoded_product(format: WeightFormat, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
@@ -244,6 +270,7 @@ def has_fp8_products(hidden: Tensor) -> bool:
 
 FORMATS: dict[str, WeightFormat] = {
     "fp8": RowFp8(),
+    "fp16": Half(),
     "int8-row": RowInt8(),
     "int8": Grouped(8, 128),
     "int4": Grouped(4, 64),
@@ -251,7 +278,7 @@ FORMATS: dict[str, WeightFormat] = {
 }
 
 
-CPU_FORMATS = ("int8-row",)  # that no kernel of a GPU reads
+CPU_FORMATS = ("fp16", "int8-row")  # that no kernel of a GPU reads
 HEAD_FORMATS = tuple(name for name in FORMATS if name != "fp8")  # that --head names
 
 
@@ -260,7 +287,9 @@ def weight_format(name: str, device: torch.device | str = "cpu") -> WeightFormat
     if name not in FORMATS:
         raise ConfigError(f"--weights {name} is unknown; give one of {', '.join(FORMATS)}")
     if name in CPU_FORMATS and torch.device(device).type != "cpu":
-        raise ConfigError(f"--weights {name} is for CPUs, and {device} has no products for it; give int8 or fp8")
+        raise ConfigError(
+            f"--weights {name} is for CPUs, and {device} has no products for it; leave it out, or give int8 or fp8"
+        )
     return FORMATS[name]
 
 
