@@ -67,10 +67,11 @@ def plan_command(
     """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
     if serve:
         ways = {"weights": weights, "cache": cache, "ahead": stream_weights, "head": head, "precision": precision}
-        sizes = (requests, prompt, output)
-        return _plan_serving(model, run_file, cluster, sizes, ways, speculate, accepted, as_json)
+        _plan_serving(model, run_file, cluster, (requests, prompt, output), ways, (speculate, accepted), as_json)
+        return
     if like is not None:
-        return _plan_like(like, (model, run_file, cluster, tokens_per_step, sequence, where, write, report), as_json)
+        _plan_like(like, (model, run_file, cluster, tokens_per_step, sequence, where, write, report), as_json)
+        return
     _refuse_options(model, run_file, cluster, tokens_per_step, sequence, images_per_step, size)
     changes, path = _changes(overrides or [], cluster, timeline, run_file)
     from weft.commands.console import make_console
@@ -129,8 +130,7 @@ def _plan_serving(
     cluster: str | None,
     sizes: tuple[int, int, int],
     ways: dict[str, Any],
-    speculate: str | None,
-    accepted: float,
+    drafts: tuple[str | None, float],
     as_json: bool,
 ) -> None:
     """Plan to serve a model of the catalog, of a folder, or that of a run file."""
@@ -144,17 +144,17 @@ def _plan_serving(
     from weft.serve.generate import model_config
 
     console, workload = make_console(as_json), ServingWorkload.of(*sizes)
-    drafts = None if speculate is None else (speculate, accepted)
+    given = None if drafts[0] is None else (drafts[0], drafts[1])
     if run_file is not None:
         run = load_run(run_file)
-        plan_serving(run.name, run.model, cluster or run.cluster, workload, ways, drafts, console, as_json)
+        plan_serving(run.name, run.model, cluster or run.cluster, workload, ways, given, console, as_json)
     else:
         assert model is not None
         folder = Path(model)
         config: Any = load_model(model) if not folder.is_dir() else None
         if config is None:
             config = recurrent_config(folder) if is_recurrent(folder) else model_config(folder)
-        plan_serving(model, config, cluster or "local", workload, ways, drafts, console, as_json)
+        plan_serving(model, config, cluster or "local", workload, ways, given, console, as_json)
 
 
 def _refuse_two_models(model: str | None, run_file: Path | None, sizes: tuple[object, ...]) -> None:
