@@ -21,13 +21,15 @@ def test_figures_are_interpolated_on_logarithmic_scales_and_end_where_measuremen
 
 
 def test_products_are_faster_where_a_cache_holds_the_weights_and_where_rows_are_long() -> None:
-    rates = ProductRates("float32", (100, 10_000), (1000, 1_000_000), (1e-6, 4e-6), ((4e9, 1e9), (8e9, 2e9)))
+    start = ((1, 1_000_000), (1e-6, 4e-6))
+    rates = ProductRates("int4", (100, 10_000), (1000, 1_000_000), ((4e9, 1e9), (8e9, 2e9)), *start)
     assert rates.seconds(50, 100, 1000) == pytest.approx(50 * 100 / 4e9)
     assert rates.seconds(50, 100, 1_000_000) == pytest.approx(50 * 100 / 1e9)
     assert rates.seconds(50, 10_000, 10) == pytest.approx(50 * 10_000 / 8e9)
     between = 50 * 1000 / (2e9 * 2**0.5)  # half way in both: rates 2e9 and 4e9
     assert rates.seconds(50, 1000, 31_622.7766) == pytest.approx(between)
-    assert [rates.start(read) for read in (1, 1_000_000)] == [1e-6, 4e-6]
+    assert [rates.start(read) for read in (1, 1000, 1_000_000)] == pytest.approx([1e-6, 2e-6, 4e-6])
+    assert products("float32").start(1000) == 0
 
 
 def test_attention_grows_with_the_cache_in_proportion_beyond_what_was_measured() -> None:

@@ -9,7 +9,7 @@ from weft.bench.fit import LinkFit
 from weft.cluster.decode_rates import AttentionTimes, DecodeRates, LayerTimes, ProductRates, SearchTimes
 from weft.serve.weight_formats import FORMATS
 
-PLAIN_START, PACKED_START = 1e-6, 5e-6
+START = 5e-6  # later than plain products
 WEIGHTS_PER_SECOND = {"float32": 1e9, "bfloat16": 2e9, "int8": 4e9, "int4": 8e9}
 LAYER_SECONDS = {"decoder": 1e-3, "gpt2": 2e-3, "lstm": 3e-3, "gru": 4e-3}
 STEP_SECONDS, VOCABULARY_SECONDS = 7e-4, 1e-8
@@ -18,8 +18,9 @@ ATTENTION_NANOSECONDS = 1  # a byte
 
 
 def products(name: str) -> ProductRates:
-    rate, start = WEIGHTS_PER_SECOND.get(name, 4e9), PLAIN_START if name in ("float32", "bfloat16") else PACKED_START
-    return ProductRates(name, (64, 4096), (1 << 10, 1 << 30), (start, start), ((rate, rate), (rate, rate)))
+    rate = WEIGHTS_PER_SECOND.get(name, 4e9)
+    start = () if name in ("float32", "bfloat16") else ((1000, 10**9), (START, START))
+    return ProductRates(name, (64, 4096), (1 << 10, 1 << 30), ((rate, rate), (rate, rate)), *start)  # type: ignore[arg-type]
 
 
 def made_up_rates() -> DecodeRates:

@@ -9,9 +9,8 @@ import torch
 from decode_rates_for_tests import (
     ATTENTION_NANOSECONDS,
     LAYER_SECONDS,
-    PACKED_START,
-    PLAIN_START,
     SEARCH,
+    START,
     STEP_SECONDS,
     VOCABULARY_SECONDS,
     WEIGHTS_PER_SECOND,
@@ -76,22 +75,21 @@ def test_every_format_has_its_own_rate_and_start_and_the_head_another() -> None:
     rates, plain = made_up_rates(), predict_decode(LLAMA, made_up_rates(), "float32", 100).seconds_by_cause
     for name, form in FORMATS.items():
         found = predict_decode(LLAMA, rates, "float32", 100, name)
-        more = PACKED_START - PLAIN_START
         rate = WEIGHTS_PER_SECOND.get(name, 4e9)
         assert found.seconds_by_cause["products of layers"] == pytest.approx(
-            LAYERS * (len(SHAPES) * more + NUM_WEIGHTS / rate)
+            LAYERS * (len(SHAPES) * START + NUM_WEIGHTS / rate)
         )
         assert found.seconds_by_cause["the head"] == plain["the head"]
         stored = LAYERS * sum(weight_bytes(form, *shape) for shape in SHAPES) + 4 * VOCAB * HIDDEN
         assert found.read_bytes == stored + LAYERS * 2 * 2 * 32 * 4 * 100
     both = predict_decode(LLAMA, rates, "float32", 100, "int8", "int4").seconds_by_cause
-    assert both["the head"] == pytest.approx(PACKED_START - PLAIN_START + VOCAB * HIDDEN / WEIGHTS_PER_SECOND["int4"])
+    assert both["the head"] == pytest.approx(START + VOCAB * HIDDEN / WEIGHTS_PER_SECOND["int4"])
 
 
 def test_what_a_step_reads_decides_how_fast_it_reads() -> None:
     """A small model stays in the cache; a large one of the same shape of layers does not."""
     rates = made_up_rates()
-    fast_and_slow = ProductRates("float32", (256,), (10**6, 10**8), (1e-6, 1e-6), ((4e9, 1e9),))
+    fast_and_slow = ProductRates("float32", (256,), (10**6, 10**8), ((4e9, 1e9),))
     rates = replace(rates, products=(fast_and_slow, *rates.products[1:]))
     small = predict_decode(replace(LLAMA, num_hidden_layers=1, vocab_size=16), rates, "float32", 1)
     large = predict_decode(replace(LLAMA, num_hidden_layers=40, vocab_size=10**5), rates, "float32", 1)

@@ -26,6 +26,8 @@ def few_points(monkeypatch: pytest.MonkeyPatch) -> None:
         (measure_products, "LEAST_SECONDS", 0.0),
         (measure_products, "LEAST_CALLS", 1),
         (measure_layers, "READ_BYTES", (1 << 15, 1 << 16)),
+        (measure_layers, "START_BYTES", (1 << 12,)),
+        (measure_products, "START_BYTES", (1 << 12,)),
         (measure_layers, "LEAST_STEPS", 3),
         (measure_layers, "LEAST_SECONDS", 0.0),
         (measure_layers, "LARGE_VOCAB", 2048),

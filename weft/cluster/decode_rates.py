@@ -46,25 +46,29 @@ def _check(what: str, places: Sequence[float], *figures: Sequence[float]) -> Non
 @dataclass(frozen=True)
 class ProductRates:
     """Products of one row with weights [outputs, inputs] that are kept as `weights` says: a dtype, or a format of
-    `weft serve --weights`. `start_seconds` is that of a weight of no size, by the bytes that were read since the last
-    product: they push its code out of the caches. `weights_per_second` has a row of rates for each number of inputs, by
-    the bytes that were read since the weight was: what a cache holds is read faster.
+    `weft serve --weights`. `weights_per_second` has a row of rates for each number of inputs, by the bytes that were
+    read since the weight was: what a cache holds is read faster. A product of a format starts `start_seconds` later than
+    a plain one, by the bytes that each product of a layer reads: they push its code out of the caches.
     """
 
     weights: str
     inputs: tuple[int, ...]
     read_bytes: tuple[int, ...]
-    start_seconds: tuple[float, ...]
     weights_per_second: tuple[tuple[float, ...], ...]
+    start_bytes: tuple[int, ...] = ()
+    start_seconds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         rates = self.weights_per_second
-        _check(f"products with {self.weights}", self.read_bytes, self.start_seconds, *rates)
+        _check(f"products with {self.weights}", self.read_bytes, *rates)
         _check(f"inputs of products with {self.weights}", self.inputs, [one[0] for one in rates])
 
+        if self.start_bytes or self.start_seconds:
+            _check(f"the start of products with {self.weights}", self.start_bytes, self.start_seconds)
+
     def start(self, read_bytes: float) -> float:
-        """Seconds of a product with a weight of no size, so many bytes after the last product."""
-        return interpolated(self.read_bytes, self.start_seconds, read_bytes)
+        """By which a product starts later than a plain one, if it and those before it read so many bytes."""
+        return interpolated(self.start_bytes, self.start_seconds, read_bytes) if self.start_bytes else 0.0
 
     def seconds(self, outputs: int, inputs: int, read_bytes: float) -> float:
         """Seconds of a product in a step that reads so many bytes, without its start."""

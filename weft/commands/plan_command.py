@@ -83,10 +83,8 @@ def plan_command(
     job = None if write_job is None else JobFile(write_job, run_file, changes)
     options = PlanOptions(where or [], best, write, report, mtbf, mtbf_cluster, what_if, job, roles)
     with command_fork_server(_no_rank, warms=False):
-        if run_file is not None:
-            run = load_run(run_file, changes)
-        else:
-            run = named_run(str(model), str(cluster), tokens_per_step, sequence, images_per_step, size)
+        sizes = (tokens_per_step, sequence, images_per_step, size)
+        run = named_run(str(model), str(cluster), *sizes) if run_file is None else load_run(run_file, changes)
         if model is not None or options.is_search or search or not has_layout(run):
             search_plans(run, options, make_console(as_json), as_json)
         else:

@@ -78,14 +78,14 @@ def predict_decode(
     cached = model.cache_bytes * length * len(model.shapes)
     read = sum(by_layer) + head_bytes + cached
     times = rates.layer(model.kind, dtype)
-    products = sum(_product(rates, kept, dtype, shape, read) for shapes in model.shapes for shape in shapes)
+    products = sum(_product(rates, kept, shape, read) for shapes in model.shapes for shape in shapes)
     small = sum(times.seconds(max(1, one))[0] for one in by_layer)
     attention = 0.0
     if model.cache_bytes:
         each = rates.attention_seconds(dtype, model.num_queries, model.cache_bytes * length)
         attention = each * len(by_layer)
     if graph is None:
-        last = {"the head": _product(rates, head_kept, dtype, model.head, read)}
+        last = {"the head": _product(rates, head_kept, model.head, read)}
     else:
         last = {"the search for likely tokens": _search_seconds(rates, graph, row_bytes)}
     step = times.seconds(max(1, sum(by_layer) / len(by_layer)))[1] + rates.vocabulary_seconds * model.head[0]
@@ -177,11 +177,10 @@ def _recurrent_layers(config: RecurrentConfig, dtype: str) -> _Layers:
     return _Layers(config.architecture, shapes, (config.vocab_size, size))
 
 
-def _product(rates: DecodeRates, kept: str, dtype: str, shape: Shape, read: float) -> float:
+def _product(rates: DecodeRates, kept: str, shape: Shape, read: float) -> float:
     """Seconds of a product beyond the start of a plain one, which is among small operations."""
-    own, plain = rates.product(kept), rates.product(dtype)
-    since = kept_bytes(kept, *shape)  # read by the product before, which is about as large
-    return own.start(since) - plain.start(since) + own.seconds(*shape, read)
+    own = rates.product(kept)
+    return own.start(kept_bytes(kept, *shape)) + own.seconds(*shape, read)
 
 
 def _search_seconds(rates: DecodeRates, graph: GraphHead, row_bytes: int) -> float:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from weft.cluster.decode_rates import DecodeRates
-from weft.serve.measure_layers import KINDS, measured_layers, vocabulary_seconds
+from weft.serve.measure_layers import KINDS, measured_layers, product_starts, vocabulary_seconds
 from weft.serve.measure_products import DTYPES, QUERIES, measured_attention, measured_products
 from weft.serve.measure_search import measured_search
 from weft.serve.weight_formats import FORMATS
@@ -25,7 +26,11 @@ def measure_decode(progress: Callable[[int, int], None] = lambda done, total: No
         progress(done, total)
 
     found: dict[str, list[object]] = {"products": [], "layers": [], "attention": []}
-    parts = {"products": measured_products, "layers": measured_layers, "attention": measured_attention}
+    parts = {
+        "products": partial(measured_products, product_starts),
+        "layers": measured_layers,
+        "attention": measured_attention,
+    }
     for name, measure in parts.items():
         for one in measure():  # type: ignore[operator]
             found[name].append(one)

@@ -7,7 +7,7 @@ other memory is read as a large weight would be; the time of that is taken off.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from statistics import median
 from time import thread_time as clock
@@ -25,12 +25,12 @@ from weft.models.recurrent import RecurrentModel
 from weft.serve.ballast import Ballast
 from weft.serve.cpu_product import CpuWeight
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.measure_products import DTYPES
+from weft.serve.measure_products import DTYPES, START_BYTES
 from weft.serve.packed_linear import PackedLinear, pack_head, pack_model
 from weft.serve.paged_model import PagedModel
 from weft.serve.recurrent import FusedGRU, FusedLSTM, RecurrentRows, State
 from weft.serve.request import Request, Sampling
-from weft.serve.weight_formats import FORMATS
+from weft.serve.weight_formats import FORMATS, AfterProduct
 
 NUM_LAYERS, HIDDEN, VOCAB, PROMPT = 4, 64, 1024, 16
 LEAST_STEPS, MOST_STEPS, LEAST_SECONDS = 13, 41, 0.1
@@ -40,16 +40,16 @@ KINDS = tuple(product(get_args(LayerKind), DTYPES))
 
 
 class _LargeProduct:
-    """Stands in `PackedLinear.for_cpu`: a plain product, then ballast. A head gives logits without a product."""
+    """Stands in `PackedLinear.for_cpu`: a small product, then ballast."""
 
     max_rows = 1 << 30
 
-    def __init__(self, ballast: Ballast, weight: Tensor, logits: Tensor | None = None) -> None:
-        self._ballast, self._weight, self._logits = ballast, weight, logits
+    def __init__(self, ballast: Ballast, small: Callable[[Tensor], Tensor]) -> None:
+        self._ballast, self._small = ballast, small
 
     def product(self, hidden: Tensor) -> Tensor:
         self._ballast.begin()
-        out = F.linear(hidden, self._weight) if self._logits is None else self._logits[: len(hidden)]
+        out = self._small(hidden)
         self._ballast.read()
         return out
 
@@ -109,8 +109,33 @@ def vocabulary_seconds() -> float:
     return max(many - few, 1e-9) / (LARGE_VOCAB - VOCAB)
 
 
-def _engine(kind: LayerKind, dtype: torch.dtype, vocab: int, ballast: Ballast) -> tuple[Engine, int]:
-    """An engine with a small model whose products read ballast, and how many of them a layer has."""
+def product_starts(name: str) -> tuple[float, ...]:
+    """By which products of a format start later than plain ones in the layers of an engine, for each of START_BYTES.
+    An engine with either kind of products takes turns with the other.
+    """
+    ballast = Ballast(READ_BYTES[-1])
+    plain, own = (_engine("decoder", torch.float32, VOCAB, ballast, form) for form in (None, name))
+    found = []
+    for read_bytes in START_BYTES:
+        ballast.set_bytes(read_bytes)
+        later = []
+        for engine, _ in (plain, own):
+            _begin(engine)
+        for _ in range(LEAST_STEPS):
+            first, second = (_step(engine, ballast)[0] for engine, _ in (plain, own))
+            later.append((second - first) / own[1])
+        for engine, _ in (plain, own):
+            engine.cancel("one")
+        found.append(max(median(later[2:]), 1e-9))
+    return tuple(found)
+
+
+def _engine(
+    kind: LayerKind, dtype: torch.dtype, vocab: int, ballast: Ballast, form: str | None = None
+) -> tuple[Engine, int]:
+    """An engine with a small model whose products read ballast, and how many of them a layer has. Products are plain
+    ones, or those of a format.
+    """
     logits = torch.arange(vocab, dtype=torch.float32).to(dtype).repeat(2, 1)
     options = EngineOptions(max_running=1, num_blocks=32, prefix_cache=False)
     if kind in ("lstm", "gru"):
@@ -121,15 +146,26 @@ def _engine(kind: LayerKind, dtype: torch.dtype, vocab: int, ballast: Ballast) -
         rows.model.lm_head = _LargeHead(ballast, logits)  # type: ignore[assignment]
         return engine, 1
     model = build(_config(kind, vocab)).to(dtype)
-    pack_model(model, FORMATS["int8"])
+    pack_model(model, FORMATS[form or "int8"])
     pack_head(model, "int8", "cpu")
     engine = Engine(model, options)
     paged = cast(PagedModel, engine._part.paged)
     for linear in (one for block in paged.blocks for one in block.linears):
         assert isinstance(linear, PackedLinear)
-        linear.for_cpu = cast(CpuWeight, _LargeProduct(ballast, linear.format.decode(linear.parts, dtype)))
-    cast(PackedLinear, paged.model.lm_head).for_cpu = cast(CpuWeight, _LargeProduct(ballast, logits, logits))
+        linear.for_cpu = cast(CpuWeight, _LargeProduct(ballast, _small_product(linear, dtype, form is None)))
+    head = _LargeProduct(ballast, lambda hidden: logits[: len(hidden)])
+    cast(PackedLinear, paged.model.lm_head).for_cpu = cast(CpuWeight, head)
     return engine, len(paged.blocks[0].linears)
+
+
+def _small_product(linear: PackedLinear, dtype: torch.dtype, is_plain: bool) -> Callable[[Tensor], Tensor]:
+    """The linear's product with the decoded weight, or its own: with codes where the CPU has such a product."""
+    if is_plain:
+        weight = linear.format.decode(linear.parts, dtype)
+        return lambda hidden: F.linear(hidden, weight)
+    if linear.for_cpu is not None:
+        return linear.for_cpu.product
+    return lambda hidden: linear.format.product(hidden, linear.parts, AfterProduct())
 
 
 def _config(kind: LayerKind, vocab: int) -> DecoderConfig | GPT2Config:
@@ -149,14 +185,19 @@ def _config(kind: LayerKind, vocab: int) -> DecoderConfig | GPT2Config:
 def _times(engine: Engine, ballast: Ballast, num_products: int, read_bytes: int) -> tuple[float, float]:
     """Seconds of a layer and of a step outside of its layers, where each layer reads so many bytes of ballast."""
     ballast.set_bytes(read_bytes // num_products)
-    engine.add(Request("one", tuple(range(PROMPT)), MOST_STEPS + 1, Sampling(temperature=0)))
-    engine.step()
+    _begin(engine)
     found, begin = list[tuple[float, float]](), clock()
     while len(found) < LEAST_STEPS or (len(found) < MOST_STEPS and clock() - begin < LEAST_SECONDS):
         found.append(_step(engine, ballast))
     engine.cancel("one")
     layers, steps = zip(*found[2:], strict=True)
     return median(cast(Sequence[float], layers)), median(cast(Sequence[float], steps))
+
+
+def _begin(engine: Engine) -> None:
+    """Give an engine its one request."""
+    engine.add(Request("one", tuple(range(PROMPT)), MOST_STEPS + 1, Sampling(temperature=0)))
+    engine.step()
 
 
 def _step(engine: Engine, ballast: Ballast) -> tuple[float, float]:

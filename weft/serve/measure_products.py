@@ -25,6 +25,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 INPUTS = (256, 512, 1024, 4096)
 READ_BYTES = tuple(1 << power for power in (20, 22, 24, 25, 27))
 MOST_WEIGHTS = 1 << 22  # of a weight
+START_BYTES = tuple(1 << power for power in (16, 19, 21, 23))  # that each product of a layer reads
 START_SIDE = 64  # inputs and outputs of a weight that takes no time
 LEAST_SECONDS, LEAST_CALLS, MOST_CALLS = 0.05, 5, 100
 FEW_TOKENS, TOKENS = 16, (64, 256, 1024, 4096)
@@ -45,14 +46,17 @@ def median_seconds(call: Callable[[], object], ballast: Ballast, read_bytes: int
     return median(seconds)
 
 
-def measured_products() -> Iterator[ProductRates]:
-    """Yields the rates of each dtype and of each format of weights; inputs are those of float32 for formats."""
+def measured_products(starts: Callable[[str], tuple[float, ...]]) -> Iterator[ProductRates]:
+    """Yields the rates of each dtype and of each format of weights; inputs are those of float32 for formats. `starts`
+    measures by which a format's products start later than plain ones, for each of START_BYTES.
+    """
     ballast = Ballast(READ_BYTES[-1])
     for name in (*DTYPES, *FORMATS):
         small = _product(name, START_SIDE, START_SIDE)
-        starts = tuple(median_seconds(small, ballast, read_bytes) for read_bytes in READ_BYTES)
-        rows = tuple(_rates(name, inputs, starts, ballast) for inputs in INPUTS)
-        yield ProductRates(name, INPUTS, READ_BYTES, starts, rows)
+        alone = [median_seconds(small, ballast, read_bytes) for read_bytes in READ_BYTES]
+        rows = tuple(_rates(name, inputs, alone, ballast) for inputs in INPUTS)
+        own = () if name in DTYPES else (START_BYTES, starts(name))
+        yield ProductRates(name, INPUTS, READ_BYTES, rows, *own)
 
 
 def kept_bytes(name: str, outputs: int, inputs: int) -> int:
