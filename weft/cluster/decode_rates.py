@@ -47,8 +47,8 @@ def _check(what: str, places: Sequence[float], *figures: Sequence[float]) -> Non
 class ProductRates:
     """Products of one row with weights [outputs, inputs] that are kept as `weights` says: a dtype, or a format of
     `weft serve --weights`. `weights_per_second` has a row of rates for each number of inputs, by the bytes that were
-    read since the weight was: what a cache holds is read faster. A product of a format starts `start_seconds` later than
-    a plain one, by the bytes that each product of a layer reads: they push its code out of the caches.
+    read since the weight was: what a cache holds is read faster. A product of a format starts `start_seconds` later
+    than a plain one, by the bytes that each product of a layer reads: they push its code out of the caches.
     """
 
     weights: str

@@ -19,7 +19,7 @@ from weft.serve.vocabulary_graph import VocabularyGraph
 NUM_TOKENS, NUM_ENTRIES, NUMBER = 1 << 14, 512, 64
 # Edges of a token, and how far they lead: the nearer, the more of them lead to tokens that were met before.
 GRAPHS = ((32, NUM_TOKENS // 2), (32, 16), (32, 4), (4, 64))
-WIDTHS, BEAMS, NUM_SEARCHES = (64, 1024), (64, 1024), 7
+WIDTHS, BEAMS, NUM_SEARCHES, PASSES = (64, 1024), (64, 1024), 5, 2
 
 
 def measured_search() -> SearchTimes:
@@ -35,9 +35,9 @@ def measured_search() -> SearchTimes:
             edges = (torch.arange(NUM_TOKENS)[:, None] + steps) % NUM_TOKENS
             for beam in BEAMS:
                 head = GraphHead(VocabularyGraph(edges, entries), "", NUMBER, beam)
-                found = [_search(head, weight, state) for state in states]
-                counts.append(tuple(median(column) for column in zip(*(one for one, _ in found), strict=True)))
-                seconds.append(median(one for _, one in found))
+                passes = [[_search(head, weight, state) for state in states] for _ in range(PASSES)]
+                counts.append(tuple(median(column) for column in zip(*(one for one, _ in passes[0]), strict=True)))
+                seconds.append(min(median(one for _, one in found) for found in passes))
     return SearchTimes(*_least_squares(np.array(counts), np.array(seconds)))
 
 
