@@ -17,7 +17,9 @@ from weft.checkpoint import Checkpoint
 from weft.cluster.local_gpus import BF16_CAPABILITY
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import ConfigError
-from weft.models import LanguageConfig, read_config, weight_reader
+from weft.models import LanguageConfig, read_config
+from weft.models.hf import FolderWeights
+from weft.models.hf_quantisation import Quantisation
 from weft.models.recurrent import is_recurrent, load_recurrent
 from weft.saved_run import (
     open_checkpoint,
@@ -29,6 +31,7 @@ from weft.saved_run import (
 )
 from weft.serve.cache_formats import block_size_of
 from weft.serve.engine import Engine, EngineOptions
+from weft.serve.folder_codes import Quantised, make_room_for_codes
 from weft.serve.graph_head import GraphHead
 from weft.serve.layer_cache import CacheFormat, PlainFormat
 from weft.serve.packed_linear import make_room
@@ -101,14 +104,19 @@ def load_for_generation(
     """Load the model, tokenizer and context length of a run folder, a checkpoint folder or a Hugging Face folder. On a
     GPU that supports it, the model computes in bf16. `say` is told of damaged checkpoints that are left out. With a
     `place`, the model is the part of the rank there. `weights` is the format of linears, if not the model's dtype.
-    `on_host`: the model stays in host memory, in the dtype in which the device computes.
+    `on_host`: the model stays in host memory, in the dtype in which the device computes. Weights that a Hugging Face
+    folder has in fewer bits stay so (`folder_codes.py`); `say` is told which do not.
     """
     device = torch.device(device)
     if is_recurrent(path):
         return _load_recurrent(path, tokenizer, device, place, weights, on_host)
     if (path / "config.json").is_file():
         config = read_config(path)
-        model = _load(config, torch.float32, weight_reader(path, config), device, place, weights, on_host)
+        folder = FolderWeights(path, config)
+        quantised = None
+        if folder.quantisation is not None:
+            quantised = _codes(folder, folder.quantisation, weights, say)
+        model = _load(config, torch.float32, folder.read, device, place, weights, on_host, quantised, say)
         context = int(getattr(config, "n_positions", 0) or getattr(config, "max_position_embeddings", 1024))
         return model, _folder_tokenizer(path, tokenizer), context
     read = partial(_load_checkpoint, tokenizer=tokenizer, device=device, place=place, weights=weights, on_host=on_host)
@@ -166,8 +174,12 @@ def _load(
     place: RankPlace | None,
     weights: WeightFormat | None,
     on_host: bool,
+    quantised: Quantised | None = None,
+    say: Callable[[str], None] = lambda message: None,
 ) -> nn.Module:
-    """A model, or a rank's part of it, with its weights. It is made without initial values, which would take long."""
+    """A model, or a rank's part of it, with its weights. It is made without initial values, which would take long.
+    `quantised` gives codes that are taken over; `say` is told which are decoded.
+    """
     if config.architecture == "deepseek_v3":
         raise ConfigError("weft does not serve architecture 'deepseek_v3' yet; serve a model of another architecture")
     model, cuts = build_whole(config) if place is None else build_part(config, place)
@@ -176,5 +188,19 @@ def _load(
     model.to(torch.bfloat16 if has_bf16 else dtype)
     if weights is not None:
         make_room(model, weights)
-    read_part(model, cuts, read, torch.device("cpu") if on_host else device)
+    for reason in () if quantised is None else make_room_for_codes(model, cuts, quantised):
+        say(f"{reason}, to {next(model.parameters()).dtype}")
+    read_part(model, cuts, read, torch.device("cpu") if on_host else device, quantised or (lambda name: []))
     return model.eval()
+
+
+def _codes(
+    folder: FolderWeights, quantisation: Quantisation, weights: WeightFormat | None, say: Callable[[str], None]
+) -> Quantised | None:
+    """The codes of a folder's weights to take over; None if they are rounded again to another format."""
+    for note in quantisation.notes:
+        say(note)
+    if weights is None:
+        return folder.quantised
+    say(f"the folder's weights ({quantisation.name}) are decoded and rounded a second time, as --weights asks")
+    return None

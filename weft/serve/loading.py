@@ -144,7 +144,7 @@ def load_model(
     def read(path: Path) -> tuple[nn.Module, Tokenizer, int]:
         weights = None if packing is None else packing.at_reading
         model, own, context = load_for_generation(
-            path, tokenizer, device, place=place, weights=weights, on_host=on_host
+            path, tokenizer, device, say, place=place, weights=weights, on_host=on_host
         )
         if packing is not None:
             packing.correct(model, own, context)

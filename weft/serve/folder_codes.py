@@ -1,0 +1,111 @@
+"""Weights that a Hugging Face folder has in fewer bits (`models/quantised_weight.py`), in weft's formats: their codes
+are taken over, and not rounded again.
+
+    integers   code * scale + least, where least = -zero * scale, in groups of at most 128 inputs
+    floats     float8, with a scale for each output
+
+Larger groups become several with the same scale. A scale and a least value have 16 bits. They are exact where the zero
+point is a power of two, as in symmetric weights of 4 or 8 bits with scales of 16 bits. Elsewhere they are rounded if
+that changes no weight by more than 1/64 of its scale. A weight that has no such codes is decoded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from weft.inspection.parameter_cut import Cut
+from weft.models.quantised_weight import QuantisedWeight
+from weft.serve.group_codes import BLOCK, joined_ranges, pack
+from weft.serve.packed_linear import linears_to_pack, make_room_of
+from weft.serve.weight_formats import Grouped, RowFp8, WeightFormat
+
+MAX_ERROR = 1 / 64  # of a scale
+MIN_GROUP = 16  # inputs; the ranges of fewer take too many bytes
+JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # that an engine computes as one linear
+Quantised = Callable[[str], list[QuantisedWeight]]  # the weights of a folder in fewer bits that a parameter is made of
+
+
+def make_room_for_codes(model: nn.Module, cuts: Mapping[str, Cut], quantised: Quantised) -> list[str]:
+    """Replace linears on the meta device whose weights have codes by packed ones without values. Returns sentences on
+    weights in fewer bits that are decoded instead.
+    """
+    linears = dict(linears_to_pack(model))
+    formats: dict[str, WeightFormat] = {}
+    reasons: dict[str, str] = {}
+    for name in linears:
+        for weight in quantised(f"{name}.weight"):
+            found = format_of(weight, cuts[f"{name}.weight"])
+            if isinstance(found, str):
+                reasons[name] = found
+            else:
+                formats[name] = found
+    for names in _joined_names(linears):
+        if len({formats.get(name) for name in names}) > 1:
+            for name in names:
+                if formats.pop(name, None) is not None:
+                    reasons[name] = "they are computed as one linear with others, of another format"
+    for name, format in formats.items():
+        make_room_of(model, name, linears[name], format)
+    for name, _ in model.named_parameters():
+        if name.removesuffix(".weight") not in linears and quantised(name):
+            reasons[name] = "only linears of attention and MLPs are kept in fewer bits"
+    found_reasons = list(reasons.values())
+    return [
+        f"{found_reasons.count(reason)} weights of the folder in fewer bits are decoded: {reason}"
+        for reason in dict.fromkeys(found_reasons)
+    ]
+
+
+def format_of(weight: QuantisedWeight, cut: Cut) -> WeightFormat | str:
+    """The format that keeps the codes of a rank's part of a weight, or why there is none. Reads scales, not codes."""
+    if 0 in cut.local_shape:
+        return "this rank has no part of them"
+    if weight.scheme.is_float:
+        return RowFp8()
+    if weight.group_of() is not None:
+        return "their groups are not of neighbouring inputs (desc_act or actorder)"
+    group = math.gcd(weight.group, BLOCK, *(end for interval in cut.intervals[1] for end in interval))
+    if group < MIN_GROUP:
+        return f"groups of {weight.group} inputs leave {group} in this part"
+    if not _is_close(weight):
+        return "16 bits are too few for their scales and zero points"
+    return Grouped(weight.bits, group)
+
+
+def parts_of(weight: QuantisedWeight, cut: Cut, format: WeightFormat) -> tuple[Tensor, ...]:
+    """The parts of a rank's part of a weight, in the format that `format_of` gave."""
+    if isinstance(format, RowFp8):
+        rows = Cut((cut.shape[0], 1), (cut.intervals[0], ((0, 1),)))
+        return cut.take(weight.codes()).view(torch.uint8), rows.take(weight.scale()).contiguous().view(torch.int32)
+    assert isinstance(format, Grouped)
+    group = format.group
+    scale, least = _range_of(weight)
+    ranges = joined_ranges(scale.half(), least.half()).repeat_interleave(weight.group // group, dim=1)
+    columns = tuple((begin // group, end // group) for begin, end in cut.intervals[1])
+    of_groups = Cut(tuple(ranges.shape), (cut.intervals[0], columns))
+    return pack(cut.take(weight.codes()).contiguous(), format.bits), of_groups.take(ranges)
+
+
+def _range_of(weight: QuantisedWeight) -> tuple[Tensor, Tensor]:
+    """The scale and least value of each group, in float64."""
+    scale = weight.scale().double()
+    return scale, -weight.zero().double() * scale
+
+
+def _is_close(weight: QuantisedWeight) -> bool:
+    """Do scales and least values of 16 bits give each weight to a small part of a scale?"""
+    scale, least = _range_of(weight)
+    of_scale, of_least = scale.half().double() - scale, least.half().double() - least
+    last = of_least + (2**weight.bits - 1) * of_scale  # the error of the last code; that of the first is of_least
+    return bool((torch.maximum(of_least.abs(), last.abs()) <= MAX_ERROR * scale.abs()).all())
+
+
+def _joined_names(names: Mapping[str, nn.Linear]) -> list[Sequence[str]]:
+    """The names of linears that an engine computes as one."""
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in names)
+    groups = [[f"{owner}.{leaf}" for leaf in leaves] for owner in owners for leaves in JOINED]
+    return [group for group in groups if all(name in names for name in group)]
