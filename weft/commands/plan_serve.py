@@ -24,10 +24,7 @@ from weft.planner.serving import (
 from weft.planner.serving_speculation import SpeculationPrice, price_speculation
 
 NUM_SHOWN = 8
-NOT_PRICED = (
-    "Not priced: --speculate FOLDER, --sums (sums over ranks are the library's), --head, --adapter, and LSTM and "
-    "GRU models."
-)
+NOT_PRICED = "Not priced: --sums (sums over ranks are the library's), --head, --adapter, and LSTM and GRU models."
 
 
 def plan_serving(

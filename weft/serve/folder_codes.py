@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.inspection.parameter_cut import Cut
+from weft.models.hf_quantisation import Scheme
 from weft.models.quantised_weight import QuantisedWeight
 from weft.serve.group_codes import BLOCK, joined_ranges, pack
 from weft.serve.packed_linear import linears_to_pack, make_room_of
@@ -74,6 +75,15 @@ def format_of(weight: QuantisedWeight, cut: Cut) -> WeightFormat | str:
     if not _is_close(weight):
         return "16 bits are too few for their scales and zero points"
     return Grouped(weight.bits, group)
+
+
+def nearest_format(scheme: Scheme) -> str:
+    """The name of weft's format whose bits and groups are nearest to those of a folder, for prices."""
+    if scheme.is_float:
+        return "fp8"
+    if scheme.bits == 8:
+        return "int8"
+    return "int4" if scheme.group_size is not None and scheme.group_size < BLOCK else "int4-128"
 
 
 def parts_of(weight: QuantisedWeight, cut: Cut, format: WeightFormat) -> tuple[Tensor, ...]:
