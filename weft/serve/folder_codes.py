@@ -97,7 +97,7 @@ def parts_of(weight: QuantisedWeight, cut: Cut, format: WeightFormat) -> tuple[T
     ranges = joined_ranges(scale.half(), least.half()).repeat_interleave(weight.group // group, dim=1)
     columns = tuple((begin // group, end // group) for begin, end in cut.intervals[1])
     of_groups = Cut(tuple(ranges.shape), (cut.intervals[0], columns))
-    return pack(cut.take(weight.codes()).contiguous(), format.bits), of_groups.take(ranges)
+    return pack(cut.take(weight.codes()).contiguous(), format.bits, group), of_groups.take(ranges)
 
 
 def _range_of(weight: QuantisedWeight) -> tuple[Tensor, Tensor]:
