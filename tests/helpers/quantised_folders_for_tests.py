@@ -67,7 +67,7 @@ def words(codes: np.ndarray, bits: int, less: int = 0) -> np.ndarray:
 def drawn(case: Case, num_out: int, num_in: int, rng: np.random.Generator) -> tuple[dict[str, Tensor], Tensor]:
     """The tensors of a weight by the ends of their names, and the weight in float64."""
     group = num_in if not case.group else case.group
-    groups = num_in // group
+    groups = -(-num_in // group)
     rows = 1 if case.group == 0 else num_out
     scale = torch.from_numpy(rng.uniform(0.02, 0.08, (rows, groups))).to(case.scale) / (1 if case.bits == 4 else 16)
     of_input = np.arange(num_in) // group

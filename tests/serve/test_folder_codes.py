@@ -106,6 +106,16 @@ def test_ranks_take_their_part_of_the_codes(tmp_path: Path) -> None:
     assert not lead[3][1]
 
 
+def test_groups_of_more_inputs_become_several_with_the_same_scale(tmp_path: Path) -> None:
+    config = replace(CONFIG, intermediate_size=512, num_hidden_layers=1)
+    name = "model.layers.0.mlp.down_proj.weight"
+    wanted = write_folder(tmp_path, replace(CASES["gptq"], group=256), config).get_parameter(name).detach()
+    (stored,) = FolderWeights(tmp_path, config).quantised(name)
+    form = format_of(stored, Cut.whole(wanted.shape))
+    assert form == Grouped(4, 128)
+    assert torch.equal(form.decode(parts_of(stored, Cut.whole(wanted.shape), form), torch.float64), wanted)
+
+
 def test_linears_that_are_computed_as_one_have_one_format(tmp_path: Path) -> None:
     reference, said = write_folder(tmp_path, CASES["gptq"]), list[str]()
     owner = "model.layers.0.self_attn.q_proj"
