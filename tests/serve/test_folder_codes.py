@@ -20,11 +20,10 @@ from weft.models.hf import FolderWeights
 from weft.plan import Plan, Tensor
 from weft.serve.adapters import merge_adapter
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.folder_codes import MAX_ERROR, format_of, parts_of
+from weft.serve.folder_codes import MAX_ERROR, format_of, packed_linears, parts_of
 from weft.serve.follow_steps import follow_steps
 from weft.serve.generate import load_for_generation
 from weft.serve.model_part import ModelPart
-from weft.serve.packed_linear import packed_linears
 from weft.serve.ranks import ServingRanks
 from weft.serve.request import Request
 from weft.serve.weight_formats import FORMATS, Grouped

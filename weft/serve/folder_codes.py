@@ -12,7 +12,7 @@ that changes no weight by more than 1/64 of its scale. A weight that has no such
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from weft.inspection.parameter_cut import Cut
 from weft.models.hf_quantisation import Scheme
 from weft.models.quantised_weight import QuantisedWeight
 from weft.serve.group_codes import BLOCK, joined_ranges, pack
-from weft.serve.packed_linear import linears_to_pack, make_room_of
+from weft.serve.packed_linear import PackedLinear, linears_to_pack
 from weft.serve.weight_formats import Grouped, RowFp8, WeightFormat
 
 MAX_ERROR = 1 / 64  # of a scale
@@ -50,7 +50,7 @@ def make_room_for_codes(model: nn.Module, cuts: Mapping[str, Cut], quantised: Qu
                 if formats.pop(name, None) is not None:
                     reasons[name] = "they are computed as one linear with others, of another format"
     for name, format in formats.items():
-        make_room_of(model, name, linears[name], format)
+        make_room_of(model, name, format)
     for name, _ in model.named_parameters():
         if name.removesuffix(".weight") not in linears and quantised(name):
             reasons[name] = "only linears of attention and MLPs are kept in fewer bits"
@@ -61,6 +61,28 @@ def make_room_for_codes(model: nn.Module, cuts: Mapping[str, Cut], quantised: Qu
     ]
 
 
+def make_room_of(model: nn.Module, name: str, format: WeightFormat) -> None:
+    """Replace a linear on the meta device by a packed one without values."""
+    owner, _, leaf = name.rpartition(".")
+    linear = model.get_submodule(name)
+    assert isinstance(linear, nn.Linear)
+    num_out, num_in = linear.weight.shape
+    packed = PackedLinear(format, format.empty(num_out, num_in, "meta"), num_in, linear.bias)
+    setattr(model.get_submodule(owner), leaf, packed)
+
+
+def packed_linears(model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
+    """The packed linears of a model, by name."""
+    return ((name, one) for name, one in model.named_modules() if isinstance(one, PackedLinear))
+
+
+def take_codes(model: nn.Module, cuts: Mapping[str, Cut], quantised: Quantised) -> None:
+    """Give packed linears of a rank's part the codes of a folder."""
+    for name, linear in packed_linears(model):
+        (weight,) = quantised(f"{name}.weight")
+        linear.take(parts_of(weight, cuts[f"{name}.weight"], linear.format))
+
+
 def format_of(weight: QuantisedWeight, cut: Cut) -> WeightFormat | str:
     """The format that keeps the codes of a rank's part of a weight, or why there is none. Reads scales, not codes."""
     if 0 in cut.local_shape:
@@ -69,7 +91,7 @@ def format_of(weight: QuantisedWeight, cut: Cut) -> WeightFormat | str:
         return RowFp8()
     if weight.group_of() is not None:
         return "their groups are not of neighbouring inputs (desc_act or actorder)"
-    group = math.gcd(weight.group, BLOCK, *(end for interval in cut.intervals[1] for end in interval))
+    group = local_group(math.gcd(weight.group, BLOCK), cut)
     if group < MIN_GROUP:
         return f"groups of {weight.group} inputs leave {group} in this part"
     if not _is_close(weight):
@@ -92,12 +114,24 @@ def parts_of(weight: QuantisedWeight, cut: Cut, format: WeightFormat) -> tuple[T
         rows = Cut((cut.shape[0], 1), (cut.intervals[0], ((0, 1),)))
         return cut.take(weight.codes()).view(torch.uint8), rows.take(weight.scale()).contiguous().view(torch.int32)
     assert isinstance(format, Grouped)
-    group = format.group
     scale, least = _range_of(weight)
-    ranges = joined_ranges(scale.half(), least.half()).repeat_interleave(weight.group // group, dim=1)
+    return cut_codes(weight.codes(), joined_ranges(scale.half(), least.half()), cut, format)
+
+
+def local_group(group: int, cut: Cut) -> int:
+    """Inputs of groups in which a rank's part of a weight can be kept, if the whole weight has groups of this size."""
+    return math.gcd(group, *(end for interval in cut.intervals[1] for end in interval))
+
+
+def cut_codes(codes: Tensor, ranges: Tensor, cut: Cut, format: Grouped) -> tuple[Tensor, ...]:
+    """The parts of a rank's part of a weight, of codes [out, in] and ranges [out, groups] of the whole. Groups of the
+    part are those of `format`, which are not larger.
+    """
+    group = format.group
+    ranges = ranges.repeat_interleave(codes.shape[1] // ranges.shape[1] // group, dim=1)
     columns = tuple((begin // group, end // group) for begin, end in cut.intervals[1])
     of_groups = Cut(tuple(ranges.shape), (cut.intervals[0], columns))
-    return pack(cut.take(weight.codes()).contiguous(), format.bits, group), of_groups.take(ranges)
+    return pack(cut.take(codes).contiguous(), format.bits, group), of_groups.take(ranges)
 
 
 def _range_of(weight: QuantisedWeight) -> tuple[Tensor, Tensor]:

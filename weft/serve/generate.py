@@ -31,7 +31,7 @@ from weft.saved_run import (
 )
 from weft.serve.cache_formats import block_size_of
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.folder_codes import Quantised, make_room_for_codes
+from weft.serve.folder_codes import Quantised, make_room_for_codes, take_codes
 from weft.serve.graph_head import GraphHead
 from weft.serve.layer_cache import CacheFormat, PlainFormat
 from weft.serve.packed_linear import make_room
@@ -190,7 +190,8 @@ def _load(
         make_room(model, weights)
     for reason in () if quantised is None else make_room_for_codes(model, cuts, quantised):
         say(f"{reason}, to {next(model.parameters()).dtype}")
-    read_part(model, cuts, read, torch.device("cpu") if on_host else device, quantised or (lambda name: []))
+    fill = None if quantised is None else partial(take_codes, cuts=cuts, quantised=quantised)
+    read_part(model, cuts, read, torch.device("cpu") if on_host else device, fill)
     return model.eval()
 
 

@@ -7,7 +7,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -108,33 +108,27 @@ def replace_linear(model: nn.Module, name: str, packed: PackedLinear) -> None:
 def make_room(model: nn.Module, format: WeightFormat) -> None:
     """Replace linears on the meta device by packed ones without values."""
     for name, linear in list(linears_to_pack(model)):
-        make_room_of(model, name, linear, format)
+        num_out, num_in = linear.weight.shape
+        parts = format.empty(num_out, num_in, "meta")
+        replace_linear(model, name, PackedLinear(format, parts, num_in, linear.bias))
 
 
-def make_room_of(model: nn.Module, name: str, linear: nn.Linear, format: WeightFormat) -> None:
-    """Replace a linear on the meta device by a packed one without values."""
-    num_out, num_in = linear.weight.shape
-    parts = format.empty(num_out, num_in, "meta")
-    replace_linear(model, name, PackedLinear(format, parts, num_in, linear.bias))
-
-
-def packed_linears(model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
-    """The packed linears of a model, by name."""
-    return ((name, one) for name, one in model.named_modules() if isinstance(one, PackedLinear))
-
-
-def encoded(name: str, weight: Tensor, format: WeightFormat) -> tuple[Tensor, ...]:
-    """A weight in a format. Raises NumbersError if it cannot be kept so; `name` is for the message."""
-    refuse_bad_weight(name, weight)
-    return format.encode(weight)
+def read_packed(model: nn.Module, read: Callable[[str], Tensor]) -> None:
+    """Give packed linears their values. `read` gives a whole weight by name."""
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            weight = read(f"{name}.weight")
+            refuse_bad_weight(f"{name}.weight", weight)
+            module.take(module.format.encode(weight))
 
 
 @torch.no_grad()
 def pack_model(model: nn.Module, format: WeightFormat) -> None:
     """Pack the linears of a model that has its values, each weight by itself."""
     for name, linear in list(linears_to_pack(model)):
-        parts = encoded(f"{name}.weight", linear.weight, format)
-        replace_linear(model, name, PackedLinear(format, parts, linear.weight.shape[1], linear.bias))
+        refuse_bad_weight(f"{name}.weight", linear.weight)
+        packed = PackedLinear(format, format.encode(linear.weight), linear.weight.shape[1], linear.bias)
+        replace_linear(model, name, packed)
 
 
 @torch.no_grad()
@@ -149,10 +143,10 @@ def pack_head(model: nn.Module, name: str | None, device: torch.device | str) ->
         )
     head = model.lm_head
     if isinstance(head, nn.Linear):  # only the last stage has one
+        refuse_bad_weight("lm_head.weight", head.weight)
         form = weight_format(name)
-        parts = encoded("lm_head.weight", head.weight, form)
         model.tied_to = None
-        model.lm_head = PackedLinear(form, parts, head.weight.shape[1], head.bias)
+        model.lm_head = PackedLinear(form, form.encode(head.weight), head.weight.shape[1], head.bias)
 
 
 def refuse_bad_weight(name: str, weight: Tensor) -> None:
@@ -169,7 +163,7 @@ def refuse_bad_weight(name: str, weight: Tensor) -> None:
 def why_decoded(model: nn.Module) -> list[str]:
     """Why a CPU decodes weights of a model for each product, which takes long: a sentence for each reason."""
     dtype = next(model.parameters()).dtype
-    linears = [one for _, one in packed_linears(model)]
+    linears = [one for one in model.modules() if isinstance(one, PackedLinear)]
     reasons = [one.why_decoded(dtype) for one in linears]
     return [
         f"{reasons.count(reason)} of {len(linears)} linears are decoded for each product, which saves memory and no "

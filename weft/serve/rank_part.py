@@ -30,8 +30,7 @@ from weft.plan import Pipe, Plan
 from weft.plan import Tensor as TensorDegrees
 from weft.profiling import Profile
 from weft.profiling.structure import structure
-from weft.serve.folder_codes import Quantised, parts_of
-from weft.serve.packed_linear import encoded, linears_to_pack, packed_linears
+from weft.serve.packed_linear import linears_to_pack, read_packed
 from weft.serve.weight_formats import WeightFormat, weight_bytes
 
 
@@ -182,24 +181,21 @@ def read_part(
     cuts: Mapping[str, Cut],
     read: Callable[[str], Tensor],
     device: torch.device | str,
-    quantised: Quantised = lambda name: [],
+    fill_packed: Callable[[nn.Module], None] | None = None,
 ) -> None:
     """Give a part on the meta device its values: whole parameters are read one at a time, and cut.
 
-    Linears that are packed (`packed_linear.py`) get theirs in fewer bits, from codes where `quantised` has them.
+    Linears that are packed (`packed_linear.py`) get theirs in fewer bits, rounded one by one or by `fill_packed`.
     """
     model.to_empty(device=device)
     dtype = next(model.parameters()).dtype
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(cuts[name].take(read(source_name(model, name))))
-        for name, linear in packed_linears(model):
-            codes, cut = quantised(f"{name}.weight"), cuts[f"{name}.weight"]
-            if codes:
-                linear.take(parts_of(codes[0], cut, linear.format))
-            else:
-                plain = cut.take(read(f"{name}.weight")).to(device, dtype)
-                linear.take(encoded(f"{name}.weight", plain, linear.format))
+        if fill_packed is not None:
+            fill_packed(model)
+        else:
+            read_packed(model, lambda name: cuts[name].take(read(source_name(model, name))).to(device, dtype))
 
 
 @lru_cache(maxsize=4)
