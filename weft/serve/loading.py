@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +18,7 @@ from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, DataError
 from weft.saved_run import saved_data, saved_tokenizer, with_intact_checkpoint
 from weft.serve.corrected_codes import pack_corrected
-from weft.serve.generate import load_for_generation
+from weft.serve.generate import Texts, load_for_generation
 from weft.serve.grammar import Grammars
 from weft.serve.packed_linear import pack_head
 from weft.serve.rank_part import RankPlace
@@ -103,6 +103,12 @@ class Packing:
         found = None if self.weights is None else weight_format(self.weights)
         return found if self.calibration is None else None
 
+    @property
+    def on_ranks(self) -> tuple[WeightFormat | None, Texts | None]:
+        """The format of a rank's part, and the calibration text, given a tokenizer and a context length."""
+        found = None if self.weights is None else weight_format(self.weights)
+        return found, None if self.calibration is None else partial(calibration_texts, Path(self.calibration))
+
     def correct(self, model: nn.Module, tokenizer: Tokenizer, context_length: int) -> None:
         """Pack a whole model by the calibration text, if there is one."""
         if self.calibration is None or self.weights is None:
@@ -138,17 +144,14 @@ def load_model(
     """Load the model at a path, of a run folder the newest that is not damaged. `say` is told of damaged ones. With a
     `place`, the model is the part of the rank there. `on_host`: its weights stay in host memory.
     """
-    if packing is not None and packing.calibration is not None and place is not None:
-        raise ConfigError("a calibration text needs the whole model on one rank; leave it out, or serve on one rank")
 
     def read(path: Path) -> tuple[nn.Module, Tokenizer, int]:
-        weights = None if packing is None else packing.at_reading
-        model, own, context = load_for_generation(
-            path, tokenizer, device, say, place=place, weights=weights, on_host=on_host
-        )
-        if packing is not None:
-            packing.correct(model, own, context)
-            pack_head(model, packing.head, device)
+        kept = packing or Packing(None)
+        weights, texts = (kept.at_reading, None) if place is None else kept.on_ranks
+        model, own, context = load_for_generation(path, tokenizer, device, say, place, weights, on_host, texts)
+        if place is None:
+            kept.correct(model, own, context)
+        pack_head(model, kept.head, device)
         return model, own, context
 
     def load(checkpoint: Checkpoint) -> LoadedModel:
