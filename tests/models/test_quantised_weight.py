@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from quantised_folders_for_tests import CASES, CONFIG, Case, change_config, change_tensors, table, write_folder
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from weft.errors import CheckpointError, ConfigError
+from weft.errors import CheckpointError, ConfigError, WeftError
 from weft.models import read_config
 from weft.models.hf import FolderWeights
 from weft.saved_run import open_source
 
 NAME = "model.layers.0.mlp.up_proj"
+NUM_DAMAGES = 6  # for each kind of folder
+SHAPES = [(), (0,), (1,), (2,), (64,), (128, 1), (1, 128), (128, 2), (2, 128), (0, 0), (8, 8, 8)]
+DTYPES = [torch.int32, torch.int8, torch.float16, torch.float8_e4m3fn, torch.int64, torch.bool]
+VALUES = [None, 0, -1, 3, 4, 8, 2**70, 1.5, "4", "gptq", "group", True, False, [], {}, [1], {"a": 1}, "re:.*"]
 
 
 def test_a_run_starts_from_the_decoded_weights(tmp_path: Path) -> None:
@@ -152,3 +159,35 @@ def test_sizes_of_config_json_are_bounds(tmp_path: Path) -> None:
     (tmp_path / "tied" / "config.json").write_text(json.dumps(about))
     with pytest.raises(ConfigError, match="of architecture 'gpt2' is not read"):
         read_config(tmp_path / "tied")
+
+
+def test_random_damage_is_refused_or_read(tmp_path: Path) -> None:
+    """Tensors of other dtypes and shapes, and other values in config.json, end in a weight of its shape or in words."""
+    rng, outcomes = random.Random(0), list[str]()
+    small = replace(CONFIG, num_hidden_layers=1, vocab_size=8)
+    for name, case in CASES.items():
+        folder = tmp_path / name
+        write_folder(folder, case, small)
+        stored = load_file(folder / "model.safetensors")
+        for _ in range(NUM_DAMAGES):
+            about = json.loads(json.dumps(table(case)))
+            is_tensor = rng.random() < 0.3
+            if is_tensor:
+                ends = [one for one in stored if one.startswith(f"{NAME}.")]
+                change = torch.ones(rng.choice(SHAPES)).to(rng.choice(DTYPES)) if rng.random() < 0.8 else None
+                change_tensors(folder, {rng.choice(ends): change})
+            else:
+                inside = rng.choice([about, *about.get("config_groups", {}).values()])
+                inside = rng.choice([inside, inside.get("weights", inside)])
+                inside[rng.choice([*inside, "new"])] = rng.choice(VALUES)
+            change_config(folder, quantization_config=about)
+            try:
+                found = FolderWeights(folder, read_config(folder)).read(f"{NAME}.weight")
+            except WeftError:
+                outcomes.append("refused")
+            else:
+                assert found.shape == (128, 64)
+                outcomes.append("read")
+            if is_tensor:
+                save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    assert 0.3 * len(outcomes) < outcomes.count("refused") < len(outcomes)

@@ -120,8 +120,8 @@ def _compressed(table: Mapping[str, Any]) -> Quantisation:
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise ConfigError(f"{TABLE}.config_groups = {groups!r} is no table of groups; {ADVICE}")
     form, status = values.pop("format", None), values.pop("quantization_status", "compressed")
-    formats = {group.get("format") or form for group in groups.values()} or {form}
-    wrong = sorted(str(one) for one in formats - set(FORMATS))
+    formats = [group.get("format") or form for group in groups.values()] or [form]
+    wrong = [one for one in formats if one not in FORMATS]
     if wrong:
         raise ConfigError(f"{TABLE}.format = {wrong[0]!r} is not read, only {', '.join(FORMATS)}; {ADVICE}")
     if status != "compressed":
