@@ -51,6 +51,23 @@ def test_graphs_of_kernels_choose_the_likeliest_tokens(architecture: str, fork_s
     assert found["lost"] < (0.5 if architecture == "mixtral" else 0.25) < 1 < found["one place off"]
 
 
+def test_ranks_that_hold_the_pages_of_a_request_together_answer_as_one(fork_server: ForkServer) -> None:
+    found = [fork_server.call("served_on_ranks", table={"context": n}, ways=[[0, "library"]]) for n in (2, 1)]
+    together, alone = (one[0][0][0] for one in found)
+    assert together["tokens"] == alone["tokens"]
+    assert together["embedding"] == pytest.approx(alone["embedding"], abs=1e-4)
+    assert together["prefix"] == alone["prefix"]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+def test_attention_to_pages_of_two_ranks_is_as_exact_as_of_one(architecture: str, fork_server: ForkServer) -> None:
+    """In bf16, against float32; the control drops what the second rank gives."""
+    first, second = fork_server.call("split_logits", architecture=architecture)
+    together, alone, dropped, largest, logits = first
+    assert 0 < together < 2 * alone < 0.6 * largest < dropped
+    assert logits == second[4]  # the same bits
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served")

@@ -125,7 +125,7 @@ def test_tensors_that_do_not_fit_are_refused(
         ("gptq", {"rotation": "hadamard"}, r"unknown key 'quantization_config\.rotation'"),
         ("gptq", {"dynamic": {".*up_proj": {"bits": 8}}}, r"dynamic gives '\.\*up_proj' other bits"),
         ("packed", {"format": "nvfp4-pack-quantized"}, "format = 'nvfp4-pack-quantized' is not read"),
-        ("packed", {"format": None}, "format = 'None' is not read"),
+        ("packed", {"format": None}, "format = None is not read"),
         ("packed", {"quantization_status": "frozen"}, "quantization_status = 'frozen'"),
         ("packed", {"transform_config": {"a": 1}}, "transform_config = .* may change the mathematics"),
         ("packed", {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config = .* may change"),

@@ -15,7 +15,7 @@ from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import save_folder
 from weft.plan import Pipe, Plan, Tensor
-from weft.serve.corrected_blocks import make_room_for_corrected, take_corrected
+from weft.serve.corrected_blocks import corrected_parts, make_room_for_corrected
 from weft.serve.corrected_codes import pack_corrected
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.folder_codes import packed_linears
@@ -23,7 +23,7 @@ from weft.serve.follow_steps import follow_steps
 from weft.serve.loading import Packing, load_model
 from weft.serve.model_part import ModelPart
 from weft.serve.packed_linear import pack_model
-from weft.serve.rank_part import RankPlace, build_part, read_part
+from weft.serve.rank_part import PartValues, RankPlace, build_part
 from weft.serve.ranks import ServingRanks
 from weft.serve.request import Request
 from weft.serve.weight_formats import FORMATS, Grouped
@@ -42,11 +42,8 @@ def part_at(name: str, plan: Plan, coordinates: dict[str, int]) -> tuple[nn.Modu
     values = {one: value.detach() for one, value in tiny_model(name).named_parameters()}
     model, cuts = build_part(MODELS[name], place)
     make_room_for_corrected(model, cuts, FORMATS["int4"])
-
-    def fill(part: nn.Module) -> None:
-        take_corrected(part, cuts, values.__getitem__, FORMATS["int4"], TEXTS)
-
-    read_part(model, cuts, values.__getitem__, "cpu", fill)
+    packed = corrected_parts(model, cuts, values.__getitem__, FORMATS["int4"], TEXTS)
+    PartValues(model, cuts, values.__getitem__, "cpu", packed).give_all()
     return model, cuts
 
 
@@ -70,12 +67,6 @@ def test_what_a_text_cannot_correct_is_refused() -> None:
     model, cuts = build_part(MODELS["llama"], RankPlace(Plan(), dict.fromkeys(Plan().degrees, 0)))
     with pytest.raises(ConfigError, match="corrects int4 and int8 only"):
         make_room_for_corrected(model, cuts, FORMATS["fp8"])
-    make_room_for_corrected(model, cuts, FORMATS["int4"])
-    model.lm_head.register_buffer("codes", torch.zeros(1))
-    values = {one: value.detach() for one, value in tiny_model("llama").named_parameters()}
-    model.to_empty(device="cpu")
-    with pytest.raises(ConfigError, match="does not correct lm_head on several ranks"):
-        take_corrected(model, cuts, values.__getitem__, FORMATS["int4"], TEXTS)
 
 
 @pytest.mark.processes

@@ -103,7 +103,9 @@ def test_a_ranks_part_is_packed_and_its_bytes_are_predicted() -> None:
 def test_bits_of_a_large_weight() -> None:
     size = 4096 * 4096
     found = {kind: 8 * weight_bytes(one, 4096, 4096) / size for kind, one in FORMATS.items()}
-    assert found == pytest.approx({"fp8": 8 + 32 / 4096, "int8": 8.25, "int4": 4.5, "int4-128": 4.25})
+    assert found == pytest.approx(
+        {"fp8": 8 + 32 / 4096, "fp16": 16, "int8-row": 8 + 32 / 4096, "int8": 8.25, "int4": 4.5, "int4-128": 4.25}
+    )
 
 
 def test_newer_weights_are_taken_in_the_same_format() -> None:
@@ -170,8 +172,8 @@ def test_what_cannot_be_packed_is_refused_in_words(tmp_path: Path) -> None:
         model.model.layers[1].mlp.up_proj.weight[2, 3] = float("nan")  # type: ignore[union-attr, index, operator]
     with pytest.raises(NumbersError, match=r"layers.1.mlp.up_proj.weight\[2, 3\] is nan"):
         pack_model(model, FORMATS["int4"])
-    with pytest.raises(ConfigError, match="--weights int3 is unknown; give one of fp8, int8, int4"):
-        Packing("int3").at_reading  # noqa: B018
+    with pytest.raises(ConfigError, match="--weights int3 is unknown; give one of fp8, fp16, int8-row, int8, int4"):
+        Packing("int3").at_reading("cpu")
     with pytest.raises(ConfigError, match="two weights in a byte"):
         FORMATS["int4"].empty(4, 7, "cpu")
     with pytest.raises(DataError, match="cannot read the calibration text"):

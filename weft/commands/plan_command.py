@@ -55,18 +55,18 @@ def plan_command(
     requests: Annotated[int, typer.Option(help="with --serve: how many arrive at once", min=1, max=4096)] = 256,
     prompt: Annotated[int, typer.Option(help="with --serve: tokens of a prompt", min=1, max=1 << 20)] = 512,
     output: Annotated[int, typer.Option(help="with --serve: tokens of an answer", min=1, max=1 << 16)] = 256,
-    weights: Annotated[str | None, typer.Option(help="with --serve: fp8, int8, int4 or int4-128")] = None,
+    weights: Annotated[str | None, typer.Option(help="with --serve: fp8, int8, int4, int4-128, fp16, int8-row")] = None,
     cache: Annotated[str | None, typer.Option(help="with --serve: keys and values as int4, or loki=FILE")] = None,
     stream_weights: Annotated[int, typer.Option(help="with --serve: blocks copied ahead from host memory", min=0)] = 0,
+    resident_blocks: Annotated[int, typer.Option(help="with --stream-weights: blocks kept on the device", min=0)] = 0,
     speculate: Annotated[str | None, typer.Option(help="with --serve: ngram, layers=K or FOLDER")] = None,
     accepted: Annotated[float, typer.Option(help="with --speculate: the share of drafts that are accepted")] = 0.7,
     as_json: Json = False,
 ) -> None:
     """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
     if serve:
-        ways = {"weights": weights, "cache": cache, "ahead": stream_weights}
-        drafts = None if speculate is None else (speculate, accepted)
-        _plan_serving(model, run_file, cluster, (requests, prompt, output), ways, drafts, as_json)
+        ways = {"weights": weights, "cache": cache, "ahead": stream_weights, "resident": resident_blocks}
+        _plan_serving(model, run_file, cluster, (requests, prompt, output), ways, (speculate, accepted), as_json)
         return
     if like is not None:
         _plan_like(like, (model, run_file, cluster, tokens_per_step, sequence, where, write, report), as_json)
@@ -129,11 +129,12 @@ def _plan_serving(
     cluster: str | None,
     sizes: tuple[int, int, int],
     ways: dict[str, Any],
-    drafts: tuple[str, float] | None,
+    speculation: tuple[str | None, float],
     as_json: bool,
 ) -> None:
     """Plan to serve a model of the catalog, or that of a run file."""
     _refuse_two_models(model, run_file, ())
+    drafts = None if speculation[0] is None else (speculation[0], speculation[1])
     from weft.commands.console import make_console
     from weft.commands.plan_serve import plan_serving
     from weft.models.catalog import load_model

@@ -16,7 +16,7 @@ from weft.errors import ConfigError
 from weft.inspection.parameter_cut import Cut
 from weft.models import GPT2, Decoder, LanguageConfig, build
 from weft.serve.corrected_codes import pack_corrected
-from weft.serve.folder_codes import cut_codes, local_group, make_room_of, packed_linears
+from weft.serve.folder_codes import Packed, cut_codes, local_group, make_room_of, packed_linears
 from weft.serve.group_codes import unpack
 from weft.serve.packed_linear import PackedLinear, linears_to_pack
 from weft.serve.weight_formats import Grouped, WeightFormat
@@ -51,27 +51,23 @@ def make_room_for_corrected(model: nn.Module, cuts: Mapping[str, Cut], format: W
 
 
 @torch.no_grad()
-def take_corrected(
+def corrected_parts(
     model: nn.Module, cuts: Mapping[str, Cut], read: Read, format: WeightFormat, texts: Sequence[Tensor]
-) -> None:
-    """Give packed linears of a rank's part their values. `texts` are rows of tokens on the part's device."""
+) -> Packed:
+    """The parts of packed linears of a rank's part, in host memory. `texts` are rows of tokens on the device that
+    computes them.
+    """
     assert isinstance(model, Decoder | GPT2)
-    own = dict(packed_linears(model))
-    missing = {name for name, _ in model.named_buffers()}
+    own, found = dict(packed_linears(model)), dict[str, Sequence[Tensor]]()
     dtype = next(model.parameters()).dtype
     for prefix, block in _corrected_blocks(model.config, read, format, texts, dtype):
         for name, whole in packed_linears(block):
-            linear = own.pop(f"{prefix}.{name}", None)
+            linear, weight = own.pop(f"{prefix}.{name}", None), f"{prefix}.{name}.weight"
             if linear is not None:
-                linear.take(_part(whole, cuts[f"{prefix}.{name}.weight"], linear.format))
-                missing -= {f"{prefix}.{name}.{part}" for part, _ in linear.named_buffers()}
+                found[weight] = [part.cpu() for part in _part(whole, cuts[weight], linear.format)]
         if not own:
             break
-    if missing:
-        raise ConfigError(
-            f"a calibration text does not correct {sorted(missing)[0].rpartition('.')[0]} on several ranks; leave it "
-            f"out, or serve on one rank"
-        )
+    return lambda name, linear: found[name]
 
 
 def _corrected_blocks(

@@ -28,6 +28,7 @@ MAX_ERROR = 1 / 64  # of a scale
 MIN_GROUP = 16  # inputs; the ranges of fewer take too many bytes
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # that an engine computes as one linear
 Quantised = Callable[[str], list[QuantisedWeight]]  # the weights of a folder in fewer bits that a parameter is made of
+Packed = Callable[[str, PackedLinear], Sequence[Tensor]]  # the parts of a packed linear, by the name of its weight
 
 
 def make_room_for_codes(model: nn.Module, cuts: Mapping[str, Cut], quantised: Quantised) -> list[str]:
@@ -76,11 +77,10 @@ def packed_linears(model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
     return ((name, one) for name, one in model.named_modules() if isinstance(one, PackedLinear))
 
 
-def take_codes(model: nn.Module, cuts: Mapping[str, Cut], quantised: Quantised) -> None:
-    """Give packed linears of a rank's part the codes of a folder."""
-    for name, linear in packed_linears(model):
-        (weight,) = quantised(f"{name}.weight")
-        linear.take(parts_of(weight, cuts[f"{name}.weight"], linear.format))
+def codes_of_folder(cuts: Mapping[str, Cut], quantised: Quantised, name: str, linear: PackedLinear) -> Sequence[Tensor]:
+    """The parts of a packed linear of a rank's part, whose weight has this name, of the codes of a folder."""
+    (weight,) = quantised(name)
+    return parts_of(weight, cuts[name], linear.format)
 
 
 def format_of(weight: QuantisedWeight, cut: Cut) -> WeightFormat | str:

@@ -31,15 +31,16 @@ from weft.saved_run import (
     with_intact_checkpoint,
 )
 from weft.serve.cache_formats import block_size_of
-from weft.serve.corrected_blocks import make_room_for_corrected, take_corrected
+from weft.serve.corrected_blocks import corrected_parts, make_room_for_corrected
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.folder_codes import Quantised, make_room_for_codes, take_codes
+from weft.serve.folder_codes import Packed, Quantised, codes_of_folder, make_room_for_codes
 from weft.serve.graph_head import GraphHead
 from weft.serve.layer_cache import CacheFormat, PlainFormat
 from weft.serve.packed_linear import make_room
-from weft.serve.rank_part import RankPlace, build_part, build_whole, read_part
+from weft.serve.rank_part import PartValues, RankPlace, build_part, build_whole
 from weft.serve.request import Request, RequestError, Sampling
 from weft.serve.speculation import EarlyLayers
+from weft.serve.streamed_model import Streaming, stream_model
 from weft.serve.weight_formats import WeightFormat
 
 Texts = Callable[[Tokenizer, int], Sequence[Tensor]]  # rows of a calibration text, by tokenizer and context length
@@ -53,6 +54,7 @@ class _Wanted:
     place: RankPlace | None
     weights: WeightFormat | None
     on_host: bool
+    streaming: Streaming | None
     texts: Texts | None
     say: Callable[[str], None]
 
@@ -116,16 +118,18 @@ def load_for_generation(
     place: RankPlace | None = None,
     weights: WeightFormat | None = None,
     on_host: bool = False,
+    streaming: Streaming | None = None,
     texts: Texts | None = None,
 ) -> tuple[nn.Module, Tokenizer, int]:
     """Load the model, tokenizer and context length of a run folder, a checkpoint folder or a Hugging Face folder. On a
     GPU that supports it, the model computes in bf16. `say` is told of damaged checkpoints that are left out. With a
     `place`, the model is the part of the rank there. `weights` is the format of linears, if not the model's dtype.
-    `on_host`: the model stays in host memory, in the dtype in which the device computes. Weights that a Hugging Face
-    folder has in fewer bits stay so (`folder_codes.py`); `say` is told which do not. By `texts`, the rounding of
-    `weights` is corrected block by block (`corrected_blocks.py`).
+    `on_host`: the model stays in host memory, in the dtype in which the device computes. With `streaming`, blocks are
+    read to where they stay, in host memory or on the device. Weights that a Hugging Face folder has in fewer bits stay
+    so (`folder_codes.py`); `say` is told which do not. By `texts`, the rounding of `weights` is corrected, block by
+    block (`corrected_blocks.py`).
     """
-    wanted = _Wanted(torch.device(device), place, weights, on_host, texts, say)
+    wanted = _Wanted(torch.device(device), place, weights, on_host, streaming, texts, say)
     if is_recurrent(path):
         return _load_recurrent(path, tokenizer, wanted)
     if (path / "config.json").is_file():
@@ -150,8 +154,12 @@ def _folder_tokenizer(path: Path, tokenizer: str | None) -> Tokenizer:
 
 
 def _load_recurrent(path: Path, tokenizer: str | None, wanted: _Wanted) -> tuple[nn.Module, Tokenizer, int]:
-    if wanted.place is not None or wanted.weights is not None or wanted.on_host:
-        raise ConfigError("a recurrent model is served on one rank, with its weights as they are; leave out --weights")
+    is_on_host = wanted.on_host or wanted.streaming is not None
+    if wanted.place is not None or wanted.weights is not None or is_on_host:
+        raise ConfigError(
+            "a recurrent model is served on one rank, with its weights as they are, on the device; leave out --weights "
+            "and --stream-weights"
+        )
     model = load_recurrent(path).to(wanted.device)
     return model, _folder_tokenizer(path, tokenizer), model.config.max_position_embeddings
 
@@ -183,25 +191,27 @@ def _load(
     """A model, or a rank's part of it, with its weights. It is made without initial values, which would take long.
     `quantised` gives codes that are taken over, `texts` are rows of tokens by which rounding is corrected.
     """
-    place, weights, device = wanted.place, wanted.weights, wanted.device
     if config.architecture == "deepseek_v3":
         raise ConfigError("weft does not serve architecture 'deepseek_v3' yet; serve a model of another architecture")
+    place, weights, device = wanted.place, wanted.weights, wanted.device
     model, cuts = build_whole(config) if place is None else build_part(config, place)
     assert not list(model.buffers()), "buffers would be left without values"
     has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
     model.to(torch.bfloat16 if has_bf16 else dtype)
-    fill: Callable[[nn.Module], None] | None = None
+    packed: Packed | None = None
     if quantised is not None:
         for reason in make_room_for_codes(model, cuts, quantised):
             wanted.say(f"{reason}, to {next(model.parameters()).dtype}")
-        fill = partial(take_codes, cuts=cuts, quantised=quantised)
+        packed = partial(codes_of_folder, cuts, quantised)
     elif weights is not None and texts is not None:
         make_room_for_corrected(model, cuts, weights)
-        on_device = [text.to(device) for text in texts]
-        fill = partial(take_corrected, cuts=cuts, read=read, format=weights, texts=on_device)
+        packed = corrected_parts(model, cuts, read, weights, [text.to(device) for text in texts])
     elif weights is not None:
         make_room(model, weights)
-    read_part(model, cuts, read, torch.device("cpu") if wanted.on_host else device, fill)
+    values = PartValues(model, cuts, read, torch.device("cpu") if wanted.on_host else device, packed)
+    if wanted.streaming is not None:
+        return stream_model(model, device, wanted.streaming, values)
+    values.give_all()
     return model.eval()
 
 

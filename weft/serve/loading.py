@@ -24,7 +24,8 @@ from weft.serve.packed_linear import pack_head
 from weft.serve.rank_part import RankPlace
 from weft.serve.served_model import ServedModel, end_tokens
 from weft.serve.speculation import LAYERS, EarlyLayers, early_layers
-from weft.serve.weight_formats import WeightFormat, weight_format
+from weft.serve.streamed_model import Streaming
+from weft.serve.weight_formats import HEAD_FORMATS, WeightFormat, weight_format
 
 Say = Callable[[str], None]
 CALIBRATION_ROWS, CALIBRATION_WIDTH, CALIBRATION_BATCH = 128, 512, 8
@@ -97,17 +98,20 @@ class Packing:
     calibration: str | None = None
     head: str | None = None
 
-    @property
-    def at_reading(self) -> WeightFormat | None:
+    def at_reading(self, device: torch.device | str) -> WeightFormat | None:
         """The format in which weights are read; None if the whole model is read first."""
-        found = None if self.weights is None else weight_format(self.weights)
+        found = None if self.weights is None else weight_format(self.weights, device)
         return found if self.calibration is None else None
 
-    @property
-    def on_ranks(self) -> tuple[WeightFormat | None, Texts | None]:
+    def on_ranks(self, device: torch.device | str) -> tuple[WeightFormat | None, Texts | None]:
         """The format of a rank's part, and the calibration text, given a tokenizer and a context length."""
-        found = None if self.weights is None else weight_format(self.weights)
+        found = None if self.weights is None else weight_format(self.weights, device)
         return found, None if self.calibration is None else partial(calibration_texts, Path(self.calibration))
+
+    @property
+    def needs_whole_model(self) -> bool:
+        """Is the whole model read before some of it is packed?"""
+        return self.calibration is not None or self.head in HEAD_FORMATS
 
     def correct(self, model: nn.Module, tokenizer: Tokenizer, context_length: int) -> None:
         """Pack a whole model by the calibration text, if there is one."""
@@ -139,16 +143,20 @@ def load_model(
     say: Say,
     place: RankPlace | None = None,
     packing: Packing | None = None,
-    on_host: bool = False,
+    streaming: Streaming | None = None,
+    is_changed: bool = False,
 ) -> LoadedModel:
     """Load the model at a path, of a run folder the newest that is not damaged. `say` is told of damaged ones. With a
-    `place`, the model is the part of the rank there. `on_host`: its weights stay in host memory.
+    `place`, the model is the part of the rank there. With `streaming`, blocks are read to where they stay; but if their
+    weights are changed when all have been read, by `packing` or because `is_changed`, the model stays in host memory.
     """
 
     def read(path: Path) -> tuple[nn.Module, Tokenizer, int]:
         kept = packing or Packing(None)
-        weights, texts = (kept.at_reading, None) if place is None else kept.on_ranks
-        model, own, context = load_for_generation(path, tokenizer, device, say, place, weights, on_host, texts)
+        weights, texts = (kept.at_reading(device), None) if place is None else kept.on_ranks(device)
+        on_host = streaming is not None and (is_changed or kept.needs_whole_model)
+        given = (place, weights, on_host, None if on_host else streaming, texts)
+        model, own, context = load_for_generation(path, tokenizer, device, say, *given)
         if place is None:
             kept.correct(model, own, context)
         pack_head(model, kept.head, device)

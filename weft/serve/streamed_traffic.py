@@ -18,7 +18,7 @@ from weft.serve.streamed_layout import BlockLayout
 from weft.serve.weight_formats import WeightFormat
 
 
-def streamed_bytes(
+def all_block_bytes(
     config: LanguageConfig, place: RankPlace, dtype: torch.dtype, format: WeightFormat | None
 ) -> tuple[int, ...]:
     """Bytes of each block of a rank, with linears in a format if one is given. Replicas of the plan read together."""
@@ -31,6 +31,8 @@ def streamed_bytes(
 
 
 def pass_calls(block_bytes: Sequence[int], num_readers: int, ahead: int) -> Iterator[tuple[Key, int]]:
-    """Yields the gathers of one pass through all blocks: (axis, operation) and bytes. None if all blocks have room."""
+    """Yields the gathers of one pass through all blocks: (axis, operation) and bytes. `block_bytes` are those of
+    streamed blocks. There are none if all of them have room.
+    """
     if num_readers > 1 and len(block_bytes) > ahead + 1:
         yield from ((("data", "all_gather"), size) for size in block_bytes)
