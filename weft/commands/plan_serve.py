@@ -28,10 +28,7 @@ from weft.planner.serving_speculation import SpeculationPrice, price_speculation
 from weft.planner.serving_streaming import StreamingPrice
 
 NUM_SHOWN = 8
-NOT_PRICED = (
-    "Not priced on GPUs: --speculate FOLDER, --sums (sums over ranks are the library's), --adapter, and LSTM and GRU "
-    "models."
-)
+NOT_PRICED = "Not priced on GPUs: --sums (sums over ranks are the library's), --adapter, and LSTM and GRU models."
 
 
 def plan_serving(
