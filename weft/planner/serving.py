@@ -12,15 +12,13 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import product
 from statistics import median
 
 from weft.architectures import LanguageConfig
 from weft.cluster.cpu_rates import is_cpu
 from weft.cluster.hardware import Cluster, ring_seconds
 from weft.errors import PlanError
-from weft.plan import Context, Pipe, Plan, Tensor
+from weft.plan import Plan
 from weft.planner.kernels import LAUNCH_SECONDS, Kernels
 from weft.planner.lean_kernels import SPLIT_KERNELS, decode_reads, packed_product, small_kernels
 from weft.planner.micro_batch import LINK_SHARE
@@ -45,7 +43,6 @@ STEP_KERNELS = 14
 # Host time of a step that is not a CUDA graph: torch issues about so many operations for each layer.
 OPERATIONS_PER_LAYER, HOST_SECONDS = 14, 10e-6
 SAMPLING_PASSES = 4  # over the logits, in float32
-LONG_SHARE = 0.1  # of the weights' bytes, that the cache of one request takes for which `context` is tried
 ALONE_OUTPUT = 32  # tokens for which one request alone is predicted
 
 
@@ -433,46 +430,3 @@ def predict_serving(
     sizes = (model.weight_bytes, per_token, memory, cache_tokens, held)
     num_cached = max(longest, min(MAX_RUNNING, len(per_replica)) * workload.mean_tokens)
     return ServingPrediction(plan, *sizes, alone, every, model.streaming_price(num_cached), model.merged_bytes)
-
-
-def serving_plans(config: LanguageConfig, num_devices: int, with_context: bool = False) -> Iterable[Plan]:
-    """Yields layouts over all devices: data, pipe, expert, x, and context if it is asked for."""
-    sizes = ServedSizes.of(config)
-    for x, context in product(_divisors(num_devices), _divisors(num_devices) if with_context else (1,)):
-        for expert in _divisors(num_devices // (x * context)) if sizes.num_experts else (1,):
-            for pipe in _divisors(num_devices // (x * context) // expert):
-                data = num_devices // (x * context) // expert // pipe
-                if pipe <= sizes.num_layers and data * pipe * expert * context * x == num_devices:
-                    parts = {"expert": expert, "context": Context(context), "tensor": Tensor(x)}
-                    yield Plan(data=data, pipe=Pipe(pipe), **parts)  # type: ignore[arg-type]
-
-
-def search_serving(
-    config: LanguageConfig,
-    cluster: Cluster,
-    workload: ServingWorkload,
-    precision: str = "bf16",
-    weights: str | None = None,
-    cache: str | None = None,
-    ahead: int = 0,
-    resident: int = 0,
-) -> tuple[list[ServingPrediction], list[str]]:
-    """Returns the layouts that fit, most tokens per second first, and why others do not.
-
-    `context` splits the cache alone, so it is tried where the cache of one request is much beside the weights.
-    """
-    found, refused = list[ServingPrediction](), list[str]()
-    whole = ServingModel(config, cluster, Plan(), precision, weights, cache)
-    longest = max(map(sum, workload.lengths))
-    is_long = longest * whole.cache_bytes(0) > LONG_SHARE * whole.weight_bytes
-    for plan in serving_plans(config, cluster.num_devices, is_long and cache_format(cache).splits_sequences):
-        try:
-            found.append(predict_serving(config, cluster, plan, workload, precision, weights, cache, ahead, resident))
-        except PlanError as error:
-            refused.append(str(error))
-    return sorted(found, key=lambda one: -one.loaded.tokens_per_second), refused
-
-
-@lru_cache
-def _divisors(number: int) -> tuple[int, ...]:
-    return tuple(value for value in range(1, number + 1) if number % value == 0)

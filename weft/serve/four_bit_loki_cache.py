@@ -29,7 +29,6 @@ class FourBitLokiFormat(FourBitFormat):
     """Keys along calibrated axes, in 4 bits."""
 
     answers_choose = True
-    splits_sequences = False
     has_kernel = False
 
     def __init__(self, loki: LokiFormat, group: int = GROUP) -> None:

@@ -63,7 +63,6 @@ class CacheFormat(Protocol):
     # Tokens of prompts attend to all before them, generated ones to some: these are decodes, whatever they are computed
     # with, so that results depend on neither chunks nor drafts.
     answers_choose: bool
-    splits_sequences: bool  # the ranks of `context` can hold pages of a request together
     has_kernel: bool  # decodes on a GPU are one kernel, which reads a request's own tokens alone
     identity: str  # of the model that it was made for (`model_identity.py`); "": any
 
@@ -112,7 +111,6 @@ class PlainFormat:
     block_size: int | None = None
     keeps_whole_blocks = False
     answers_choose = False
-    splits_sequences = True
     has_kernel = True
     identity = ""
 

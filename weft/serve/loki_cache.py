@@ -33,7 +33,6 @@ class LokiFormat:
     block_size: int | None = None
     keeps_whole_blocks = False
     answers_choose = True
-    splits_sequences = False
     has_kernel = True
 
     def __init__(self, axes: Tensor, choice: LokiChoice | None = None, identity: str = "") -> None:

@@ -30,6 +30,7 @@ from weft.serve.ranks import ServingRanks
 from weft.serve.recurrent import RecurrentRows
 from weft.serve.request import TokenLogprobs
 from weft.serve.speculation import EarlyLayers
+from weft.serve.split_formats import split_format
 from weft.serve.split_layers import ModelAxes
 from weft.serve.step_inputs import PageLayout, StepInputs
 from weft.serve.streamed_model import StreamedModel, Streaming, stream_model
@@ -104,15 +105,13 @@ class ModelPart:
         has_shares = ranks is not None and ranks.readers is not None  # of each block's weights
         with nullcontext() if self.streamed is None or has_shares else self.streamed.values():
             _refuse_cache(options, model, ranks)
-        form = options.cache
-        if form is not None and ranks is not None and isinstance(model, Decoder | GPT2):
-            form = form.part(own_layers(model.config, ranks.place), own_key_heads(model.config, ranks.place))
         _refuse_head(options, model, ranks, self.device)
         self._head = options.head
         axes = ModelAxes() if ranks is None else ranks.axes
         if isinstance(model, RecurrentModel):
             self.paged: PagedModel | RecurrentRows = RecurrentRows(model)
         else:
+            form = _own_format(options, model, ranks)
             self.paged = PagedModel(model, self.context_length, axes, form, self.device, self.streamed)
         self._arrange_weights()
         linears = [linear for block in self.paged.blocks for linear in block.linears]
@@ -324,15 +323,23 @@ def _refuse_cache(options: EngineOptions, model: nn.Module, ranks: ServingRanks 
                 f"the file of --cache {options.cache.name} is of another model; run weft calibrate on the model that "
                 f"is served"
             )
-    if not options.cache.splits_sequences and ranks is not None and ranks.axes.context is not None:
-        raise ConfigError(
-            f"a cache of {options.cache.name} is not split over plan.context; use plan.tensor.x, or leave out --cache"
-        )
     if options.cache.block_size not in (None, options.block_size):
         raise ConfigError(
             f"a cache of {options.cache.name} needs blocks of {options.cache.block_size} tokens, not "
             f"{options.block_size}; give block_size = {options.cache.block_size}"
         )
+
+
+def _own_format(options: EngineOptions, model: nn.Module, ranks: ServingRanks | None) -> CacheFormat | None:
+    """How this rank keeps keys and values. Raises ConfigError for what ranks of `context` cannot hold together."""
+    if options.cache is None or ranks is None or not isinstance(model, Decoder | GPT2):
+        return options.cache
+    found = options.cache if ranks.axes.context is None else split_format(options.cache)
+    if found is None:
+        raise ConfigError(
+            f"a cache of {options.cache.name} is not split over plan.context; use plan.tensor.x, or leave out --cache"
+        )
+    return found.part(own_layers(model.config, ranks.place), own_key_heads(model.config, ranks.place))
 
 
 def _refuse_recurrent(options: EngineOptions, ranks: ServingRanks | None) -> None:
