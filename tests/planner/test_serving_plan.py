@@ -12,7 +12,7 @@ import torch
 from weft.cluster.hardware import load
 from weft.commands.plan_serve import explain
 from weft.errors import ConfigError, PlanError
-from weft.models import DecoderConfig
+from weft.models import DecoderConfig, write_config
 from weft.models.catalog import load_model
 from weft.plan import Context, Pipe, Plan, Tensor
 from weft.planner.kernels import LAUNCH_SECONDS
@@ -93,13 +93,32 @@ def test_drafts_are_priced_by_their_chance() -> None:
     assert model.decode_seconds(200, 16) < model.decode_seconds(200) < 2 * model.decode_seconds(200, 16)
     for kind, chance, match in (
         ("layers=32", 0.5, "fewer than the model's 32"),
-        ("runs/small", 0.5, "runs/small is not priced"),
+        ("runs/small", 0.5, "runs/small is no folder; give ngram, layers=K, or the folder of a smaller model"),
         ("ngram", 1.5, "--accepted 1.5 must be"),
     ):
         with pytest.raises(ConfigError, match=match):
             price_speculation(model, kind, chance, 200)
     with pytest.raises(ConfigError, match="priced on one device"):
         price_speculation(ServingModel(LLAMA_8B, load("h200:1x2"), Plan(tensor=Tensor(2)), "bf16"), "ngram", 0.5, 200)
+
+
+def test_a_draft_model_costs_its_own_decodes(tmp_path: Path) -> None:
+    model = ServingModel(LLAMA_8B, load("h200:1x1"), Plan(), "bf16")
+    shapes = {"two": LLAMA_8B, "wide": replace(LLAMA_8B, intermediate_size=8 * 14336), "same": LLAMA_8B}
+    for name, shape in shapes.items():
+        write_config(tmp_path / name, replace(shape, num_hidden_layers=32 if name == "same" else 2))
+    two, wide, same = (price_speculation(model, str(tmp_path / name), 1, 64 + 128) for name in shapes)
+    of_layers = price_speculation(model, "layers=2", 1, 64 + 128)  # the same products, in the model itself
+    assert two.tokens_per_second == pytest.approx(of_layers.tokens_per_second, rel=0.1)
+    assert two.times_as_fast > 2 > wide.times_as_fast > 1 > same.times_as_fast
+    config = json.loads((tmp_path / "wide" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    (tmp_path / "wide" / "config.json").write_text(json.dumps(config))
+    packed = price_speculation(model, str(tmp_path / "wide"), 1, 64 + 128)
+    assert two.tokens_per_second >= packed.tokens_per_second > 1.2 * wide.tokens_per_second  # it reads fewer bytes
+    write_config(tmp_path / "large", replace(LLAMA_8B, num_hidden_layers=2, intermediate_size=5_000_000))
+    with pytest.raises(ConfigError, match=r"both models and a text of 192 tokens take .* GB, and a device has 141"):
+        price_speculation(model, str(tmp_path / "large"), 1, 192)
 
 
 def test_more_ranks_hold_less_each_and_a_pipeline_overlaps_its_requests() -> None:

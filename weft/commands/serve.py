@@ -68,7 +68,9 @@ SpeculateOption = Annotated[
 WeightsOption = Annotated[
     str | None,
     typer.Option(
-        help="weights of linears in fewer bits: fp8, int8, int4 or int4-128; changes answers", show_default=False
+        help="weights of linears in fewer bits: fp8, int8, int4, int4-128, on a CPU fp16 and int8-row too; changes "
+        "answers",
+        show_default=False,
     ),
 ]
 KeysValuesOption = Annotated[
@@ -78,8 +80,8 @@ KeysValuesOption = Annotated[
 HeadOption = Annotated[
     str | None,
     typer.Option(
-        help="on a CPU: int8 or int4, the head's weight in fewer bits; or the graph=FILE of weft index, by which the "
-        "likeliest tokens are found; changes answers",
+        help="on a CPU: fp16, int8-row, int8 or int4, the head's weight in fewer bits; or the graph=FILE of weft "
+        "index, by which the likeliest tokens are found; changes answers",
         show_default=False,
     ),
 ]
@@ -104,7 +106,7 @@ ShareOption = Annotated[
 
 
 def serve_command(
-    source: Annotated[Path, typer.Argument(help="a run folder, a checkpoint or a Hugging Face folder")],
+    source: Annotated[Path, typer.Argument(help="a run folder, a checkpoint or a (quantised) Hugging Face folder")],
     overrides: RankOverrides = None,
     host: HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one", min=0, max=65535)] = 8000,

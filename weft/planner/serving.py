@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from weft.architectures import LanguageConfig
+from weft.cluster.cpu_rates import is_cpu
 from weft.cluster.hardware import Cluster, ring_seconds
 from weft.errors import PlanError
 from weft.plan import Plan
@@ -134,7 +135,8 @@ class ServingModel:
             for stage in range(plan.pipe.degree)
         ]
         self._cache_format = cache_format(cache)
-        self._format = None if weights is None else weight_format(weights)
+        device = "cpu" if is_cpu(cluster) else "cuda"
+        self._format = None if weights is None else weight_format(weights, device)
         self._weight_bytes = [
             part_bytes(config, places[stage], self.kernels.item_bytes, self._format)
             for stage in range(plan.pipe.degree)

@@ -1,4 +1,4 @@
-"""Finds the layouts in which a model can be served on a cluster, the fastest first."""
+"""The search for the best layout in which to serve a model: all layouts over all devices are predicted."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from weft.errors import PlanError
 from weft.plan import Context, Pipe, Plan, Tensor
 from weft.planner.serving import ServingModel, ServingPrediction, ServingWorkload, predict_serving
 from weft.serve.cache_formats import cache_format
+from weft.serve.split_formats import split_format
 from weft.serve.traffic import ServedSizes
 
 LONG_SHARE = 0.1  # of the weights' bytes, that the cache of one request takes for which `context` is tried
@@ -47,7 +48,7 @@ def search_serving(
     whole = ServingModel(config, cluster, Plan(), precision, weights, cache)
     longest = max(map(sum, workload.lengths))
     is_long = longest * whole.cache_bytes(0) > LONG_SHARE * whole.weight_bytes
-    for plan in serving_plans(config, cluster.num_devices, is_long and cache_format(cache).splits_sequences):
+    for plan in serving_plans(config, cluster.num_devices, is_long and split_format(cache_format(cache)) is not None):
         try:
             found.append(predict_serving(config, cluster, plan, workload, precision, weights, cache, ahead, resident))
         except PlanError as error:

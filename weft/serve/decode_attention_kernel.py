@@ -193,12 +193,10 @@ def decode_attention_by_kernel(
     If `out` is [requests, heads, head_dim + 1], the last are the logarithms of softmax denominators. Then, a request
     without tokens gets zeros and minus infinity.
     """
-    num_requests, num_heads, head_dim = query.shape
-    num_key_heads = keys.shape[1]
+    (num_requests, num_heads, head_dim), num_key_heads = query.shape, keys.shape[1]
     num_parts = number_of_parts(num_requests, num_key_heads)
     assert query.stride()[1:] == (head_dim, 1), "the heads of a query lie end to end"
-    if out is None:
-        out = query.new_empty(num_requests, num_heads, head_dim)
+    out = query.new_empty(query.shape) if out is None else out
     parts, logs = out, out
     if num_parts > 1:
         parts = query.new_empty(num_requests, num_parts, num_heads, head_dim, dtype=torch.float32)
@@ -236,6 +234,5 @@ def decode_attention_by_kernel(
         **sizes,
     )
     if num_parts > 1:
-        grid = (num_requests, num_heads)
-        _sum_of_used_parts[grid](parts, logs, lengths, out, lengths.stride(0), num_warps=4, **sizes)
+        _sum_of_used_parts[num_requests, num_heads](parts, logs, lengths, out, lengths.stride(0), num_warps=4, **sizes)
     return out

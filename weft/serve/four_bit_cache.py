@@ -37,18 +37,13 @@ class FourBitFormat:
     keeps_whole_blocks = True  # a tail belongs to a running request
     is_chunked_alike = True
     needs_one_rank = False
-    splits_sequences = True
     has_kernel = True
 
     def refuse(self, model: nn.Module) -> None:
         return
 
     def layer(self, index: int, sizes: CacheSizes) -> LayerCache:
-        if sizes.context is None:
-            return FourBitLayer(sizes)
-        from weft.serve.split_four_bit_cache import SplitFourBitLayer
-
-        return SplitFourBitLayer(sizes, sizes.context)
+        return FourBitLayer(sizes)
 
     def bytes_per_token(self, num_key_heads: int, head_dim: int, item_bytes: int) -> float:
         codes = head_dim  # half a byte for each key and value

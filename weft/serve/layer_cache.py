@@ -62,7 +62,6 @@ class CacheFormat(Protocol):
     keeps_whole_blocks: bool  # of requests sent back to the queue, only full blocks can be kept in host memory
     is_chunked_alike: bool  # results do not depend on which tokens are computed together
     needs_one_rank: bool
-    splits_sequences: bool  # the ranks of `context` can hold pages of a request together
     has_kernel: bool  # decodes on a GPU are one kernel, which reads a request's own tokens alone
 
     def refuse(self, model: nn.Module) -> None:
@@ -108,7 +107,6 @@ class PlainFormat:
     keeps_whole_blocks = False
     is_chunked_alike = True
     needs_one_rank = False
-    splits_sequences = True
     has_kernel = True
 
     def refuse(self, model: nn.Module) -> None:

@@ -63,7 +63,6 @@ class LokiFormat:
     keeps_whole_blocks = False
     is_chunked_alike = False  # prompts are not approximated
     needs_one_rank = True  # axes are those of all layers and heads
-    splits_sequences = False
     has_kernel = True
 
     def __init__(self, axes: Tensor, choice: LokiChoice = LokiChoice(), identity: str = "") -> None:

@@ -28,6 +28,7 @@ from weft.serve.ranks import ServingRanks
 from weft.serve.recurrent import RecurrentRows
 from weft.serve.request import TokenLogprobs
 from weft.serve.speculation import EarlyLayers
+from weft.serve.split_formats import split_format
 from weft.serve.split_layers import ModelAxes
 from weft.serve.step_inputs import PageLayout, StepInputs
 from weft.serve.streamed_model import StreamedModel, Streaming, stream_model
@@ -107,7 +108,8 @@ class ModelPart:
         if isinstance(model, RecurrentModel):
             self.paged: PagedModel | RecurrentRows = RecurrentRows(model)
         else:
-            self.paged = PagedModel(model, self.context_length, axes, options.cache, self.device, self.streamed)
+            form = _own_format(options, axes)
+            self.paged = PagedModel(model, self.context_length, axes, form, self.device, self.streamed)
         self._arrange_weights()
         linears = [linear for block in self.paged.blocks for linear in block.linears]
         if options.adapters and any(isinstance(linear, PackedLinear) for linear in linears):
@@ -134,11 +136,14 @@ class ModelPart:
         residual = self._through(batch, self.cache[:num_layers])
         if residual is None or not inputs.sampled:
             return None
-        ends = inputs.sampled_tokens(self.device)
+        positions = batch.positions
+        if len(inputs.sampled) < inputs.num_tokens:  # they are in the order of the tokens
+            ends = inputs.sampled_tokens(self.device)
+            residual, positions = residual[ends], positions[ends]
         if self._head is None:
-            return self.paged.logits(residual[ends]), batch.positions[ends]
-        hidden = self.paged.hidden_states(residual[ends])
-        return self._head.logits(hidden, self.paged.model.lm_head), batch.positions[ends]
+            return self.paged.logits(residual), positions
+        hidden = self.paged.hidden_states(residual)
+        return self._head.logits(hidden, self.paged.model.lm_head), positions
 
     @torch.inference_mode()
     def hidden_states(self, inputs: StepInputs) -> Tensor | None:
@@ -303,10 +308,6 @@ def _refuse_cache(options: EngineOptions, model: nn.Module, ranks: ServingRanks 
     options.cache.refuse(model)
     if options.cache.needs_one_rank and ranks is not None:
         raise ConfigError(f"a cache of {options.cache.name} needs one rank; serve without a plan, or leave out --cache")
-    if not options.cache.splits_sequences and ranks is not None and ranks.axes.context is not None:
-        raise ConfigError(
-            f"a cache of {options.cache.name} is not split over plan.context; use plan.tensor.x, or leave out --cache"
-        )
     if options.cache.block_size not in (None, options.block_size):
         raise ConfigError(
             f"a cache of {options.cache.name} needs blocks of {options.cache.block_size} tokens, not "
@@ -317,6 +318,18 @@ def _refuse_cache(options: EngineOptions, model: nn.Module, ranks: ServingRanks 
             f"with a cache of {options.cache.name}, tokens that are computed together differ from tokens one by one, "
             f"so drafts would change answers; leave out --speculate or --cache"
         )
+
+
+def _own_format(options: EngineOptions, axes: ModelAxes) -> CacheFormat | None:
+    """How this rank keeps keys and values. Raises ConfigError for what ranks of `context` cannot hold together."""
+    if options.cache is None or axes.context is None:
+        return options.cache
+    found = split_format(options.cache)
+    if found is None:
+        raise ConfigError(
+            f"a cache of {options.cache.name} is not split over plan.context; use plan.tensor.x, or leave out --cache"
+        )
+    return found
 
 
 def _refuse_recurrent(options: EngineOptions, ranks: ServingRanks | None) -> None:

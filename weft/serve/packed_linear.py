@@ -18,9 +18,9 @@ from weft.models.attention import RMSNorm
 from weft.models.decoder import Attention
 from weft.models.experts import SwiGLU
 from weft.models.gpt2 import GPT2MLP, GPT2Attention
-from weft.serve.cpu_product import CpuWeight, arranged, refusal
-from weft.serve.group_codes import GroupCodes, split_ranges
-from weft.serve.weight_formats import HEAD_FORMATS, AfterProduct, Grouped, WeightFormat, weight_format
+from weft.serve.cpu_product import CpuWeight
+from weft.serve.plain_norm import plain_norm
+from weft.serve.weight_formats import HEAD_FORMATS, AfterProduct, WeightFormat, weight_format
 
 PACKED_OWNERS = (Attention, SwiGLU, GPT2Attention, GPT2MLP)
 
@@ -35,6 +35,7 @@ class PackedLinear(nn.Linear):
         self.in_features, self.out_features = num_in, len(parts[0])
         for index, part in enumerate(parts):
             self.register_buffer(f"part_{index}", part)
+        self.has_bias = bias is not None  # to ask the module for its bias takes longer
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
 
     @property
@@ -47,26 +48,17 @@ class PackedLinear(nn.Linear):
 
     def product(self, hidden: Tensor) -> Tensor:
         """hidden @ weight.T."""
-        if self._is_for_cpu(hidden):
-            assert self.for_cpu is not None
-            return self.for_cpu.product(hidden)
-        return self.format.product(hidden, self.parts, AfterProduct())
+        own = self._for_rows(hidden)
+        return self.format.product(hidden, self.parts, AfterProduct()) if own is None else own.product(hidden)
 
-    def _is_for_cpu(self, hidden: Tensor) -> bool:
-        return self.for_cpu is not None and hidden.dim() == 2 and len(hidden) <= self.for_cpu.max_rows
-
-    def why_decoded(self, dtype: torch.dtype) -> str | None:
-        """Why a CPU decodes the weight for each product with inputs of a dtype; None if it does not."""
-        if not isinstance(self.format, Grouped):
-            return "products with codes are for int8 and int4"
-        return refusal(self.in_features, self.format.size_of_group(self.in_features), self.format.bits, dtype)
+    def _for_rows(self, hidden: Tensor) -> CpuWeight | None:
+        """The weight for a product with codes on a CPU; None if there is none, or another way is faster."""
+        own, shape = self.for_cpu, hidden.shape
+        return own if own is not None and len(shape) == 2 and shape[0] <= own.max_rows else None
 
     def arrange_for_cpu(self, dtype: torch.dtype) -> None:
         """Keep the weight a second time as a CPU's product with codes takes it, where that is faster."""
-        self.for_cpu = None
-        if isinstance(self.format, Grouped):
-            codes, ranges = self.parts
-            self.for_cpu = arranged(GroupCodes(codes, *split_ranges(ranges)), self.format.bits, dtype)
+        self.for_cpu = self.format.for_cpu(self.parts, dtype)
 
     def fused(
         self,
@@ -76,10 +68,11 @@ class PackedLinear(nn.Linear):
         norm: RMSNorm | None = None,
     ) -> Tensor:
         """The linear of norm(hidden), and what follows it (`AfterProduct`)."""
-        after = AfterProduct(self.bias, residual, is_gated)
-        if self._is_for_cpu(hidden):
-            return after.of(self.product(hidden if norm is None else norm(hidden)))
-        return self.format.product(hidden, self.parts, after, norm)
+        after = AfterProduct(self.bias if self.has_bias else None, residual, is_gated)
+        own = self._for_rows(hidden)
+        if own is None:
+            return self.format.product(hidden, self.parts, after, norm)
+        return after.of(own.product(hidden if norm is None else plain_norm(hidden, norm)))
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.fused(hidden)
@@ -160,7 +153,7 @@ def why_decoded(model: nn.Module) -> list[str]:
     """Why a CPU decodes weights of a model for each product, which takes long: a sentence for each reason."""
     dtype = next(model.parameters()).dtype
     linears = [one for one in model.modules() if isinstance(one, PackedLinear)]
-    reasons = [one.why_decoded(dtype) for one in linears]
+    reasons = [one.format.why_decoded(one.in_features, dtype) for one in linears]
     return [
         f"{reasons.count(reason)} of {len(linears)} linears are decoded for each product, which saves memory and no "
         f"time: {reason}"

@@ -13,24 +13,26 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from weft.comm import Axis
-from weft.serve.four_bit_cache import DECODED_TOKENS, FourBitLayer
-from weft.serve.layer_cache import CacheSizes
+from weft.serve.four_bit_cache import DECODED_TOKENS, FourBitFormat, FourBitLayer
+from weft.serve.layer_cache import CacheSizes, LayerCache
 from weft.serve.page_share import PageShare
 from weft.serve.paged_attention import PagedBatch
 from weft.serve.split_attention import merged, partial_attention
 
 
+class SplitFourBitFormat(FourBitFormat):
+    """4 bits for each key and value, of pages that ranks hold together."""
+
+    def layer(self, index: int, sizes: CacheSizes) -> LayerCache:
+        return SplitFourBitLayer(sizes)
+
+
 class SplitFourBitLayer(FourBitLayer):
     """The cache of one block of the model: a rank's pages."""
 
-    def __init__(self, sizes: CacheSizes, context: Axis) -> None:
-        super().__init__(sizes)
-        self._context = context
-
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
-        share, number = batch.share, batch.num_decodes
-        assert share is not None
+        share, axis, number = batch.share, self._sizes.context, batch.num_decodes
+        assert share is not None and axis is not None, "ranks hold pages together"  # noqa: PT018
         self._keep_values(values, batch.slots)
         parts = list[Tensor]()
         if number:
@@ -41,7 +43,7 @@ class SplitFourBitLayer(FourBitLayer):
             own = self._keep_own_keys(keys[begin:end], length, batch.rows[index], batch.tables[index], share)
             parts += self._prompt(query[begin:end], own, length, batch.tables[index], share, window)
             begin = end
-        return merged(torch.cat(parts), self._context, query.dtype)
+        return merged(torch.cat(parts), axis, query.dtype)
 
     def _decodes(
         self, query: Tensor, keys: Tensor, batch: PagedBatch, share: PageShare, window: int | None
