@@ -28,6 +28,8 @@ TimelineOption = Annotated[
     typer.Option("--timeline", help="draw the pipeline's schedule, here or to the FILE.svg (.png, .txt) given"),
 ]
 
+WAYS = ("weights", "cache", "head", "precision", "ahead", "resident")  # in which a model may be served
+
 
 @paused_collector()
 def plan_command(
@@ -67,8 +69,7 @@ def plan_command(
 ) -> None:
     """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
     if serve:
-        ways: dict[str, Any] = {"weights": weights, "cache": cache, "head": head, "precision": precision}
-        ways |= {"ahead": stream_weights, "resident": resident_blocks}
+        ways = dict(zip(WAYS, (weights, cache, head, precision, stream_weights, resident_blocks), strict=True))
         _plan_serving(model, run_file, cluster, (requests, prompt, output), ways, (speculate, accepted), as_json)
         return
     if like is not None:
