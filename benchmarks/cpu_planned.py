@@ -7,8 +7,8 @@
 The machine is measured before and after the rows of each model, as `weft bench machine --serve` does, and a prediction
 is the faster of what both say, as a measured time is the least median of three bursts of a decode's steps: other users
 of the machine only make it slower, by up to a half for some seconds. What is measured of the machine has no part of
-these models. One thread, seconds of a core; results are medians of the rounds. Weights are random. Searches for likely tokens are in a random matrix of low rank;
-their counts are those of other states than those timed.
+these models. One thread, seconds of a core; results are medians of the rounds. Weights are random. Searches for likely
+tokens are in a random matrix of low rank; their counts are those of other states than those timed.
 """
 
 from __future__ import annotations
