@@ -219,10 +219,9 @@ def _device(name: str) -> Any:
 
 
 def _refuse_pinned(device: str) -> None:
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asks a library; ranks are forked from this process
-    import torch
+    from weft.cluster.local_gpus import sees_gpu
 
-    if device != "cpu" or not torch.cuda.is_available():
+    if device != "cpu" or not sees_gpu():  # asked without CUDA, as ranks are forked from this process
         given = f"--device {device}" if device != "cpu" else "no GPU was found"
         raise ConfigError(f"--pinned is for CPU buffers on a machine with a GPU; {given}; leave it out")
 

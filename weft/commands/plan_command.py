@@ -60,13 +60,15 @@ def plan_command(
     precision: Annotated[str | None, typer.Option(help="with --serve on a CPU: fp32 (if not given) or bf16")] = None,
     cache: Annotated[str | None, typer.Option(help="with --serve: keys and values as int4, or loki=FILE")] = None,
     stream_weights: Annotated[int, typer.Option(help="with --serve: blocks copied ahead from host memory", min=0)] = 0,
-    speculate: Annotated[str | None, typer.Option(help="with --serve: ngram or layers=K, for one request")] = None,
+    resident_blocks: Annotated[int, typer.Option(help="with --stream-weights: blocks kept on the device", min=0)] = 0,
+    speculate: Annotated[str | None, typer.Option(help="with --serve: ngram, layers=K or FOLDER")] = None,
     accepted: Annotated[float, typer.Option(help="with --speculate: the share of drafts that are accepted")] = 0.7,
     as_json: Json = False,
 ) -> None:
     """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
     if serve:
-        ways = {"weights": weights, "cache": cache, "ahead": stream_weights, "head": head, "precision": precision}
+        ways: dict[str, Any] = {"weights": weights, "cache": cache, "head": head, "precision": precision}
+        ways |= {"ahead": stream_weights, "resident": resident_blocks}
         _plan_serving(model, run_file, cluster, (requests, prompt, output), ways, (speculate, accepted), as_json)
         return
     if like is not None:

@@ -14,6 +14,7 @@ products of bytes in 16 bits, which more would overflow.
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from dataclasses import dataclass
 from functools import cache
@@ -28,6 +29,7 @@ from weft.serve.cpu_product import DTYPES, MEASURED_WEIGHTS, most_rows, packed_f
 MIDDLE = 64  # of the bytes that stand for digits: the zero point
 BASE = 128  # of the low digit
 LEAST_EXPONENT = -100  # of a row's power of two
+_rooms = threading.local()
 MAX_INPUTS = 2**31 // (2 * MIDDLE * 128)  # whose sums cannot overflow 32 bits
 
 
@@ -41,29 +43,39 @@ class RowWeight:
     def product(self, hidden: Tensor) -> Tensor:
         """hidden [rows, in] @ weight.T."""
         wide = hidden if hidden.dtype == torch.float32 else hidden.float()
-        out = self._of_row(wide) if wide.shape[0] == 1 else self._of_rows(wide)
+        is_row = wide.shape[0] == 1 and not torch.is_grad_enabled()
+        out = self._of_row(wide) if is_row else self._of_rows(wide)
         return out if out.dtype == hidden.dtype else out.to(hidden.dtype)
 
     def _of_row(self, row: Tensor) -> Tensor:
-        """The product of one row, by as few calls as there are: they take as long as reading a small weight."""
+        """The product of one row, by few calls, of views too: they take as long as reading a small weight."""
         digits_of, sum_of = _factors(float(row.abs().max()))
-        digits = row * digits_of
-        high, low = digits.unbind()
+        digits, high, low = _room(row.shape[1])
+        torch.mul(row, digits_of, out=digits)
         high.round_()
         low.sub_(high, alpha=BASE)
         return torch.mm(sum_of, _product_of_bytes(digits, self.packed))
 
     def _of_rows(self, rows: Tensor) -> Tensor:
         top = rows.abs().amax(1, keepdim=True)
-        exponent = torch.frexp(top).exponent.clamp(min=LEAST_EXPONENT)
-        power = (
-            torch.ldexp(torch.ones_like(top), exponent - MIDDLE.bit_length() + 1) + 0 * top
-        )  # NaN stays, infinity is
+        exponent = torch.frexp(top).exponent.clamp(min=LEAST_EXPONENT) - MIDDLE.bit_length() + 1
+        power = torch.ldexp(torch.ones_like(top), exponent) + 0 * top  # NaN if a row is not finite
         scaled = rows / power
         high = scaled.round()
         digits = torch.cat([high, (scaled - high) * BASE])
         high, low = _product_of_bytes(digits, self.packed).chunk(2)
         return torch.add(high, low, alpha=1 / BASE) * power
+
+
+def _room(num_in: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory of this thread for the digits of a row: both [2, in], and each [in]."""
+    rooms = _rooms.__dict__
+    if num_in not in rooms:
+        with torch.inference_mode(False):  # what is made in that mode can be changed in it alone
+            digits = torch.empty(2, num_in)
+            rooms[num_in] = (digits, *digits.unbind())
+    found: tuple[Tensor, Tensor, Tensor] = rooms[num_in]
+    return found
 
 
 def _factors(top: float) -> tuple[Tensor, Tensor]:
@@ -114,19 +126,22 @@ def refusal(num_in: int, dtype: torch.dtype) -> str | None:
 
 
 @cache
+@torch.inference_mode()
 def has_product() -> bool:
     """Has this torch the product, and does it give what it should on this CPU?"""
     codes = (torch.arange(16 * 64).view(16, 64) % 255 - 127).to(torch.int8)
     codes[:2] = torch.tensor([[127], [-127]])  # with rows of equal inputs, the largest sums
     rows = torch.cat([torch.eye(64), torch.ones(2, 64) * torch.tensor([[1.0], [-1.0]])])
     try:
-        found = row_weight(codes, torch.ones(16, 1), 1).product(rows)
+        weight = row_weight(codes, torch.ones(16, 1), 1)
+        found = torch.cat([weight.product(rows), weight.product(rows[-1:])])
     except (AttributeError, NotImplementedError, RuntimeError):
         return False
-    return torch.equal(found, rows @ codes.float().T)
+    return torch.equal(found, torch.cat([rows, rows[-1:]]) @ codes.float().T)
 
 
 @cache
+@torch.inference_mode()
 def measured_rows(num_in: int, dtype: torch.dtype, threads: int) -> int:
     """The most rows for which a product with codes is faster than the plain function; 0 if it is for none.
 

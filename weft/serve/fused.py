@@ -121,7 +121,7 @@ def rotate_by_angles(
 ) -> Tensor:
     """`rotate_and_store` as plain functions, with the tokens' angles (`angles_at`)."""
     num_heads, num_key_heads, head_dim = sizes
-    heads = projected.unflatten(-1, (-1, head_dim))  # [tokens, all heads, head_dim]
+    heads = projected.view(projected.shape[0], -1, head_dim)  # [tokens, all heads, head_dim]
     both: Tensor
     both, value = heads.split([num_heads + num_key_heads, num_key_heads], dim=1)
     if norms is not None:

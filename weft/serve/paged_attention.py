@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.serve.page_share import PageShare
+
 TILE_QUERIES = 16  # tokens of a prompt in a tile, at most; with the heads that share a key head, enough for a matmul
 _TILED_LENGTH = 2048  # of prompts that are attended to in tiles; torch's own flash attention copies keys and values
 
@@ -45,7 +47,9 @@ class PagedBatch:
     prompt_lengths: Sequence[int] = ()  # tokens of each of these requests in the cache after this step
     # Of a recorded step, instead of the two before (`tiles_of`). `lengths` of requests that do not decode are 0.
     tiles: Tensor | None = None  # [4, tiles] int32
+    share: PageShare | None = None  # ranks hold pages together: slots and `block_size` are of this rank's pages
     _places: dict[int | None, DecodePlaces] = field(default_factory=dict)  # by window
+    _own_places: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of `share`, by window
     _angles: tuple[Tensor, Tensor] | None = None
 
     def decode_places(self, window: int | None) -> DecodePlaces:
@@ -65,6 +69,21 @@ class PagedBatch:
             return None
         start = first * self.block_size
         return slice(start if window is None else start + max(0, length - window), start + length)
+
+    @cached_property
+    def own_lengths(self) -> Tensor:
+        """How many tokens of each decode are in this rank's pages, which are a share."""
+        assert self.share is not None
+        return self.share.count(self.lengths[: self.num_decodes])
+
+    def own_places(self, window: int | None) -> tuple[Tensor, Tensor]:
+        """`decode_places` of this rank's pages, which are a share."""
+        if window not in self._own_places:
+            assert self.share is not None
+            number = self.num_decodes
+            slots = slots_of(self.tables[:number], self.tables.shape[1] * self.block_size, self.block_size)
+            self._own_places[window] = slots, self.share.sees(self.lengths[:number], slots.shape[1], window)
+        return self._own_places[window]
 
     def angles(self, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The tokens' angles (`angles_at`), of tables for all positions. All blocks share them."""
@@ -219,13 +238,21 @@ def decode_places(tables: Tensor, lengths: Tensor, block_size: int, window: int 
 def decode_at(query: Tensor, keys: Tensor, values: Tensor, places: DecodePlaces) -> Tensor:
     """One query [requests, heads, head_dim] for each request. Queries that share a key head are rows of one product."""
     if isinstance(places, slice):
-        key, value, mask = keys[None, places], values[None, places], None
+        key, value, mask = heads_at(keys, places), heads_at(values, places), None
     else:
         slots, mask = places[0], places[1][:, None, None]
-        key, value = (pages.index_select(0, slots.flatten()).unflatten(0, slots.shape) for pages in (keys, values))
-    grouped = query.unflatten(1, (keys.shape[1], -1))
-    mixed = F.scaled_dot_product_attention(grouped, key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask)
-    return mixed.flatten(1, 2)
+        flat = (pages.index_select(0, slots.flatten()).unflatten(0, slots.shape) for pages in (keys, values))
+        key, value = (one.transpose(1, 2) for one in flat)
+    grouped = query.view(query.shape[0], keys.shape[1], -1, query.shape[2])
+    return F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask).flatten(1, 2)
+
+
+def heads_at(pages: Tensor, slots: slice) -> Tensor:
+    """Keys or values [slots, heads, head_dim] at some slots as [1, heads, slots, head_dim], a view by one call."""
+    of_slot, of_head, of_number = pages.stride()
+    size = (1, pages.shape[1], slots.stop - slots.start, pages.shape[2])
+    start = pages.storage_offset() + slots.start * of_slot
+    return pages.as_strided(size, (0, of_head, of_slot, of_number), start)
 
 
 def prompt_attention(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:

@@ -13,7 +13,7 @@ from weft.models.attention import RMSNorm
 def plain_norm(hidden: Tensor, norm: nn.Module) -> Tensor:
     """norm(hidden) of hidden states [tokens, hidden]."""
     is_wide = hidden.dtype in (torch.float32, torch.float64)
-    if not (is_wide and isinstance(norm, RMSNorm) and hidden.device.type == "cpu"):
+    if not (is_wide and isinstance(norm, RMSNorm) and hidden.is_cpu):
         out: Tensor = norm(hidden)
         return out
     length = torch.linalg.vector_norm(hidden, 2, -1, True)
