@@ -26,6 +26,7 @@ from weft.models.experts import SparseMLP, SwiGLU
 from weft.models.gpt2 import GPT2MLP, GPT2Layer
 from weft.serve.fused import is_for_whole_kernel, rotate_and_store, rotate_by_angles, whole_attention
 from weft.serve.layer_cache import CacheFormat, CacheSizes, LayerCache, PlainFormat
+from weft.serve.packed_experts import PackedStack
 from weft.serve.packed_linear import PackedLinear, join_packed
 from weft.serve.paged_attention import PagedBatch
 from weft.serve.split_layers import (
@@ -195,6 +196,9 @@ class PagedModel:
         for linear in (*(one for block in self.blocks for one in block.linears), self.model.lm_head):
             if isinstance(linear, PackedLinear):
                 linear.arrange_for_cpu(self.dtype)
+        for stack in self.body.modules():
+            if isinstance(stack, PackedStack):
+                stack.arrange_for_cpu(self.dtype)
 
     def logits(self, residual: Tensor) -> Tensor:
         """The logits [rows, vocab] of rows of the residual stream."""

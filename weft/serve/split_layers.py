@@ -22,6 +22,7 @@ from weft.models.expert_rows import sort_by_expert, through_experts
 from weft.models.experts import SparseMLP, SwiGLU
 from weft.parallel.tensor.norm import split_norm
 from weft.serve.fused import add_linear, gated, linear, norm_linear, normed, product
+from weft.serve.packed_experts import PackedExperts
 
 
 @dataclass(frozen=True)
@@ -104,16 +105,19 @@ def experts_of(hidden: Tensor, mlp: SparseMLP, axes: ModelAxes) -> Tensor:
 
     Each rank of `expert` computes the rows of its own experts; their sums over the axis are the results.
     """
-    if axes.expert is None and axes.x is None:
-        whole: Tensor = mlp(hidden[None])[0]
-        return whole
     weights, experts = mlp.gate(hidden[None])
+    if axes.expert is None and isinstance(mlp.experts, PackedExperts):
+        out = mlp.experts.of_tokens(hidden, weights, experts)
+    else:
 
-    def compute(rows: Tensor, ends: Tensor | None) -> Tensor:
-        assert ends is not None  # there is no capacity in serving
-        return _own_experts(rows, ends, mlp, axes.expert)
+        def compute(rows: Tensor, ends: Tensor | None) -> Tensor:
+            assert ends is not None  # there is no capacity in serving
+            return _own_experts(rows, ends, mlp, axes.expert)
 
-    out = summed(through_experts(hidden, weights, sort_by_expert(experts, mlp.gate.num_experts), compute), axes.expert)
+        order = sort_by_expert(experts, mlp.gate.num_experts)
+        out = summed(through_experts(hidden, weights, order, compute), axes.expert)
+    if axes.x is None:
+        return mlp.with_others(out, hidden)
     if mlp.shared_expert is not None and mlp.shared_expert_gate is not None:
         shared: SwiGLU = mlp.shared_expert
         inner = F.silu(product(hidden, shared.gate_proj)) * product(hidden, shared.up_proj)

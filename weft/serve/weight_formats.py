@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, NumbersError
 from weft.models.attention import RMSNorm
+from weft.serve.cpu_product import refusal
 from weft.serve.group_codes import GroupCodes, decode, encode, joined_ranges, size_of_block, split_ranges
 
 FP8 = torch.float8_e4m3fn
@@ -207,3 +208,21 @@ def weight_format(name: str) -> WeightFormat:
 def weight_bytes(format: WeightFormat, num_out: int, num_in: int) -> int:
     """Bytes of a weight in a format."""
     return sum(part.numel() * part.itemsize for part in format.empty(num_out, num_in, "meta"))
+
+
+def refuse_bad_weight(name: str, weight: Tensor) -> None:
+    """Raise NumbersError if a weight [out, in] is NaN, infinite or too large for a scale of 16 bits."""
+    bad = ~(weight.abs() < 65000)
+    if bool(bad.any()):
+        row, column = bad.nonzero()[0].tolist()
+        raise NumbersError(
+            f"{name}[{row}, {column}] is {float(weight[row, column])}, which cannot be kept in fewer bits; serve "
+            f"without --weights, or an older checkpoint"
+        )
+
+
+def why_cpu_decodes(format: WeightFormat, num_in: int, dtype: torch.dtype) -> str | None:
+    """Why a CPU decodes weights with so many inputs for each product with inputs of a dtype; None if it does not."""
+    if not isinstance(format, Grouped):
+        return "products with codes are for int8 and int4"
+    return refusal(num_in, format.size_of_group(num_in), format.bits, dtype)

@@ -1,0 +1,78 @@
+"""Kernels of experts in fewer bits beside the plain functions, as `kernels_for_tests.py` does it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from torch import Tensor
+
+from weft.models import DecoderConfig
+from weft.models.expert_rows import sort_by_expert
+from weft.models.experts import StackedExperts
+from weft.serve import packed_expert_kernel
+from weft.serve.packed_expert_kernel import sorted_rows_by_kernel, tokens_by_kernel
+from weft.serve.packed_experts import PackedExperts
+from weft.serve.weight_formats import weight_format
+
+
+def difference(one: Tensor, other: Tensor) -> float:
+    """The largest, of the largest number."""
+    return float((one.double() - other.double()).abs().max() / other.double().abs().max())
+
+
+def experts_of(kind: str, num_experts: int, hidden: int, inner: int) -> PackedExperts:
+    config = DecoderConfig(
+        "mixtral", hidden_size=hidden, intermediate_size=inner, num_experts=num_experts, num_attention_heads=4
+    )
+    stacked = StackedExperts(config, num_experts)
+    packed = PackedExperts(weight_format(kind), stacked, "cpu")
+    for name, stack in packed.stacks.items():
+        stack.take(name, torch.randn(stack.shape) * 0.2 + 0.05, torch.float32)
+    return packed
+
+
+def experts() -> dict[str, dict[str, float]]:
+    """Of tokens through experts: one and many, experts without rows and with more than a program has; of rows that are
+    sorted. Controls: the codes of other experts, and the weights of other choices.
+    """
+    found = {}
+    packed_expert_kernel._OUTPUTS, packed_expert_kernel._COLUMNS, packed_expert_kernel._MAX_ROWS = 32, 32, 16
+    for dtype, kind, sizes, num_tokens, k in (
+        (torch.float32, "int4", (5, 128, 64), 1, 3),
+        (torch.float32, "int4", (8, 64, 96), 6, 2),
+        (torch.float32, "int4-128", (3, 128, 640), 40, 2),
+        (torch.float32, "int8", (4, 96, 32), 3, 2),
+        (torch.float32, "fp8", (4, 96, 160), 19, 1),
+        (torch.float16, "int4", (8, 128, 1152), 1, 2),
+        (torch.float16, "fp8", (6, 64, 64), 5, 4),
+    ):
+        packed = experts_of(kind, *sizes)
+        tokens, weights = torch.randn(num_tokens, sizes[1]).to(dtype), torch.rand(num_tokens, k)
+        chosen = torch.stack([torch.randperm(sizes[0] - 1)[:k] for _ in range(num_tokens)])  # nobody chooses the last
+        plain = packed.of_tokens(tokens.double(), weights.double(), chosen)
+        order = sort_by_expert(chosen, sizes[0])
+        assert order.ends is not None
+        rows = tokens[order.sources // k]
+        name = f"{dtype} {kind} {sizes} {num_tokens} {k}"
+        found[name] = {
+            "tokens": difference(tokens_by_kernel(tokens, weights, chosen, packed), plain),
+            "rows": difference(sorted_rows_by_kernel(rows, order.ends, packed), packed(rows.double(), order.ends)),
+            "weights of other choices": difference(
+                tokens_by_kernel(tokens, weights.flip(-1) + 1, chosen, packed), plain
+            ),
+        }
+        packed.down_proj.part_0.copy_(packed.down_proj.part_0.roll(1, 0))  # type: ignore[operator]
+        found[name]["codes of other experts"] = difference(tokens_by_kernel(tokens, weights, chosen, packed), plain)
+    return found
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    cases = {"experts": experts}
+    print(json.dumps({name: cases[name]() for name in sys.argv[1:]}))
