@@ -48,7 +48,7 @@ class ExpertRows(NamedTuple):
     @property
     def tile(self) -> int:
         """Rows of a program; tensor cores need 16."""
-        mean = triton.next_power_of_2(triton.cdiv(self.num_rows, self.num_experts))
+        mean: int = triton.next_power_of_2(triton.cdiv(self.num_rows, self.num_experts))
         return max(16, min(_MAX_ROWS, mean))
 
     @property
