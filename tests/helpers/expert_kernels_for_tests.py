@@ -12,11 +12,15 @@ import torch
 from torch import Tensor
 
 from weft.models import DecoderConfig
+from weft.models.attention import RMSNorm
 from weft.models.expert_rows import sort_by_expert
 from weft.models.experts import StackedExperts
-from weft.serve import packed_expert_kernel
+from weft.models.router import Router
+from weft.serve import packed_expert_kernel, router_kernel
+from weft.serve.fused import routed
 from weft.serve.packed_expert_kernel import sorted_rows_by_kernel, tokens_by_kernel
 from weft.serve.packed_experts import PackedExperts
+from weft.serve.router_kernel import order_by_kernel, route_by_kernel
 from weft.serve.weight_formats import weight_format
 
 
@@ -61,6 +65,9 @@ def experts() -> dict[str, dict[str, float]]:
             found[name]["rows"] = difference(
                 sorted_rows_by_kernel(rows, order.ends, packed), packed(rows.double(), order.ends)
             )
+            residual = torch.randn(num_tokens, sizes[1])
+            added = tokens_by_kernel(tokens, weights, chosen, packed, residual)
+            found[name]["added"] = difference(added, plain + residual)
             wrong = tokens_by_kernel(tokens, weights.flip(-1) + 1, chosen, packed)
             found[name]["other weights"] = difference(wrong, plain)
         packed.down_proj.part_0.copy_(packed.down_proj.part_0.roll(1, 0))  # type: ignore[operator]
@@ -68,8 +75,41 @@ def experts() -> dict[str, dict[str, float]]:
     return found
 
 
+def routes() -> dict[str, dict[str, float]]:
+    """Of routers: the norm, weights and experts, and the order of rows. Controls: no norm, and the order of other
+    choices.
+    """
+    found = {}
+    router_kernel._LOADED = 512
+    for dtype, num_experts, size, num_tokens, k, is_normalised in (
+        (torch.float32, 8, 100, 3, 2, True),
+        (torch.float32, 60, 64, 1, 6, False),
+        (torch.float16, 5, 40, 9, 3, True),
+    ):
+        sizes = {"hidden_size": size, "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": num_experts}
+        config = DecoderConfig("qwen3_moe", **sizes, num_experts_per_tok=k, norm_topk_prob=is_normalised)  # type: ignore[arg-type]
+        router, norm = Router(config, num_experts).eval().to(dtype), RMSNorm(size, 1e-6).to(dtype)
+        for parameter in (router.weight, norm.weight):
+            parameter.data.normal_()
+        hidden = torch.randn(num_tokens, size + 3).to(dtype)[:, :size]  # rows may lie apart
+        normed, weights, experts = route_by_kernel(hidden, norm, router)
+        plain = routed(hidden, norm, router)
+        order, expected = order_by_kernel(experts, num_experts), sort_by_expert(experts, num_experts)
+        other = sort_by_expert((experts + 1) % num_experts, num_experts)
+        pairs = [(order.sources, expected.sources), (order.places, expected.places), (order.ends, expected.ends)]
+        found[f"{dtype} {num_experts} {k}"] = {
+            "normed": difference(normed, plain[0]),
+            "weights": difference(weights, plain[1]),
+            "experts": float((experts != plain[2]).sum()),
+            "order": float(sum((mine != own).sum() for mine, own in pairs)),
+            "not normed": difference(hidden, plain[0]),
+            "order of others": float((order.ends != other.ends).sum()),
+        }
+    return found
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    cases = {"experts": experts}
+    cases = {"experts": experts, "routes": routes}
     print(json.dumps({name: cases[name]() for name in sys.argv[1:]}))

@@ -16,3 +16,13 @@ def test_products_with_codes_of_chosen_experts_are_those_with_decoded_weights() 
         assert parts.pop("codes of other experts") > 0.03, name
         for part, difference in parts.items():
             assert difference <= (1e-5 if "float32" in name else BF16_STEP), (name, part)
+
+
+def test_routers_and_the_order_of_rows_are_those_of_plain_functions() -> None:
+    found = differences("routes", "expert_kernels_for_tests.py")
+    assert len(found) == 3
+    for name, parts in found.items():
+        assert parts.pop("experts") == parts.pop("order") == 0, name
+        assert min(parts.pop("not normed"), parts.pop("order of others")) > 0.03, name  # controls
+        for part, difference in parts.items():
+            assert difference <= (1e-5 if "float32" in name else BF16_STEP), (name, part)

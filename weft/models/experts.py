@@ -94,6 +94,11 @@ class SparseMLP(nn.Module):
         out = self.through(tokens, weights, self._order(experts, hidden, keys), self.experts)
         return self.with_others(out, tokens).view_as(hidden)
 
+    @property
+    def has_others(self) -> bool:
+        """Is something computed beside the experts?"""
+        return self.shared_expert is not None or self.shared_experts is not None or hasattr(self, "coefficient")
+
     def with_others(self, out: Tensor, tokens: Tensor) -> Tensor:
         """What the experts give for tokens [tokens, hidden], with what is computed beside them: shared experts, MLP."""
         if self.shared_expert is not None and self.shared_expert_gate is not None:

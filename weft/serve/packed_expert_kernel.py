@@ -19,7 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.models.expert_rows import sort_by_expert
+from weft.serve.early_launch_kernel import early_launch, wait_for_results
 from weft.serve.packed_product_kernel import products_of_blocks
+from weft.serve.router_kernel import MAX_PAIRS, order_by_kernel
 from weft.serve.weight_formats import RowFp8
 
 if TYPE_CHECKING:
@@ -84,12 +86,13 @@ def _expert_product(
     hidden_ptr, code_ptr, range_ptr, end_ptr, source_ptr, out_ptr, num_rows, num_in, num_results, num_experts,
     hidden_stride, K: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
     PARTS: tl.constexpr, EXPERTS: tl.constexpr, IS_SINGLE: tl.constexpr, HAS_SOURCES: tl.constexpr,
-    IS_GATED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BY_PTX: tl.constexpr,
+    IS_GATED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BY_PTX: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """If IS_GATED, a result is of two neighbours of a program's outputs: its gate, and its up, which is `num_results`
     behind it.
     """
     part = tl.program_id(1)
+    wait_for_results(IS_EARLY)
     expert, first, behind = _rows_of_tile(end_ptr, tl.program_id(2), num_experts, EXPERTS, ROWS, IS_SINGLE)
     rows = first + tl.arange(0, ROWS)
     exists = rows < behind
@@ -120,10 +123,12 @@ def _expert_product(
 
 @triton.jit
 def _sum_rows(
-    part_ptr, place_ptr, weight_ptr, out_ptr, num_rows, num_out,
-    K: tl.constexpr, PARTS: tl.constexpr, HAS_PLACES: tl.constexpr, HAS_WEIGHTS: tl.constexpr, COLUMNS: tl.constexpr,
+    part_ptr, place_ptr, weight_ptr, residual_ptr, out_ptr, num_rows, num_out, residual_stride,
+    K: tl.constexpr, PARTS: tl.constexpr, HAS_PLACES: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, COLUMNS: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts [parts, rows, outputs] of the rows of each token, times their weights."""
+    """Add up the parts [parts, rows, outputs] of the rows of each token, times their weights, and the residual."""
+    wait_for_results(IS_EARLY)
     token, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < num_out
     total = tl.zeros([COLUMNS], tl.float32)
@@ -137,51 +142,77 @@ def _sum_rows(
         if HAS_WEIGHTS:
             result *= tl.load(weight_ptr + token * K + choice).to(tl.float32)
         total += result
+    if HAS_RESIDUAL:
+        total += tl.load(residual_ptr + token * residual_stride + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * num_out + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def tokens_by_kernel(tokens: Tensor, weights: Tensor, chosen: Tensor, experts: PackedExperts) -> Tensor:
-    """For tokens [tokens, hidden] the sums of the results of their chosen experts [tokens, k], times the weights."""
+def tokens_by_kernel(
+    tokens: Tensor, weights: Tensor, chosen: Tensor, experts: PackedExperts, residual: Tensor | None = None
+) -> Tensor:
+    """For tokens [tokens, hidden] the sums of the results of their chosen experts [tokens, k], times the weights, and
+    plus the residual.
+    """
     (num_tokens, _), k = tokens.shape, chosen.shape[1]
     sizes = (k, num_tokens * k, experts.num_experts)
     if num_tokens == 1:
-        return _through(tokens, ExpertRows(chosen.view(-1), None, *sizes, True), experts, None, weights)
-    order = sort_by_expert(chosen, experts.num_experts)
-    assert order.ends is not None
-    return _through(tokens, ExpertRows(order.ends, order.sources, *sizes), experts, order.places, weights)
+        rows, places = ExpertRows(chosen.view(-1), None, *sizes, True), None
+    else:
+        sort = order_by_kernel if chosen.numel() <= MAX_PAIRS else sort_by_expert
+        order = sort(chosen, experts.num_experts)
+        assert order.ends is not None
+        rows, places = ExpertRows(order.ends, order.sources, *sizes), order.places
+    return _summed(_parts(tokens, rows, experts), rows, tokens, places, weights, residual)
 
 
 def sorted_rows_by_kernel(rows: Tensor, ends: Tensor, experts: PackedExperts) -> Tensor:
     """The results of rows [rows, hidden], which are sorted by expert; expert i's end before row `ends[i]`."""
-    return _through(rows, ExpertRows(ends, None, 1, len(rows), experts.num_experts), experts, None, None)
+    own = ExpertRows(ends, None, 1, len(rows), experts.num_experts)
+    return _summed(_parts(rows, own, experts), own, rows)
 
 
-def _through(
-    hidden: Tensor, rows: ExpertRows, experts: PackedExperts, places: Tensor | None, weights: Tensor | None
-) -> Tensor:
-    num_results = experts.down_proj.shape[1]
-    inner = hidden.new_empty(1, rows.num_rows, experts.down_proj.shape[2])
+def _parts(hidden: Tensor, rows: ExpertRows, experts: PackedExperts) -> Tensor:
+    """Parts [parts, rows, hidden] of the results of rows."""
+    _, num_results, num_inner = experts.down_proj.shape
+    inner = hidden.new_empty(1, rows.num_rows, num_inner)
     _multiply(hidden, experts.gate_up_proj, rows, inner, is_gated=True)
     tiles = rows.num_tiles * triton.cdiv(num_results, _OUTPUTS)
-    block = experts.down_proj.format.block(inner.shape[2])[1]  # type: ignore[attr-defined]
-    most = min(8, max(1, inner.shape[2] // block // 4))  # a program has at least four blocks
+    block = experts.down_proj.format.block(num_inner)[1]  # type: ignore[attr-defined]
+    most = min(8, max(1, num_inner // block // 4))  # a program has at least four blocks
     num_parts = min(most, triton.next_power_of_2(triton.cdiv(_PROGRAMS, tiles)))
     parts = torch.empty(num_parts, rows.num_rows, num_results, dtype=torch.float32, device=hidden.device)
     _multiply(inner[0], experts.down_proj, rows._replace(sources=None, k=1), parts, is_gated=False)
-    out = hidden.new_empty(rows.num_rows // rows.k, num_results)
+    return parts
+
+
+def _summed(
+    parts: Tensor,
+    rows: ExpertRows,
+    like: Tensor,
+    places: Tensor | None = None,
+    weights: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """The results of tokens, in the dtype of a tensor."""
+    num_parts, num_rows, num_results = parts.shape
+    out = like.new_empty(num_rows // rows.k, num_results)
     _sum_rows[(len(out), triton.cdiv(num_results, _COLUMNS))](
         parts,
-        rows.ends if places is None else places,
+        parts if places is None else places,
         parts if weights is None else weights,
+        parts if residual is None else residual,
         out,
-        rows.num_rows,
+        num_rows,
         num_results,
+        0 if residual is None else residual.stride(0),
         K=rows.k,
         PARTS=num_parts,
         HAS_PLACES=places is not None,
         HAS_WEIGHTS=weights is not None,
+        HAS_RESIDUAL=residual is not None,
         COLUMNS=_COLUMNS,
         num_warps=4,
+        **early_launch(like),
     )
     return out
 
@@ -219,4 +250,5 @@ def _multiply(hidden: Tensor, stack: PackedStack, rows: ExpertRows, out: Tensor,
         BY_PTX=hidden.is_cuda and torch.version.hip is None,
         num_warps=_WARPS,
         num_stages=_STAGES,
+        **early_launch(hidden),
     )

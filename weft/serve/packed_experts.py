@@ -110,15 +110,16 @@ class PackedExperts(nn.Module):
             begin = end
         return results
 
-    def of_tokens(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def of_tokens(self, tokens: Tensor, weights: Tensor, chosen: Tensor, residual: Tensor | None = None) -> Tensor:
         """For tokens [tokens, hidden] the sums of the results of their chosen experts [tokens, k], times the weights
-        [tokens, k].
+        [tokens, k], and plus the residual if there is one.
         """
         if self.is_for_kernel(tokens):
             from weft.serve.packed_expert_kernel import tokens_by_kernel
 
-            return tokens_by_kernel(tokens, weights, chosen, self)
-        return through_experts(tokens, weights, sort_by_expert(chosen, self.num_experts), self)
+            return tokens_by_kernel(tokens, weights, chosen, self, residual)
+        out = through_experts(tokens, weights, sort_by_expert(chosen, self.num_experts), self)
+        return out if residual is None else residual + out
 
     def is_for_kernel(self, rows: Tensor) -> bool:
         """Are these rows on a GPU and in 16 bits, and can the kernel read this format?"""

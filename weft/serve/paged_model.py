@@ -31,9 +31,9 @@ from weft.serve.packed_linear import PackedLinear, join_packed
 from weft.serve.paged_attention import PagedBatch
 from weft.serve.split_layers import (
     ModelAxes,
+    add_experts,
     add_row,
     column,
-    experts_of,
     gathered_features,
     gathered_logits,
     lookup,
@@ -260,7 +260,7 @@ def _add_mlp(mlp: nn.Module, norm: nn.Module, axes: ModelAxes) -> tuple[Transfor
 
         return add_gelu, (inner, outer)
     assert isinstance(mlp, SparseMLP)
-    return lambda residual: residual + experts_of(norm_of(residual, norm, axes), mlp, axes), ()
+    return lambda residual: add_experts(residual, norm, mlp, axes), ()
 
 
 def _gpt2_block(layer: GPT2Layer, axes: ModelAxes) -> PagedBlock:
