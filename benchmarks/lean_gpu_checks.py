@@ -10,7 +10,10 @@ import torch
 from serve_gpu import TINY
 from torch import Tensor
 
+from weft.models.attention import RMSNorm
+from weft.models.expert_rows import sort_by_expert
 from weft.models.experts import StackedExperts
+from weft.models.router import Router
 from weft.serve.decode_attention_kernel import decode_attention_by_kernel
 from weft.serve.decode_graph import GraphRecorder
 from weft.serve.engine import Engine, EngineOptions
@@ -22,6 +25,7 @@ from weft.serve.packed_experts import PackedExperts
 from weft.serve.packed_linear import pack_model
 from weft.serve.paged_attention import PagedBatch, decode_attention
 from weft.serve.request import Request, Sampling
+from weft.serve.router_kernel import order_by_kernel, route_by_kernel
 from weft.serve.weight_formats import FORMATS, AfterProduct
 from weft.serve.whole_attention_kernel import whole_attention_by_kernel
 
@@ -176,6 +180,26 @@ def experts(device: torch.device) -> Found:
             yield f"{name}: 1 over the difference to other experts", 1 / max(difference(others, expected), 1e-9), 25
 
 
+def routers(device: torch.device) -> Found:
+    """Norm, router and order of rows by kernels."""
+    for num_experts, size, k in ((8, 4096, 2), (64, 2048, 6), (128, 2048, 8)):
+        config = replace(TINY_EXPERTS, hidden_size=size, num_experts=num_experts, num_experts_per_tok=k)
+        router, norm = Router(config, num_experts).eval().to(device, torch.bfloat16), RMSNorm(size, 1e-6).to(device)
+        norm.bfloat16().weight.data.uniform_(0.5, 1.5)
+        router.weight.data.normal_(0, 0.05)
+        for num_tokens in (1, 16):
+            hidden = torch.randn(num_tokens, size, dtype=torch.bfloat16, device=device)
+            normed, weights, chosen = route_by_kernel(hidden, norm, router)
+            expected, most_likely = router(normed[None])
+            name = f"router {num_experts} {size}, {num_tokens} tokens"
+            yield f"{name}: norm", difference(normed, norm(hidden)), 0.01
+            yield f"{name}: weights", difference(weights, expected), 0.01
+            yield f"{name}: choices that differ", float((chosen != most_likely).sum()), 0.02 * chosen.numel()
+            order, sorted_order = order_by_kernel(chosen, num_experts), sort_by_expert(chosen, num_experts)
+            wrong = (order.places != sorted_order.places).sum() + (order.ends != sorted_order.ends).sum()
+            yield f"{name}: order", float(wrong + (order.sources != sorted_order.sources).sum()), 0.0
+
+
 def engines(device: torch.device) -> Found:
     """Tokens of engines with CUDA graphs against those without; whether graphs were recorded."""
     from serve_gpu import random_model
@@ -212,7 +236,7 @@ def check_kernels(device: torch.device) -> None:
     """Print each comparison; SystemExit if one is off."""
     torch.manual_seed(0)
     begin, num_bad = time.perf_counter(), 0
-    for compare in (attention, whole_attention, four_bits, chosen, products, experts, engines):
+    for compare in (attention, whole_attention, four_bits, chosen, products, routers, experts, engines):
         try:
             for name, found, most in compare(device):
                 num_bad += not found <= most

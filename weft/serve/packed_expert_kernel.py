@@ -248,7 +248,7 @@ def _multiply(hidden: Tensor, stack: PackedStack, rows: ExpertRows, out: Tensor,
         ROWS=rows.tile,
         OUTPUTS=_OUTPUTS,
         BY_PTX=hidden.is_cuda and torch.version.hip is None,
-        num_warps=_WARPS,
+        num_warps=_WARPS if rows.tile <= 32 else 2 * _WARPS,
         num_stages=_STAGES,
         **early_launch(hidden),
     )

@@ -30,7 +30,8 @@ def _route(
     IS_NORMALISED: tl.constexpr, STAGES: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     token, columns, experts = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH), tl.arange(0, EXPERTS)
-    given, dtype = hidden_ptr + token * hidden_stride + columns, hidden_ptr.dtype.element_ty
+    dtype: tl.constexpr = hidden_ptr.dtype.element_ty
+    given = hidden_ptr + token * hidden_stride + columns
     wait_for_results(IS_EARLY)
     squares = tl.zeros([WIDTH], tl.float32)
     for start in range(0, SIZE, WIDTH):
