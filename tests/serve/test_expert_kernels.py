@@ -8,14 +8,18 @@ from test_triton_kernels import BF16_STEP, differences
 pytestmark = pytest.mark.processes
 
 
-def test_products_with_codes_of_chosen_experts_are_those_with_decoded_weights() -> None:
-    found = differences("experts", "expert_kernels_for_tests.py")
-    assert len(found) == 5
+@pytest.mark.parametrize(("case", "number"), [("experts", 5), pytest.param("more_experts", 10, marks=pytest.mark.soak)])
+def test_products_with_codes_of_chosen_experts_are_those_with_decoded_weights(case: str, number: int) -> None:
+    found = differences(case, "expert_kernels_for_tests.py")
+    assert len(found) == number
+    assert {name.partition(" torch")[0] for name in found} == {"tiles", "few rows", "token"}
     for name, parts in found.items():
-        assert ("rows" in parts and parts.pop("other weights") > 0.03) == ("int8" in name)
         assert parts.pop("codes of other experts") > 0.03, name
+        assert parts.pop("other weights", 1.0) > 0.03, name
         for part, difference in parts.items():
             assert difference <= (1e-5 if "float32" in name else BF16_STEP), (name, part)
+    assert any("added" in parts for parts in found.values())
+    assert any("rows" in parts for parts in found.values())
 
 
 def test_routers_and_the_order_of_rows_are_those_of_plain_functions() -> None:

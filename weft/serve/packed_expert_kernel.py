@@ -1,17 +1,18 @@
 """Products of rows with the experts that they go to, whose weights are in fewer bits, as Triton kernels.
 
-    gate and up   a program multiplies some rows of one expert with some outputs, and gives silu(gate) * up
-    down          the same without a gate; where there are few programs, each takes a part of the inputs
+    gate and up   each row's, as silu(gate) * up
+    down          each row's; where there are few programs, each takes a part of the inputs
     sums          of the parts and, times their weights, of the rows of each token
 
 Only codes of experts that have rows are read. Which they are is found on the device, so that the host waits for nothing
-and a step can be a CUDA graph: there are as many programs as any choice of experts needs, and some do nothing. A token
-alone is not sorted by expert: it has one row for each of its experts.
+and a step can be a CUDA graph. A token alone is not sorted by expert: it has one row for each of its experts. Products
+are those of linears (`packed_token_kernel.py`, `packed_row_kernel.py`), but where experts have more rows: there a
+program multiplies up to 64 rows of one expert with some outputs.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import triton
@@ -20,9 +21,12 @@ from torch import Tensor
 
 from weft.models.expert_rows import sort_by_expert
 from weft.serve.early_launch_kernel import early_launch, wait_for_results
+from weft.serve.expert_tiles_kernel import ExpertRows, rows_of_tile
 from weft.serve.packed_product_kernel import products_of_blocks
+from weft.serve.packed_row_kernel import product_of_rows_by_kernel
+from weft.serve.packed_token_kernel import product_of_token_by_kernel
 from weft.serve.router_kernel import MAX_PAIRS, order_by_kernel
-from weft.serve.weight_formats import RowFp8
+from weft.serve.weight_formats import FEW_ROWS, AfterProduct, RowFp8, is_for_token_kernel
 
 if TYPE_CHECKING:
     from weft.serve.packed_experts import PackedExperts, PackedStack
@@ -35,70 +39,24 @@ _STAGES = 4
 _COLUMNS = 512  # of a program that sums
 
 
-class ExpertRows(NamedTuple):
-    """Rows that are sorted by expert; expert i's end before row `ends[i]`. They are rows of tokens: row r is that of
-    token sources[r] // k. Where `is_single`, each row is one expert's alone: that of row r is `ends[r]`.
-    """
-
-    ends: Tensor
-    sources: Tensor | None
-    k: int
-    num_rows: int
-    num_experts: int
-    is_single: bool = False
-
-    @property
-    def tile(self) -> int:
-        """Rows of a program; tensor cores need 16."""
-        mean: int = triton.next_power_of_2(triton.cdiv(self.num_rows, self.num_experts))
-        return max(16, min(_MAX_ROWS, mean))
-
-    @property
-    def num_tiles(self) -> int:
-        """As many as any choice of experts needs."""
-        return min(self.num_rows, self.num_experts + self.num_rows // self.tile)
-
-
-@triton.jit
-def _rows_of_tile(end_ptr, tile, num_experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr, IS_SINGLE: tl.constexpr):
-    """The expert of a tile, and its first row and the row behind its last; both are equal for a tile too many."""
-    if IS_SINGLE:
-        expert, begin, end = tl.load(end_ptr + tile).to(tl.int32), tile, tile + 1
-    else:
-        number = tl.arange(0, EXPERTS)
-        exists = number < num_experts
-        ends = tl.load(end_ptr + number, mask=exists, other=0)
-        begins = tl.load(end_ptr + number - 1, mask=exists & (number > 0), other=0)
-        num_tiles = tl.cdiv(ends - begins, ROWS)
-        last = tl.cumsum(num_tiles, 0)
-        expert = tl.sum((exists & (last <= tile)).to(tl.int32), 0)
-        is_own = number == expert
-        first = tl.sum(tl.where(is_own, last - num_tiles, 0), 0)
-        begin = tl.sum(tl.where(is_own, begins, 0), 0) + (tile - first) * ROWS
-        end = tl.minimum(tl.sum(tl.where(is_own, ends, 0), 0), begin + ROWS)
-        end = tl.where(expert < num_experts, end, begin)
-        expert = tl.minimum(expert, num_experts - 1)
-    return expert, begin, end
-
-
 @triton.jit
 def _expert_product(
     hidden_ptr, code_ptr, range_ptr, end_ptr, source_ptr, out_ptr, num_rows, num_in, num_results, num_experts,
-    hidden_stride, K: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
-    PARTS: tl.constexpr, EXPERTS: tl.constexpr, IS_SINGLE: tl.constexpr, HAS_SOURCES: tl.constexpr,
-    IS_GATED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BY_PTX: tl.constexpr, IS_EARLY: tl.constexpr,
+    hidden_stride, BITS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
+    EXPERTS: tl.constexpr, K: tl.constexpr, IS_SINGLE: tl.constexpr, IS_GATED: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, BY_PTX: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """If IS_GATED, a result is of two neighbours of a program's outputs: its gate, and its up, which is `num_results`
     behind it.
     """
     part = tl.program_id(1)
     wait_for_results(IS_EARLY)
-    expert, first, behind = _rows_of_tile(end_ptr, tl.program_id(2), num_experts, EXPERTS, ROWS, IS_SINGLE)
+    expert, first, behind = rows_of_tile(end_ptr, tl.program_id(2), num_experts, EXPERTS, ROWS, IS_SINGLE)
     rows = first + tl.arange(0, ROWS)
     exists = rows < behind
     given = rows
-    if HAS_SOURCES:
-        given = tl.load(source_ptr + rows, mask=exists, other=0)
+    if K > 0:
+        given = tl.load(source_ptr + rows, mask=exists, other=0) // K
     place = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     inside, outputs, num_out = place < num_results, place, num_results
     if IS_GATED:
@@ -109,7 +67,7 @@ def _expert_product(
     end = tl.where(first < behind, end, begin)
     outputs = outputs + expert.to(tl.int64) * num_out
     total = products_of_blocks(
-        hidden_ptr + (given // K).to(tl.int64)[:, None] * hidden_stride, code_ptr, range_ptr, outputs, inside, exists,
+        hidden_ptr + given.to(tl.int64)[:, None] * hidden_stride, code_ptr, range_ptr, outputs, inside, exists,
         begin, end, num_blocks, BITS, BLOCK, GROUPS, ROWS, OUTPUTS, BY_PTX,
     )  # fmt: skip
     if IS_GATED:
@@ -173,16 +131,27 @@ def sorted_rows_by_kernel(rows: Tensor, ends: Tensor, experts: PackedExperts) ->
 
 def _parts(hidden: Tensor, rows: ExpertRows, experts: PackedExperts) -> Tensor:
     """Parts [parts, rows, hidden] of the results of rows."""
-    _, num_results, num_inner = experts.down_proj.shape
-    inner = hidden.new_empty(1, rows.num_rows, num_inner)
-    _multiply(hidden, experts.gate_up_proj, rows, inner, is_gated=True)
-    tiles = rows.num_tiles * triton.cdiv(num_results, _OUTPUTS)
-    block = experts.down_proj.format.block(num_inner)[1]  # type: ignore[attr-defined]
-    most = min(8, max(1, num_inner // block // 4))  # a program has at least four blocks
-    num_parts = min(most, triton.next_power_of_2(triton.cdiv(_PROGRAMS, tiles)))
-    parts = torch.empty(num_parts, rows.num_rows, num_results, dtype=torch.float32, device=hidden.device)
-    _multiply(inner[0], experts.down_proj, rows._replace(sources=None, k=1), parts, is_gated=False)
-    return parts
+    inner = _multiplied(hidden, experts.gate_up_proj, rows, is_gated=True)[0]
+    return _multiplied(inner, experts.down_proj, rows._replace(sources=None), is_gated=False)
+
+
+def _multiplied(hidden: Tensor, stack: PackedStack, rows: ExpertRows, is_gated: bool) -> Tensor:
+    """Parts of the products of rows with a stack of weights [parts, rows, results]."""
+    (codes, ranges), sizes = stack.parts, stack.format.block(stack.shape[-1])  # type: ignore[attr-defined]
+    ranges = ranges.view(torch.float32)[..., 0] if isinstance(stack.format, RowFp8) else ranges
+    after, kernel = AfterProduct(is_gated=is_gated), kernel_for(hidden, sizes, rows)
+    if kernel == "token":
+        return product_of_token_by_kernel(hidden, codes, ranges, sizes, after, experts=rows.ends)[None]
+    if kernel == "few rows":
+        return product_of_rows_by_kernel(hidden, codes, ranges, sizes, after, experts=rows)[None]
+    return _product_of_tiles(hidden, codes, ranges, sizes, rows, is_gated)
+
+
+def kernel_for(hidden: Tensor, sizes: tuple[int, int, int], rows: ExpertRows) -> Literal["token", "few rows", "tiles"]:
+    """The kernel that multiplies rows with weights of these bits, inputs of a block and groups of a block."""
+    if rows.is_single and is_for_token_kernel(hidden[:1], bits=sizes[0], has_groups=sizes[2] > 0):
+        return "token"
+    return "few rows" if rows.is_single or rows.rows_each <= FEW_ROWS else "tiles"
 
 
 def _summed(
@@ -217,38 +186,42 @@ def _summed(
     return out
 
 
-def _multiply(hidden: Tensor, stack: PackedStack, rows: ExpertRows, out: Tensor, is_gated: bool) -> None:
-    """Write the products of rows of `hidden` to `out` [parts, rows, results]."""
+def _product_of_tiles(
+    hidden: Tensor, codes: Tensor, ranges: Tensor, sizes: tuple[int, int, int], rows: ExpertRows, is_gated: bool
+) -> Tensor:
     assert hidden.stride(1) == 1, "the inputs of a row lie end to end"
-    codes, ranges = stack.parts
-    num_out, num_in = stack.shape[1:]
-    bits, block, groups = stack.format.block(num_in)  # type: ignore[attr-defined]
-    grid = (triton.cdiv(num_out, _OUTPUTS), len(out), rows.num_tiles)
-    _expert_product[grid](
+    (num_experts, num_out, _), num_in, (bits, block, groups) = codes.shape, hidden.shape[1], sizes
+    tile = max(16, min(_MAX_ROWS, rows.rows_each))  # tensor cores need 16
+    num_programs = triton.cdiv(num_out, _OUTPUTS) * rows.num_tiles(tile)
+    most = 1 if is_gated else min(8, max(1, num_in // block // 4))  # a program has at least four blocks
+    num_parts = min(most, triton.next_power_of_2(triton.cdiv(_PROGRAMS, num_programs)))
+    num_results, dtype = (num_out // 2, hidden.dtype) if is_gated else (num_out, torch.float32)
+    out = torch.empty(num_parts, rows.num_rows, num_results, dtype=dtype, device=hidden.device)
+    _expert_product[(triton.cdiv(num_out, _OUTPUTS), num_parts, rows.num_tiles(tile))](
         hidden,
         codes,
-        ranges.view(torch.float32) if isinstance(stack.format, RowFp8) else ranges,
+        ranges,
         rows.ends,
         rows.ends if rows.sources is None else rows.sources,
         out,
         rows.num_rows,
         num_in,
-        out.shape[2],
-        rows.num_experts,
-        hidden.stride(0),
-        K=rows.k,
+        num_results,
+        num_experts,
+        0 if len(hidden) == 1 else hidden.stride(0),  # experts of one token
         BITS=bits,
         BLOCK=block,
         GROUPS=groups,
-        PARTS=len(out),
-        EXPERTS=triton.next_power_of_2(rows.num_experts),
+        PARTS=num_parts,
+        EXPERTS=triton.next_power_of_2(num_experts),
+        K=0 if rows.sources is None else rows.k,
         IS_SINGLE=rows.is_single,
-        HAS_SOURCES=rows.sources is not None,
         IS_GATED=is_gated,
-        ROWS=rows.tile,
+        ROWS=tile,
         OUTPUTS=_OUTPUTS,
         BY_PTX=hidden.is_cuda and torch.version.hip is None,
-        num_warps=_WARPS if rows.tile <= 32 else 2 * _WARPS,
+        num_warps=_WARPS if tile <= 32 else 2 * _WARPS,
         num_stages=_STAGES,
         **early_launch(hidden),
     )
+    return out
