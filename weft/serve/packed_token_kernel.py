@@ -192,7 +192,7 @@ def _product_of_token(
     norm, high_norm = place, place
     if HAS_NORM:
         norm, high_norm = _both_inputs(norm_ptr + place, exists, width, BITS)
-    wait_for_results(IS_EARLY and not HAS_EXPERTS)
+    wait_for_results(IS_EARLY)  # behind the first loads, which are so issued at once
     inputs, high_inputs = _both_inputs(row_ptr + place, exists, width, BITS)
     is_float: tl.constexpr = GROUPS == 0
     low, low_scale, low_sums, squares = _inputs(inputs, norm, dtype, HAS_NORM, is_float, units, UNIT, BY_PTX)
