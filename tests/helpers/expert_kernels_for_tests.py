@@ -41,7 +41,7 @@ def experts_of(kind: str, num_experts: int, hidden: int, inner: int) -> PackedEx
 
 
 FEW = (
-    ("tiles", torch.float32, "int4", (3, 64, 32), 18, 1),
+    ("tiles", torch.float32, "int4", (2, 64, 32), 18, 1),  # more rows of an expert than a program has
     ("tiles", torch.float32, "int8", (4, 32, 32), 3, 2),
     ("few rows", torch.float32, "int4", (3, 64, 32), 3, 1),
     ("few rows", torch.float16, "fp8", (3, 32, 32), 1, 2),

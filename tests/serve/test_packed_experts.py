@@ -20,7 +20,7 @@ from weft.models import DecoderConfig, save_folder
 from weft.models.experts import StackedExperts
 from weft.plan import Plan
 from weft.plan import Tensor as TensorDegrees
-from weft.serve.corrected_codes import pack_corrected
+from weft.serve.corrected_codes import pack_corrected, second_moments
 from weft.serve.generate import load_for_generation
 from weft.serve.model_part import EngineOptions
 from weft.serve.packed_experts import PackedExperts, PackedStack
@@ -194,6 +194,22 @@ def test_a_text_corrects_experts_by_the_inputs_that_reach_them() -> None:
     for expert in range(4):
         is_plain = torch.equal(stacks[0].parts_of(expert)[0], stacks[1].parts_of(expert)[0])
         assert is_plain == (expert not in chosen)
+
+
+def test_moments_are_those_of_the_inputs_of_each_expert() -> None:
+    model = whole_model("mixtral")
+    layer = model.model.layers[0].mlp  # type: ignore[union-attr, index]
+    given: list[Tensor] = []
+    layer.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0].flatten(0, 1)))
+    with torch.no_grad():
+        (found,) = second_moments(model, [layer.experts], [torch.arange(24).view(2, 12)])
+        chosen = layer.gate(given[0][None])[1]
+        for expert in range(4):
+            rows = given[0][(chosen == expert).any(1)]
+            gate, up = (rows @ layer.experts.gate_up_proj[expert].T).chunk(2, dim=-1)
+            inner = gate.sigmoid() * gate * up
+            torch.testing.assert_close(found[2 * expert], rows.T @ rows)
+            torch.testing.assert_close(found[2 * expert + 1], inner.T @ inner)
 
 
 def test_a_bad_expert_is_named() -> None:

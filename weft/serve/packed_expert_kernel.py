@@ -148,10 +148,15 @@ def _multiplied(hidden: Tensor, stack: PackedStack, rows: ExpertRows, is_gated: 
 
 
 def kernel_for(hidden: Tensor, sizes: tuple[int, int, int], rows: ExpertRows) -> Literal["token", "few rows", "tiles"]:
-    """The kernel that multiplies rows with weights of these bits, inputs of a block and groups of a block."""
-    if rows.is_single and is_for_token_kernel(hidden[:1], bits=sizes[0], has_groups=sizes[2] > 0):
+    """The kernel that multiplies rows with weights of these bits, inputs of a block and groups of a block.
+
+    On an H200, tiles read float8 at 0.8 to 0.9 of the rate of a copy, and codes of 4 bits at half of it.
+    """
+    if sizes[2] == 0:
+        return "tiles"
+    if rows.is_single and is_for_token_kernel(hidden[:1], bits=sizes[0], has_groups=True):
         return "token"
-    return "few rows" if rows.is_single or rows.rows_each <= FEW_ROWS else "tiles"
+    return "few rows" if rows.is_single or 2 * rows.rows_each <= FEW_ROWS else "tiles"
 
 
 def _summed(
@@ -192,12 +197,13 @@ def _product_of_tiles(
     assert hidden.stride(1) == 1, "the inputs of a row lie end to end"
     (num_experts, num_out, _), num_in, (bits, block, groups) = codes.shape, hidden.shape[1], sizes
     tile = max(16, min(_MAX_ROWS, rows.rows_each))  # tensor cores need 16
-    num_programs = triton.cdiv(num_out, _OUTPUTS) * rows.num_tiles(tile)
+    outputs = _OUTPUTS // 2 if rows.is_single else _OUTPUTS  # one token has few programs
+    num_programs = triton.cdiv(num_out, outputs) * rows.num_tiles(tile)
     most = 1 if is_gated else min(8, max(1, num_in // block // 4))  # a program has at least four blocks
     num_parts = min(most, triton.next_power_of_2(triton.cdiv(_PROGRAMS, num_programs)))
     num_results, dtype = (num_out // 2, hidden.dtype) if is_gated else (num_out, torch.float32)
     out = torch.empty(num_parts, rows.num_rows, num_results, dtype=dtype, device=hidden.device)
-    _expert_product[(triton.cdiv(num_out, _OUTPUTS), num_parts, rows.num_tiles(tile))](
+    _expert_product[(triton.cdiv(num_out, outputs), num_parts, rows.num_tiles(tile))](
         hidden,
         codes,
         ranges,
@@ -218,7 +224,7 @@ def _product_of_tiles(
         IS_SINGLE=rows.is_single,
         IS_GATED=is_gated,
         ROWS=tile,
-        OUTPUTS=_OUTPUTS,
+        OUTPUTS=outputs,
         BY_PTX=hidden.is_cuda and torch.version.hip is None,
         num_warps=_WARPS if tile <= 32 else 2 * _WARPS,
         num_stages=_STAGES,

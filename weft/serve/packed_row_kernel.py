@@ -26,7 +26,7 @@ from weft.serve.weight_formats import AfterProduct
 
 _TILE, _LARGE_TILE = 64, 128  # rows of codes: outputs times chunks
 _MANY_PROGRAMS = 1024  # so many large tiles are better than twice as many tiles
-_MAX_CHUNKS, _MAX_ROWS = 8, 8
+_MAX_CHUNKS = 8
 _WARPS = 2
 _STAGES = 3
 _SQUARES = 4096  # inputs that are squared at a time
@@ -228,7 +228,7 @@ def product_of_rows_by_kernel(
     num_rows = len(hidden) if experts is None else experts.num_rows
     rows, num_tiles = triton.next_power_of_2(num_rows), 1
     if experts is not None:
-        rows = 1 if experts.is_single else min(_MAX_ROWS, 2 * experts.rows_each)
+        rows = 1 if experts.is_single else 2 * experts.rows_each
         num_tiles = experts.num_tiles(rows)
     chunks = max(1, min(_MAX_CHUNKS, 2 * _MAX_CHUNKS // rows))
     tile = _LARGE_TILE if num_tiles * num_out * chunks >= _MANY_PROGRAMS * _LARGE_TILE else _TILE
