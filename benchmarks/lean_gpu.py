@@ -11,7 +11,9 @@ decode adds to the cache. Decodes are those of the engine, of one request. Floor
 the measured rate of a copy. Speculation has a model whose likeliest next token follows from the last one, in cycles
 of 32 tokens, with blocks as large as the others'. A model of 70B has weights in int4 from the start. Streaming has all
 weights of the blocks of the 8B model in host memory and two blocks copied ahead; its floor is the time to copy them at
-the measured rate of a copy from pinned memory. Writes benchmarks/results/lean-gpu.json after every part.
+the measured rate of a copy from pinned memory. Models with experts have fewer layers; their floor is that of the chosen
+experts' bytes. Writes benchmarks/results/lean-gpu.json after every part; benchmarks/results/lean-gpu-experts.json is of
+an earlier version of the kernels for experts, as it says.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from weft.models.attention import RMSNorm
 from weft.models.expert_rows import RowOrder
 from weft.models.router import Router
 from weft.serve.early_launch_kernel import early_launch, wait_for_results
+from weft.serve.weight_formats import MAX_ROUTED_TOKENS
 
-MAX_TOKENS = 64  # of which each is one program, which reads the router's weight
 MAX_EXPERTS = 256
 MAX_PAIRS = 128  # of tokens and experts that are ordered by one program
 _LOADED = 16384  # numbers of the router's weight that a program loads at a time
@@ -84,7 +84,7 @@ def _order(
 
 def can_route(num_tokens: int, router: Router) -> bool:
     """Are these few enough tokens and experts for `route_by_kernel`?"""
-    return 0 < num_tokens <= MAX_TOKENS and router.num_experts <= MAX_EXPERTS and not router.is_sigmoid
+    return 0 < num_tokens <= MAX_ROUTED_TOKENS and router.num_experts <= MAX_EXPERTS and not router.is_sigmoid
 
 
 def route_by_kernel(hidden: Tensor, norm: RMSNorm, router: Router) -> tuple[Tensor, Tensor, Tensor]:
