@@ -136,6 +136,30 @@ def _both_inputs(place, exists, WIDTH: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def _prepared(
+    rows_at, norms_at, exists,
+    DTYPE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, HAS_NORM: tl.constexpr, IS_FLOAT: tl.constexpr,
+    UNITS: tl.constexpr, UNIT: tl.constexpr, BY_PTX: tl.constexpr, IS_EARLY: tl.constexpr,
+):  # fmt: skip
+    """The inputs, scales and sums (`_inputs`) of the low halves of words' bytes and of the high ones, and the sum of
+    all squares. They are loaded behind the first codes, which are so issued at once.
+    """
+    norm, high_norm = exists, exists
+    if HAS_NORM:
+        norm, high_norm = _both_inputs(norms_at, exists, WIDTH, BITS)
+    wait_for_results(IS_EARLY)
+    inputs, high_inputs = _both_inputs(rows_at, exists, WIDTH, BITS)
+    low, low_scale, low_sums, squares = _inputs(inputs, norm, DTYPE, HAS_NORM, IS_FLOAT, UNITS, UNIT, BY_PTX)
+    high, high_scale, high_sums = low, low_scale, low_sums
+    if BITS == 4:  # codes in the high halves of bytes are 16 times as large
+        high, high_scale, high_sums, more_squares = _inputs(
+            high_inputs, high_norm, DTYPE, HAS_NORM, IS_FLOAT, UNITS, UNIT, BY_PTX
+        )
+        high_scale, squares = high_scale / 16, squares + more_squares
+    return low, low_scale, low_sums, high, high_scale, high_sums, squares
+
+
+@triton.jit
 def _store(
     total, bias_ptr, residual_ptr, out_ptr, first,
     NUM_OUT: tl.constexpr, RESULTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
@@ -161,25 +185,21 @@ def _product_of_token(
     OUTPUTS: tl.constexpr, AHEAD: tl.constexpr, WORDS: tl.constexpr, UNIT: tl.constexpr, BY_PTX: tl.constexpr,
     IS_EARLY: tl.constexpr, HAS_EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """NUM_OUT are results. If IS_GATED, a result is of two outputs, the second of which is NUM_OUT behind the first. If
-    HAS_EXPERTS, a program is of one of the token's experts, which has to be known before codes are loaded.
-    """
+    """NUM_OUT are results. If IS_GATED, a result is of two outputs, the second of which is NUM_OUT behind the first."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     width: tl.constexpr = BLOCK * BITS // 32  # words of a block
     row_words: tl.constexpr = NUM_IN * BITS // 32
     row_blocks: tl.constexpr = NUM_IN // BLOCK
+    row_ranges: tl.constexpr = row_blocks if GROUPS > 0 else 1
     units: tl.constexpr = WORDS // UNIT
     results: tl.constexpr = OUTPUTS // 2 if IS_GATED else OUTPUTS
     word, unit, first = tl.arange(0, WORDS), tl.arange(0, units), tl.program_id(0) * results
     exists, block = word < row_words, tl.minimum(unit * UNIT // width, row_blocks - 1)
     if HAS_EXPERTS:
         wait_for_results(IS_EARLY)
-        choice = tl.program_id(1)
-        of_expert = tl.load(expert_ptr + choice).to(tl.int64) * (NUM_OUT * (2 if IS_GATED else 1))
-        code_ptr += of_expert * row_words
-        range_ptr += of_expert * (row_blocks if GROUPS > 0 else 1)
-        row_ptr += choice * row_stride
-        out_ptr += choice * NUM_OUT
+        of_expert = tl.load(expert_ptr + tl.program_id(1)).to(tl.int64) * (NUM_OUT * (2 if IS_GATED else 1))
+        code_ptr, range_ptr = code_ptr + of_expert * row_words, range_ptr + of_expert * row_ranges
+        row_ptr, out_ptr = row_ptr + tl.program_id(1) * row_stride, out_ptr + tl.program_id(1) * NUM_OUT
     codes, ranges = (), ()
     for index in tl.static_range(AHEAD):
         some_codes, some_ranges = _loaded(
@@ -189,20 +209,10 @@ def _product_of_token(
         codes += (some_codes,)  # type: ignore[assignment]
         ranges += (some_ranges,)  # type: ignore[assignment]
     place = word // width * (BLOCK // 4) + word % width  # of the inputs of a word, by fours
-    norm, high_norm = place, place
-    if HAS_NORM:
-        norm, high_norm = _both_inputs(norm_ptr + place, exists, width, BITS)
-    wait_for_results(IS_EARLY)  # behind the first loads, which are so issued at once
-    inputs, high_inputs = _both_inputs(row_ptr + place, exists, width, BITS)
-    is_float: tl.constexpr = GROUPS == 0
-    low, low_scale, low_sums, squares = _inputs(inputs, norm, dtype, HAS_NORM, is_float, units, UNIT, BY_PTX)
-    high, high_scale, high_sums = low, low_scale, low_sums
-    if BITS == 4:  # codes in the high halves of bytes are 16 times as large
-        high, high_scale, high_sums, more_squares = _inputs(
-            high_inputs, high_norm, dtype, HAS_NORM, is_float, units, UNIT, BY_PTX
-        )
-        high_scale, squares = high_scale / 16, squares + more_squares
-
+    low, low_scale, low_sums, high, high_scale, high_sums, squares = _prepared(
+        row_ptr + place, norm_ptr + place, exists,
+        dtype, width, BITS, HAS_NORM, GROUPS == 0, units, UNIT, BY_PTX, IS_EARLY,
+    )  # fmt: skip
     column = tl.arange(0, OUTPUTS)[None, :]
     total = tl.zeros([units, OUTPUTS], tl.float32)
     for index in tl.static_range(OUTPUTS):
