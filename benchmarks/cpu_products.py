@@ -1,4 +1,4 @@
-"""Measures products of some rows with int8 and int4 weights on a CPU: with codes, and with the decoded weight.
+"""Measures products of some rows with weights in fewer bits on a CPU: with codes, and with the decoded weight.
 
     python benchmarks/cpu_products.py [--threads 1] [--out benchmarks/results/cpu-products.json]
 
@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.serve.cpu_product import cpu_weight, has_product, most_rows
-from weft.serve.group_codes import GroupCodes, split_ranges
-from weft.serve.weight_formats import Grouped, weight_format
+from weft.serve.cpu_product import CpuWeight
+from weft.serve.weight_formats import decoded_product, weight_format
 
 RESULT = Path(__file__).parent / "results" / "cpu-products.json"
 SHAPES = ((1024, 1536), (1024, 5632), (2816, 1024), (1024, 32000))  # inputs, outputs
+FORMATS = ("int8-row", "int8", "int4")
 ROWS = (1, 2, 4, 8, 16, 64, 256)
 COLD_BYTES = 100e6
 FEW_ROWS = 16  # with more, products are not bound by memory, and one copy is enough
@@ -42,6 +42,14 @@ def milliseconds(computes: Sequence[Callable[[], Tensor]]) -> float:
     return 1e3 * best / len(computes)
 
 
+def arranged(name: str, parts: Sequence[Tensor]) -> CpuWeight:
+    """A weight for products with codes."""
+    found = weight_format(name).for_cpu(parts, torch.float32)
+    if found is None:
+        raise SystemExit(f"{name}: {weight_format(name).why_decoded(parts[0].shape[1], torch.float32)}")
+    return found
+
+
 def times(num_in: int, num_out: int, num_rows: int) -> dict[str, float]:
     """Milliseconds of each way."""
     weight, hidden = torch.randn(num_out, num_in) / num_in**0.5, torch.randn(num_rows, num_in)
@@ -51,14 +59,12 @@ def times(num_in: int, num_out: int, num_rows: int) -> dict[str, float]:
 
     copies = [weight.clone() for _ in range(number(4 * weight.numel()))]
     found = {"float32": milliseconds([lambda one=one: F.linear(hidden, one) for one in copies])}  # type: ignore[misc]
-    for name in ("int8", "int4"):
+    for name in FORMATS:
         form = weight_format(name)
-        assert isinstance(form, Grouped)
         parts = form.encode(weight)
-        coded = GroupCodes(parts[0], *split_ranges(parts[1]))
-        codes = [cpu_weight(coded, form.bits, num_rows) for _ in range(number(parts[0].numel()))]
+        codes = [arranged(name, parts) for _ in range(number(parts[0].numel()))]
         found[name] = milliseconds([lambda one=one: one.product(hidden) for one in codes])  # type: ignore[misc]
-        decoded = [lambda form=form, parts=parts: form.decoded_product(hidden, parts)]  # type: ignore[misc]
+        decoded = [lambda form=form, parts=parts: decoded_product(form, hidden, parts)]  # type: ignore[misc]
         found[f"{name} decoded"] = milliseconds(decoded)
     return found
 
@@ -69,8 +75,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    if not has_product():
-        raise SystemExit("this torch has no products with 4-bit codes for this CPU")
     capability = torch.backends.cpu.get_cpu_capability()
     result: dict[str, Any] = {"torch": torch.__version__, "capability": capability, "threads": given.threads}
     for num_in, num_out in SHAPES:
@@ -78,9 +82,9 @@ def main() -> None:
             name = f"{num_rows} x {num_in} @ {num_in} x {num_out}"
             result[name] = times(num_in, num_out, num_rows)
             print(name, {way: round(one, 2) for way, one in result[name].items()}, flush=True)
-    for name, group, bits in (("int8", 128, 8), ("int4", 64, 4)):
-        sizes = sorted({num_in for num_in, _ in SHAPES})
-        chosen = {size: most_rows(size, group, bits, torch.float32, given.threads) for size in sizes}
+    for name in FORMATS:
+        form, sizes = weight_format(name), sorted({num_in for num_in, _ in SHAPES})
+        chosen = {size: arranged(name, form.encode(torch.ones(16, size))).max_rows for size in sizes}
         result[f"most rows with codes, {name}"] = chosen
         print(f"most rows with codes, {name}", chosen)
     given.out.write_text(json.dumps(result, indent=1) + "\n")

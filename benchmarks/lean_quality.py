@@ -153,7 +153,7 @@ def main() -> None:
     cases |= {"cache int4": (read(), FourBitFormat()), "cache loki": (read(), loki)}
     cases["cache loki, random axes"] = (read(), random_axes(loki))
     cases["weights int4, cache int4"] = (packed("int4", True), FourBitFormat())
-    for name in ("int8", "int4"):
+    for name in ("fp16", "int8-row", "int8", "int4"):
         cases[f"weights and head {name}, by codes"] = (packed(name, False), PlainFormat())
         pack_head(cases[f"weights and head {name}, by codes"][0], name, "cpu")
     found: dict[str, Any] = {}

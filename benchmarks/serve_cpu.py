@@ -1,4 +1,4 @@
-"""Measures decodes of one request on a CPU: the engine in float32, bf16, int8 and int4 beside transformers, compiled.
+"""Measures decodes of one request on a CPU: the engine in several formats beside transformers, compiled.
 
     python benchmarks/serve_cpu.py                       a Llama of 200M with random weights; minutes
     python benchmarks/serve_cpu.py --threads 1 --cpu-time  for a machine that other processes use too
@@ -44,6 +44,8 @@ LLAMA_200M = DecoderConfig(
 WAYS = (
     ("float32", None, None),
     ("bfloat16", None, None),
+    ("float32", "fp16", "fp16"),
+    ("float32", "int8-row", "int8-row"),
     ("float32", "int8", None),
     ("float32", "int8", "int8"),
     ("float32", "int4", None),

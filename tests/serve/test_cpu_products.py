@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from weft.errors import ConfigError
 from weft.models import DecoderConfig, build, initialise, save_folder
-from weft.serve import cpu_product
-from weft.serve.cpu_product import CpuWeight, cpu_weight, has_product, most_of, refusal
+from weft.serve import cpu_group_product
+from weft.serve.cpu_group_product import GroupWeight, group_weight, has_product, refusal
+from weft.serve.cpu_product import most_of
 from weft.serve.graph_head import graph_head
 from weft.serve.group_codes import GroupCodes, pack, split_ranges
 from weft.serve.loading import Packing, load_model
@@ -61,7 +62,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 def test_every_code_is_multiplied_exactly(bits: int, num_out: int) -> None:
     codes = torch.randint(0, 2**bits, (num_out, 64)).to(torch.uint8)
     ranges = torch.ones(num_out, 2, dtype=torch.float16)
-    found = cpu_weight(GroupCodes(pack(codes, bits), ranges, 0 * ranges), bits, 1).product(torch.eye(64))
+    found = group_weight(GroupCodes(pack(codes, bits, 32), ranges, 0 * ranges), bits, 1).product(torch.eye(64))
     assert torch.equal(found.T, codes.float())
 
 
@@ -73,7 +74,7 @@ def test_products_have_the_precision_of_bf16(kind: str, dtype: torch.dtype) -> N
     assert isinstance(form, Grouped)
     weight, hidden = torch.randn(80, 384) + torch.randn(80, 1), torch.randn(5, 384).to(dtype)
     plain = hidden.double() @ form.decode(form.encode(weight), torch.float64).T
-    own = cpu_weight(codes_of(form, weight), form.bits, 8)
+    own = group_weight(codes_of(form, weight), form.bits, 8)
     found = own.product(hidden)
     assert found.dtype == dtype
     assert relative(found, plain) < 2**-8
@@ -82,7 +83,7 @@ def test_products_have_the_precision_of_bf16(kind: str, dtype: torch.dtype) -> N
         assert relative(changed.product(hidden), plain) > 0.01
 
 
-def controls(own: CpuWeight) -> list[CpuWeight]:
+def controls(own: GroupWeight) -> list[GroupWeight]:
     """The weight with ranges of another group, and without its lower digits or with all in another order."""
     (codes, ranges), *lower = own.digits
     wrong = [((codes, ranges.roll(1, 0)), *lower)]
@@ -94,13 +95,13 @@ def controls(own: CpuWeight) -> list[CpuWeight]:
 @needs_product
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_an_engine_computes_with_codes_where_that_is_faster(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_product, "most_rows", lambda *sizes: 4)
+    monkeypatch.setattr(cpu_group_product, "measured_rows", lambda *sizes: 4)
     engine, rows = make_engine(model_of(0, kind)), list[int]()
-    product = CpuWeight.product
-    monkeypatch.setattr(CpuWeight, "product", lambda own, hidden: rows.append(len(hidden)) or product(own, hidden))
+    product = GroupWeight.product
+    monkeypatch.setattr(GroupWeight, "product", lambda own, hidden: rows.append(len(hidden)) or product(own, hidden))
     found = tokens_of(serve_all(engine, REQUESTS))
     assert set(rows) == {3}  # steps of prompts have 12 rows
-    monkeypatch.setattr(cpu_product, "most_rows", lambda *sizes: 0)  # decoding is faster
+    monkeypatch.setattr(cpu_group_product, "measured_rows", lambda *sizes: 0)  # decoding is faster
     rows.clear()
     plain = make_engine(model_of(0, kind))
     assert tokens_of(serve_all(plain, REQUESTS)) == found
@@ -109,7 +110,7 @@ def test_an_engine_computes_with_codes_where_that_is_faster(kind: str, monkeypat
 
 @needs_product
 def test_newer_weights_are_arranged_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_product, "most_rows", lambda *sizes: 64)
+    monkeypatch.setattr(cpu_group_product, "measured_rows", lambda *sizes: 64)
     engine, newer = make_engine(model_of(0, "int4")), make_engine(model_of(1, "int4"))
     before, expected = (tokens_of(serve_all(one, REQUESTS)) for one in (engine, newer))
     assert before != expected
@@ -137,7 +138,7 @@ def test_what_a_head_in_fewer_bits_does_not_go_with_is_refused(tmp_path: Path) -
         pack_head(tiny_model("llama"), "int8", "cuda")
     with pytest.raises(ConfigError, match="not for a Linear on cpu; leave it out"):
         pack_head(nn.Linear(2, 2), "int4", "cpu")
-    with pytest.raises(ConfigError, match="a format of its weight: int8, int4, int4-128"):
+    with pytest.raises(ConfigError, match="a format of its weight: fp16, int8-row, int8, int4, int4-128"):
         graph_head("int3")
     assert graph_head("int4") is None
 
@@ -149,18 +150,18 @@ def test_the_most_rows_are_found() -> None:
 
 
 def test_weights_that_are_decoded_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_product, "has_product", lambda: True)
-    monkeypatch.setattr(cpu_product, "most_rows", lambda *sizes: 1)
+    monkeypatch.setattr(cpu_group_product, "has_product", lambda: True)
+    monkeypatch.setattr(cpu_group_product, "measured_rows", lambda *sizes: 1)
     assert refusal(64, 64, 4, torch.float32) is None
     assert "no inputs in torch.float64" in str(refusal(64, 64, 4, torch.float64))
     assert "a layer of 48 inputs has 16" in str(refusal(48, 16, 4, torch.float32))
-    monkeypatch.setattr(cpu_product, "most_rows", lambda *sizes: 0)
+    monkeypatch.setattr(cpu_group_product, "measured_rows", lambda *sizes: 0)
     assert "faster than products with codes" in str(refusal(64, 64, 4, torch.float32))
-    monkeypatch.setattr(cpu_product, "has_product", lambda: False)
+    monkeypatch.setattr(cpu_group_product, "has_product", lambda: False)
     (words,) = why_decoded(model_of(0, "int4"))
     assert words.startswith("14 of 14 linears are decoded")
     assert "this torch has no products" in words
     engine = make_engine(model_of(0, "int4"))
     linears = [one for block in engine._part.paged.blocks for one in block.linears]  # type: ignore[union-attr]
     assert all(isinstance(one, PackedLinear) and one.for_cpu is None for one in linears)
-    assert "for int8 and int4" in why_decoded(model_of(0, "fp8"))[0]
+    assert "for fp16, int8-row, int8 and int4" in why_decoded(model_of(0, "fp8"))[0]

@@ -154,7 +154,7 @@ def test_newer_experts_are_taken_and_a_cpu_multiplies_with_their_codes() -> None
     torch.testing.assert_close(after.double(), expected.double(), rtol=0.1, atol=0.1)  # codes take inputs of bf16
     stack = first_experts(old).gate_up_proj
     assert len(stack.for_cpu) in (0, 4)  # none where this torch has no product with codes
-    if stack.why_decoded(torch.float32) is None:
+    if stack.format.why_decoded(stack.in_features, torch.float32) is None:
         assert not any("stacks of experts" in reason for reason in why_decoded(old))
         rows = torch.randn(1, 128)
         found, plain = stack.for_cpu[1].product(rows), stack.format.decode(stack.parts_of(1), torch.float32)  # type: ignore[union-attr]

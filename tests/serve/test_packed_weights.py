@@ -35,7 +35,7 @@ def test_codes_are_at_most_half_a_scale_off(bits: int, dtype: torch.dtype) -> No
     errors = (decode(coded, bits, torch.float64) - values.double()).abs().unflatten(-1, (-1, 32))
     assert bool((errors <= 0.5 * coded.scale[..., None].double() * (1 + 1e-5) + 1e-9).all())
     assert coded.codes.shape == (7, 96 * bits // 8)
-    assert int(unpack(coded.codes, bits).max()) == 2**bits - 1  # the whole range is used
+    assert int(unpack(coded.codes, bits, 32).max()) == 2**bits - 1  # the whole range is used
     wrong = GroupCodes(coded.codes, coded.scale.roll(1, 0), coded.least)  # the control: a scale of another group
     assert bool(((decode(wrong, bits, torch.float64) - values.double()).abs() > errors.flatten(-2) + 1e-6).any())
 
@@ -44,8 +44,9 @@ def test_equal_numbers_are_kept_and_codes_lie_low_half_first() -> None:
     constant = torch.tensor([[1.5, 1.5, -2.25, -2.25], [0.0, 0.0, 7.0, 7.0]])
     assert torch.equal(decode(encode(constant, 2, 4), 4, torch.float32), constant)
     codes = torch.tensor([[1, 2, 15, 0]], dtype=torch.uint8)
-    assert pack(codes, 4).tolist() == [[0xF1, 0x02]]
-    assert torch.equal(unpack(pack(codes, 4), 4), codes)
+    assert pack(codes, 4, 4).tolist() == [[0xF1, 0x02]]
+    assert torch.equal(unpack(pack(codes, 4, 4), 4, 4), codes)
+    assert pack(codes, 4, 1).tolist() == [[0x21, 0x0F]]  # two groups in a block
     halves = torch.tensor([[0.0, 0.5, 1.5, 2.5, 15.0]])
     assert codes_of(halves, *group_range(halves, 4), 4).tolist() == [[0, 0, 2, 2, 15]]  # half to even
 
@@ -108,7 +109,9 @@ def test_a_ranks_part_is_packed_and_its_bytes_are_predicted() -> None:
 def test_bits_of_a_large_weight() -> None:
     size = 4096 * 4096
     found = {kind: 8 * weight_bytes(one, 4096, 4096) / size for kind, one in FORMATS.items()}
-    assert found == pytest.approx({"fp8": 8 + 32 / 4096, "int8": 8.25, "int4": 4.5, "int4-128": 4.25})
+    assert found == pytest.approx(
+        {"fp8": 8 + 32 / 4096, "fp16": 16, "int8-row": 8 + 32 / 4096, "int8": 8.25, "int4": 4.5, "int4-128": 4.25}
+    )
 
 
 def test_newer_weights_are_taken_in_the_same_format() -> None:
@@ -175,8 +178,8 @@ def test_what_cannot_be_packed_is_refused_in_words(tmp_path: Path) -> None:
         model.model.layers[1].mlp.up_proj.weight[2, 3] = float("nan")  # type: ignore[union-attr, index, operator]
     with pytest.raises(NumbersError, match=r"layers.1.mlp.up_proj.weight\[2, 3\] is nan"):
         pack_model(model, FORMATS["int4"])
-    with pytest.raises(ConfigError, match="--weights int3 is unknown; give one of fp8, int8, int4"):
-        Packing("int3").at_reading  # noqa: B018
+    with pytest.raises(ConfigError, match="--weights int3 is unknown; give one of fp8, fp16, int8-row, int8, int4"):
+        Packing("int3").at_reading("cpu")
     with pytest.raises(ConfigError, match="two weights in a byte"):
         FORMATS["int4"].empty(4, 7, "cpu")
     with pytest.raises(DataError, match="cannot read the calibration text"):

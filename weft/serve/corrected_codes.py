@@ -28,7 +28,7 @@ DAMPING = 0.01  # of the mean second moment, added to each
 def pack_corrected(model: nn.Module, format: WeightFormat, texts: Sequence[Tensor]) -> None:
     """Pack the linears and experts of a model. `texts` are rows of tokens [rows, tokens], on the model's device."""
     if not isinstance(format, Grouped):
-        raise ConfigError("a calibration text corrects int4 and int8 only; leave it out with fp8")
+        raise ConfigError("a calibration text corrects int4 and int8 only; leave it out with other formats")
     blocks: dict[str, list[tuple[str, nn.Linear | StackedExperts]]] = {}
     for name, linear in linears_to_pack(model):
         refuse_bad_weight(f"{name}.weight", linear.weight)
@@ -128,4 +128,4 @@ def corrected(weight: Tensor, moment: Tensor, format: Grouped) -> tuple[Tensor, 
         scales.append(scale)
         leasts.append(least)
     ranges = joined_ranges(torch.stack(scales, dim=1), torch.stack(leasts, dim=1))
-    return pack(torch.cat(codes, dim=1), format.bits), ranges
+    return pack(torch.cat(codes, dim=1), format.bits, group), ranges

@@ -1,125 +1,45 @@
-"""Products with weights in groups of 4 or 8 bits on a CPU, by torch's product with 4-bit codes: no weight is decoded.
+"""Products with codes on a CPU: weights in fewer bits as torch's products take them, so that no weight is decoded.
 
-    code * scale + least = (code - 8) * scale + (least + 8 * scale)
-    code of 8 bits = 16 * high + low: the sum of two products with 4-bit codes, of scales 16 * scale and scale
-
-Inputs, scales, least values and results have the precision of bf16, sums that of float32. The plain function, which
-decodes the weight and multiplies (`weight_formats.py`), is faster for many rows: a short measurement says from how many
-rows on. The codes are kept a second time, in the order that torch's product takes.
+`cpu_group_product.py` is for weights in groups of inputs, `cpu_row_product.py` for one scale for each row of outputs,
+`cpu_half_product.py` for fp16.
+The plain function, which decodes the weight and multiplies (`weight_formats.py`), is faster for many rows: a short
+measurement says from how many rows on. The codes are kept a second time, in the order that torch's product takes.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from weft.serve.group_codes import GroupCodes, decode, pack, unpack
-
-GROUPS = (32, 64, 128, 256)  # inputs of a group that the product takes
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of inputs
-OUTPUT_MULTIPLE = 16  # of the outputs of a product
 ROWS = (1, 4, 16, 64, 256)  # that are measured
 MEASURED_WEIGHTS = 1 << 20
 
+Product = Callable[[Tensor], Tensor]
 
-@dataclass(frozen=True)
-class CpuWeight:
-    """A weight [out, in] as torch's product takes it: for each 4 bits of its codes, the codes and their ranges."""
 
-    digits: tuple[tuple[Tensor, Tensor], ...]
-    group: int
-    num_out: int
-    max_rows: int  # more are computed faster by the plain function
+class CpuWeight(Protocol):
+    """A weight [out, in] in fewer bits, in the order in which a product takes it."""
+
+    @property
+    def max_rows(self) -> int:
+        """More are computed faster by the plain function."""
 
     def product(self, hidden: Tensor) -> Tensor:
         """hidden [rows, in] @ weight.T."""
-        given = hidden.to(torch.bfloat16)
-        (codes, ranges), *lower = self.digits
-        out = torch._weight_int4pack_mm_for_cpu(given, codes, self.group, ranges)
-        if lower:
-            out = out.float()
-            for codes, ranges in lower:
-                out += torch._weight_int4pack_mm_for_cpu(given, codes, self.group, ranges)
-        return (out if out.shape[1] == self.num_out else out[:, : self.num_out]).to(hidden.dtype)
 
 
-def arranged(coded: GroupCodes, bits: int, dtype: torch.dtype) -> CpuWeight | None:
-    """The weight for inputs of a dtype; None if it is decoded for each product (`refusal`)."""
-    num_in = coded.codes.shape[1] * 8 // bits
-    group = num_in // coded.scale.shape[1]
-    if refusal(num_in, group, bits, dtype) is not None:
-        return None
-    return cpu_weight(coded, bits, most_rows(num_in, group, bits, dtype, torch.get_num_threads()))
-
-
-def cpu_weight(coded: GroupCodes, bits: int, max_rows: int) -> CpuWeight:
-    """The weight that codes [out, in * bits / 8] stand for. Outputs are filled up to a multiple of 16."""
-    codes, scale, least = unpack(coded.codes, bits), coded.scale.float(), coded.least.float()
-    num_out, group = len(codes), codes.shape[1] // scale.shape[1]
-    padding = (0, 0, 0, -num_out % OUTPUT_MULTIPLE)
-    codes, scale, least = (F.pad(one, padding) for one in (codes, scale, least))
-    if bits == 4:
-        digits = (_digits(codes, scale, least + 8 * scale),)
-    else:
-        high = _digits(codes >> 4, 16 * scale, least + (8 * 16 + 8) * scale)
-        digits = (high, _digits(codes & 15, scale, torch.zeros_like(least)))  # type: ignore[assignment]
-    return CpuWeight(digits, group, num_out, max_rows)
-
-
-def _digits(codes: Tensor, scale: Tensor, middle: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes - 8) * scale + middle, as torch's product takes it."""
-    ranges = torch.stack([scale, middle], dim=-1).transpose(0, 1)  # [groups, out, 2]
-    return torch._convert_weight_to_int4pack_for_cpu(codes.int(), 1), ranges.to(torch.bfloat16).contiguous()
-
-
-def refusal(num_in: int, group: int, bits: int, dtype: torch.dtype) -> str | None:
-    """Why weights with so many inputs in groups are decoded for products of one row; None if they are not."""
-    if dtype not in DTYPES:
-        return f"products with codes take no inputs in {dtype}"
-    if group not in GROUPS:
-        return f"products with codes take groups of 32, 64 or 128 inputs, and a layer of {num_in} inputs has {group}"
-    if not has_product():
-        return "this torch has no products with 4-bit codes for this CPU"
-    if not most_rows(num_in, group, bits, dtype, torch.get_num_threads()):
-        return f"decoding was faster than products with codes in a short measurement with {num_in} inputs"
-    return None
-
-
-@cache
-def has_product() -> bool:
-    """Has this torch the product, and does it give what it should on this CPU?"""
-    codes, one = torch.arange(OUTPUT_MULTIPLE * 32).view(OUTPUT_MULTIPLE, 32) % 16, torch.ones(OUTPUT_MULTIPLE, 1)
-    try:
-        coded = GroupCodes(pack(codes.to(torch.uint8), 4), one.half(), one.half())
-        found = cpu_weight(coded, 4, 1).product(torch.eye(32))
-    except (AttributeError, NotImplementedError, RuntimeError):
-        return False
-    return torch.equal(found.T, codes + 1.0)
-
-
-@cache
-def most_rows(num_in: int, group: int, bits: int, dtype: torch.dtype, threads: int) -> int:
-    """The most rows for which a product with codes is faster than the plain function; 0 if it is for none.
-
-    It is measured once, with as many outputs as make a million weights. `threads` are those in use.
-    """
-    num_out = max(OUTPUT_MULTIPLE, MEASURED_WEIGHTS // num_in)
-    generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(0, 2**bits, (num_out, num_in), dtype=torch.uint8, generator=generator)
-    ranges = torch.ones(num_out, num_in // group, dtype=torch.float16)
-    coded = GroupCodes(pack(codes, bits), ranges, ranges)
-    weight = cpu_weight(coded, bits, ROWS[-1])
+def most_rows(by_codes: Product, plain: Product, num_in: int, dtype: torch.dtype) -> int:
+    """The most rows for which a product with codes is faster than the plain function; 0 if it is for none."""
 
     def is_faster(num_rows: int) -> bool:
         hidden = torch.ones(num_rows, num_in, dtype=dtype)
-        plain = _seconds(lambda: F.linear(hidden, decode(coded, bits, dtype)))
-        return _seconds(lambda: weight.product(hidden)) < plain
+        return _seconds(lambda: by_codes(hidden)) < _seconds(lambda: plain(hidden))
 
     return most_of(ROWS, is_faster)
 
@@ -132,6 +52,20 @@ def most_of(numbers: tuple[int, ...], is_faster: Callable[[int], bool]) -> int:
             break
         found = number
     return found
+
+
+def slower_than_decoding(num_in: int) -> str:
+    """Why weights are decoded for which `most_rows` is 0."""
+    return f"decoding was faster than products with codes in a short measurement with {num_in} inputs"
+
+
+@cache
+def packed_function(name: str) -> Callable[..., Tensor]:
+    """A function of torch that takes a weight in an object of torch's own. A plain call takes 24 us longer: a fifth of
+    a small product.
+    """
+    function = getattr(torch.ops.quantized, name).default
+    return partial(function.redispatch, torch._C.DispatchKeySet(torch._C.DispatchKey.CPU))
 
 
 def _seconds(compute: Callable[[], Tensor]) -> float:

@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.models.attention import RMSNorm, rotate
+from weft.models.attention import RMSNorm
 from weft.models.router import Router
 from weft.serve.layer_cache import MAX_WHOLE_DECODES
 from weft.serve.packed_linear import PackedLinear
-from weft.serve.paged_attention import PagedBatch
+from weft.serve.paged_attention import PagedBatch, angles_at
+from weft.serve.plain_norm import plain_norm
 from weft.serve.weight_formats import FEW_ROWS
 
 Rotary = tuple[Tensor, Tensor]
@@ -29,8 +30,7 @@ def normed(hidden: Tensor, norm: nn.Module) -> Tensor:
         from weft.serve.fused_kernel import norm_by_kernel
 
         return norm_by_kernel(hidden, norm.weight, norm.eps)
-    out: Tensor = norm(hidden)
-    return out
+    return plain_norm(hidden, norm)
 
 
 def product(hidden: Tensor, layer: nn.Linear) -> Tensor:
@@ -49,7 +49,7 @@ def linear(hidden: Tensor, layer: nn.Linear) -> Tensor:
 def norm_linear(hidden: Tensor, norm: nn.Module, layer: nn.Linear, is_gated: bool = False) -> Tensor:
     """layer(norm(hidden)) of [tokens, in]. If `is_gated`, silu(gate) * up of its result, which has both end to end."""
     if isinstance(layer, PackedLinear):
-        if isinstance(norm, RMSNorm) and len(hidden) <= FEW_ROWS:
+        if isinstance(norm, RMSNorm) and hidden.shape[0] <= FEW_ROWS:
             return layer.fused(hidden, is_gated=is_gated, norm=norm)
         return layer.fused(normed(hidden, norm), is_gated=is_gated)
     if hasattr(layer, "updates"):
@@ -119,7 +119,7 @@ def rotate_and_store(
         from weft.serve.fused_kernel import rotate_and_store_by_kernel
 
         return rotate_and_store_by_kernel(projected, sizes, norms, rotary, positions, slots, keys, values)
-    angles = None if rotary is None else (rotary[0][positions][:, None], rotary[1][positions][:, None])
+    angles = None if rotary is None else angles_at(rotary, positions)
     return rotate_by_angles(projected, sizes, norms, angles, slots, keys, values)
 
 
@@ -132,15 +132,16 @@ def rotate_by_angles(
     keys: Tensor,
     values: Tensor,
 ) -> Tensor:
-    """`rotate_and_store` as plain functions, with cos and sin of the tokens [tokens, 1, head_dim]."""
+    """`rotate_and_store` as plain functions, with the tokens' angles (`angles_at`)."""
     num_heads, num_key_heads, head_dim = sizes
-    heads = projected.unflatten(-1, (-1, head_dim))  # [tokens, all heads, head_dim]
+    heads = projected.view(projected.shape[0], -1, head_dim)  # [tokens, all heads, head_dim]
     both: Tensor
     both, value = heads.split([num_heads + num_key_heads, num_key_heads], dim=1)
     if norms is not None:
         both = torch.cat([norms[0](both[:, :num_heads]), norms[1](both[:, num_heads:])], dim=1)
     if angles is not None:
-        both = rotate(both, *angles)
+        cos, sin = angles
+        both = torch.addcmul(both * cos, both.roll(head_dim // 2, -1), sin)
     keys.index_copy_(0, slots, both[:, num_heads:])
     values.index_copy_(0, slots, value)
     return both[:, :num_heads]

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from weft.models.expert_rows import sort_by_expert, through_experts
 from weft.models.experts import StackedExperts
-from weft.serve.cpu_product import CpuWeight, arranged
-from weft.serve.group_codes import GroupCodes, split_ranges
-from weft.serve.weight_formats import AfterProduct, Grouped, WeightFormat, refuse_bad_weight, why_cpu_decodes
+from weft.serve.cpu_product import CpuWeight
+from weft.serve.weight_formats import AfterProduct, Grouped, RowFp8, WeightFormat, refuse_bad_weight
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -27,7 +26,7 @@ class PackedStack(nn.Module):
 
     def __init__(self, format: WeightFormat, shape: Sequence[int], device: torch.device | str) -> None:
         super().__init__()
-        self.format, self.shape = format, tuple(shape)
+        self.format, self.shape, self.in_features = format, tuple(shape), shape[-1]
         self.for_cpu: list[CpuWeight | None] = []  # the weights a second time (`arrange_for_cpu`)
         num_experts, num_out, num_in = shape
         for index, part in enumerate(format.empty(num_experts * num_out, num_in, device)):
@@ -41,12 +40,12 @@ class PackedStack(nn.Module):
         return tuple(part[expert] for part in self.parts)
 
     @torch.no_grad()
-    def take(self, name: str, weights: Tensor, dtype: torch.dtype) -> None:
+    def take(self, name: str, weights: Tensor, dtype: torch.dtype, device: torch.device | str | None = None) -> None:
         """Take the values of a parameter of this name, as they are in a dtype. Its experts come to the device one by
-        one.
+        one, or to another one where they are rounded.
         """
         for expert, weight in enumerate(weights):
-            given = weight.to(self.parts[0].device, dtype)
+            given = weight.to(device or self.parts[0].device, dtype)
             refuse_bad_weight(f"{name}[{expert}]", given)
             self.take_parts(expert, self.format.encode(given))
 
@@ -56,6 +55,12 @@ class PackedStack(nn.Module):
         for own, part in zip(self.parts_of(expert), parts, strict=True):
             own.copy_(part)
 
+    @torch.no_grad()
+    def take_all(self, parts: Sequence[Tensor]) -> None:
+        """Take the weights of all experts in fewer bits."""
+        for own, part in zip(self.parts, parts, strict=True):
+            own.copy_(part)
+
     def fused(self, expert: int, rows: Tensor, after: AfterProduct = AfterProduct()) -> Tensor:  # noqa: B008
         """rows @ weight.T of an expert, and what follows."""
         for_cpu = self.for_cpu[expert] if self.for_cpu else None
@@ -63,17 +68,9 @@ class PackedStack(nn.Module):
             return after.of(for_cpu.product(rows))
         return self.format.product(rows, self.parts_of(expert), after)
 
-    def why_decoded(self, dtype: torch.dtype) -> str | None:
-        """Why a CPU decodes weights for each product with inputs of a dtype; None if it does not."""
-        return why_cpu_decodes(self.format, self.shape[-1], dtype)
-
     def arrange_for_cpu(self, dtype: torch.dtype) -> None:
         """Keep the weights a second time as a CPU's product with codes takes them, where that is faster."""
-        self.for_cpu = []
-        if isinstance(self.format, Grouped):
-            bits, (codes, ranges) = self.format.bits, self.parts
-            for own, of_own in zip(codes, ranges, strict=True):
-                self.for_cpu.append(arranged(GroupCodes(own, *split_ranges(of_own)), bits, dtype))
+        self.for_cpu = [self.format.for_cpu(self.parts_of(expert), dtype) for expert in range(self.shape[0])]
 
 
 class PackedExperts(nn.Module):
@@ -123,6 +120,9 @@ class PackedExperts(nn.Module):
 
     def is_for_kernel(self, rows: Tensor) -> bool:
         """Are these rows on a GPU and in 16 bits, and can the kernel read this format?"""
-        sizes = (self.gate_up_proj.shape[-1], self.down_proj.shape[-1])
-        least = math.gcd(*sizes) if not isinstance(self.format, Grouped) else min(map(self.format.size_of_group, sizes))
-        return rows.is_cuda and rows.dtype in HALF and least % 32 == 0
+        sizes = (self.gate_up_proj.in_features, self.down_proj.in_features)
+        if isinstance(self.format, Grouped):
+            fits = all(self.format.size_of_group(size) % 32 == 0 for size in sizes)
+        else:
+            fits = isinstance(self.format, RowFp8) and math.gcd(*sizes) % 32 == 0
+        return rows.is_cuda and rows.dtype in HALF and fits

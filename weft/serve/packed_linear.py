@@ -7,7 +7,7 @@ dtype does not change them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +18,10 @@ from weft.models.attention import RMSNorm
 from weft.models.decoder import Attention
 from weft.models.experts import StackedExperts, SwiGLU
 from weft.models.gpt2 import GPT2MLP, GPT2Attention
-from weft.serve.cpu_product import CpuWeight, arranged
-from weft.serve.group_codes import GroupCodes, split_ranges
+from weft.serve.cpu_product import CpuWeight
 from weft.serve.packed_experts import PackedExperts, PackedStack
-from weft.serve.weight_formats import (
-    HEAD_FORMATS,
-    AfterProduct,
-    Grouped,
-    WeightFormat,
-    refuse_bad_weight,
-    weight_format,
-    why_cpu_decodes,
-)
+from weft.serve.plain_norm import plain_norm
+from weft.serve.weight_formats import HEAD_FORMATS, AfterProduct, WeightFormat, refuse_bad_weight, weight_format
 
 PACKED_OWNERS = (Attention, SwiGLU, GPT2Attention, GPT2MLP)
 
@@ -44,6 +36,7 @@ class PackedLinear(nn.Linear):
         self.in_features, self.out_features = num_in, len(parts[0])
         for index, part in enumerate(parts):
             self.register_buffer(f"part_{index}", part)
+        self.has_bias = bias is not None  # to ask the module for its bias takes longer
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
 
     @property
@@ -56,24 +49,17 @@ class PackedLinear(nn.Linear):
 
     def product(self, hidden: Tensor) -> Tensor:
         """hidden @ weight.T."""
-        if self._is_for_cpu(hidden):
-            assert self.for_cpu is not None
-            return self.for_cpu.product(hidden)
-        return self.format.product(hidden, self.parts, AfterProduct())
+        own = self._for_rows(hidden)
+        return self.format.product(hidden, self.parts, AfterProduct()) if own is None else own.product(hidden)
 
-    def _is_for_cpu(self, hidden: Tensor) -> bool:
-        return self.for_cpu is not None and hidden.dim() == 2 and len(hidden) <= self.for_cpu.max_rows
-
-    def why_decoded(self, dtype: torch.dtype) -> str | None:
-        """Why a CPU decodes the weight for each product with inputs of a dtype; None if it does not."""
-        return why_cpu_decodes(self.format, self.in_features, dtype)
+    def _for_rows(self, hidden: Tensor) -> CpuWeight | None:
+        """The weight for a product with codes on a CPU; None if there is none, or another way is faster."""
+        own, shape = self.for_cpu, hidden.shape
+        return own if own is not None and len(shape) == 2 and shape[0] <= own.max_rows else None
 
     def arrange_for_cpu(self, dtype: torch.dtype) -> None:
         """Keep the weight a second time as a CPU's product with codes takes it, where that is faster."""
-        self.for_cpu = None
-        if isinstance(self.format, Grouped):
-            codes, ranges = self.parts
-            self.for_cpu = arranged(GroupCodes(codes, *split_ranges(ranges)), self.format.bits, dtype)
+        self.for_cpu = self.format.for_cpu(self.parts, dtype)
 
     def fused(
         self,
@@ -83,10 +69,11 @@ class PackedLinear(nn.Linear):
         norm: RMSNorm | None = None,
     ) -> Tensor:
         """The linear of norm(hidden), and what follows it (`AfterProduct`)."""
-        after = AfterProduct(self.bias, residual, is_gated)
-        if self._is_for_cpu(hidden):
-            return after.of(self.product(hidden if norm is None else norm(hidden)))
-        return self.format.product(hidden, self.parts, after, norm)
+        after = AfterProduct(self.bias if self.has_bias else None, residual, is_gated)
+        own = self._for_rows(hidden)
+        if own is None:
+            return self.format.product(hidden, self.parts, after, norm)
+        return after.of(own.product(hidden if norm is None else plain_norm(hidden, norm)))
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.fused(hidden)
@@ -96,6 +83,11 @@ class PackedLinear(nn.Linear):
         """Take other values of the same shape."""
         for own, part in zip(self.parts, parts, strict=True):
             own.copy_(part)
+
+    def read(self, name: str, weight: Tensor) -> None:
+        """Take the values of a whole weight that is named so. Raises NumbersError."""
+        refuse_bad_weight(name, weight)
+        self.take(self.format.encode(weight))
 
 
 def linears_to_pack(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -132,21 +124,13 @@ def make_room(model: nn.Module, format: WeightFormat) -> None:
         num_out, num_in = linear.weight.shape
         parts = format.empty(num_out, num_in, "meta")
         replace_module(model, name, PackedLinear(format, parts, num_in, linear.bias))
+    make_room_for_experts(model, format)
+
+
+def make_room_for_experts(model: nn.Module, format: WeightFormat) -> None:
+    """Replace experts on the meta device by packed ones without values."""
     for name, experts in list(experts_to_pack(model)):
         replace_module(model, name, PackedExperts(format, experts, "meta"))
-
-
-def read_packed(model: nn.Module, read: Callable[[str], Tensor], dtype: torch.dtype) -> None:
-    """Give packed linears and experts their values, of weights as they are in a dtype. `read` gives a whole parameter
-    by name.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, PackedLinear):
-            weight = read(f"{name}.weight").to(module.parts[0].device, dtype)
-            refuse_bad_weight(f"{name}.weight", weight)
-            module.take(module.format.encode(weight))
-        elif isinstance(module, PackedStack):
-            module.take(name, read(name), dtype)
 
 
 @torch.no_grad()
@@ -186,21 +170,34 @@ def why_decoded(model: nn.Module) -> list[str]:
     """Why a CPU decodes weights of a model for each product, which takes long: a sentence for each reason."""
     dtype = next(model.parameters()).dtype
     packed = [one for one in model.modules() if isinstance(one, PackedLinear | PackedStack)]
-    reasons = [one.why_decoded(dtype) for one in packed]
+    what = "linears and stacks of experts" if any(isinstance(one, PackedStack) for one in packed) else "linears"
+    reasons = [one.format.why_decoded(one.in_features, dtype) for one in packed]
     return [
-        f"{reasons.count(reason)} of {len(packed)} linears and stacks of experts are decoded for each product, which "
-        f"saves memory and no time: {reason}"
+        f"{reasons.count(reason)} of {len(packed)} {what} are decoded for each product, which saves memory and no "
+        f"time: {reason}"
         for reason in dict.fromkeys(reasons)
         if reason is not None
     ]
 
 
+def end_to_end(tensors: Sequence[Tensor]) -> Tensor:
+    """One tensor with the rows of all, end to end. It has their memory if they lie so already."""
+    first = tensors[0].detach()
+    place, memory = first.storage_offset(), first.untyped_storage()._cdata
+    for one in tensors:
+        if one.untyped_storage()._cdata != memory or one.storage_offset() != place or not one.is_contiguous():
+            return torch.cat([one.detach() for one in tensors])
+        place += one.numel()
+    rows = sum(len(one) for one in tensors)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
 def join_packed(linears: Sequence[PackedLinear]) -> PackedLinear:
     """One linear that gives the results of all, end to end. Their parts become views of its own."""
     sizes = [len(one.parts[0]) for one in linears]
-    parts = [torch.cat(same) for same in zip(*(one.parts for one in linears), strict=True)]
+    parts = [end_to_end(same) for same in zip(*(one.parts for one in linears), strict=True)]
     biases: list[Tensor] = [one.bias for one in linears if one.bias is not None]
-    bias = torch.cat(biases) if biases else None
+    bias = end_to_end(biases) if biases else None
     joined = PackedLinear(linears[0].format, parts, linears[0].in_features, bias)
     for index, part in enumerate(parts):
         for one, view in zip(linears, part.split(sizes), strict=True):

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.serve.page_share import PageShare
+
 TILE_QUERIES = 16  # tokens of a prompt in a tile, at most; with the heads that share a key head, enough for a matmul
 _TILED_LENGTH = 2048  # of prompts that are attended to in tiles; torch's own flash attention copies keys and values
 
@@ -24,6 +26,9 @@ _TILED_LENGTH = 2048  # of prompts that are attended to in tiles; torch's own fl
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on the device; the host does not wait for it."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+DecodePlaces = slice | tuple[Tensor, Tensor]  # slots that lie end to end, of one request; or those of `decode_places`
 
 
 @dataclass
@@ -42,21 +47,48 @@ class PagedBatch:
     prompt_lengths: Sequence[int] = ()  # tokens of each of these requests in the cache after this step
     # Of a recorded step, instead of the two before (`tiles_of`). `lengths` of requests that do not decode are 0.
     tiles: Tensor | None = None  # [4, tiles] int32
-    _places: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by window
+    share: PageShare | None = None  # ranks hold pages together: slots and `block_size` are of this rank's pages
+    _places: dict[int | None, DecodePlaces] = field(default_factory=dict)  # by window
+    _own_places: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of `share`, by window
     _angles: tuple[Tensor, Tensor] | None = None
 
-    def decode_places(self, window: int | None) -> tuple[Tensor, Tensor]:
-        """Where the decodes attend to (`decode_places`). All blocks of the model with this window share it."""
-        if window not in self._places:
+    def decode_places(self, window: int | None) -> DecodePlaces:
+        """Where the decodes attend to, on a CPU. All blocks of the model with this window share it."""
+        found = self._places.get(window)
+        if found is None:
+            run = self._run(window) if self.num_decodes == 1 else None
             given = (self.tables[: self.num_decodes], self.lengths[: self.num_decodes], self.block_size, window)
-            self._places[window] = decode_places(*given)
-        return self._places[window]
+            found = self._places[window] = run or decode_places(*given)
+        return found
+
+    def _run(self, window: int | None) -> slice | None:
+        """The slots that the first request attends to, if its blocks lie one after the other."""
+        length = int(self.lengths[0])
+        first, *others = self.tables[0, : -(-length // self.block_size)].tolist()
+        if others != list(range(first + 1, first + 1 + len(others))):
+            return None
+        start = first * self.block_size
+        return slice(start if window is None else start + max(0, length - window), start + length)
+
+    @cached_property
+    def own_lengths(self) -> Tensor:
+        """How many tokens of each decode are in this rank's pages, which are a share."""
+        assert self.share is not None
+        return self.share.count(self.lengths[: self.num_decodes])
+
+    def own_places(self, window: int | None) -> tuple[Tensor, Tensor]:
+        """`decode_places` of this rank's pages, which are a share."""
+        if window not in self._own_places:
+            assert self.share is not None
+            number = self.num_decodes
+            slots = slots_of(self.tables[:number], self.tables.shape[1] * self.block_size, self.block_size)
+            self._own_places[window] = slots, self.share.sees(self.lengths[:number], slots.shape[1], window)
+        return self._own_places[window]
 
     def angles(self, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """cos and sin [tokens, 1, head_dim] at the tokens' positions, of tables for all. All blocks share them."""
+        """The tokens' angles (`angles_at`), of tables for all positions. All blocks share them."""
         if self._angles is None:
-            cos, sin = rotary
-            self._angles = cos[self.positions][:, None], sin[self.positions][:, None]
+            self._angles = angles_at(rotary, self.positions)
         return self._angles
 
     @cached_property
@@ -88,6 +120,15 @@ def _starts(numbers: Sequence[int]) -> Tensor:
     return torch.tensor([0, *numbers]).cumsum(0).to(torch.int32)
 
 
+def angles_at(rotary: tuple[Tensor, Tensor], positions: Tensor) -> tuple[Tensor, Tensor]:
+    """From cos and sin [positions, head_dim]: what a head and the head with its halves swapped are multiplied with, at
+    some positions, so that their sum is the rotated head. Both are [tokens, 1, head_dim].
+    """
+    cos, sin = (table[positions][:, None] for table in rotary)
+    first, second = sin.chunk(2, dim=-1)
+    return cos, torch.cat([-first, second], dim=-1)
+
+
 def tiles_of(
     queries: Sequence[int], lengths: Sequence[int], first_token: int = 0, first_row: int = 0
 ) -> list[tuple[int, int, int, int]]:
@@ -115,6 +156,8 @@ def slots_of(tables: Tensor, length: int, block_size: int) -> Tensor:
 def attend(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
     """Attention of the tokens of a batch: query and result are [tokens, heads, head_dim]."""
     num_decodes = batch.num_decodes
+    if num_decodes == query.shape[0] and query.device.type == "cpu" and batch.tiles is None:
+        return decode_at(query, keys, values, batch.decode_places(window))
     on_gpu = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
     given = (batch.tables[:num_decodes], batch.lengths[:num_decodes], batch.block_size, window)
     decode = _kernel_for_decodes() if on_gpu else decode_attention
@@ -127,7 +170,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, windo
         return out
     parts = []
     if num_decodes and query.device.type == "cpu":
-        parts.append(decode_at(query[:num_decodes], keys, values, *batch.decode_places(window)))
+        parts.append(decode_at(query[:num_decodes], keys, values, batch.decode_places(window)))
     elif num_decodes:
         parts.append(decode(query[:num_decodes], keys, values, *given))
     if batch.prompt_queries:
@@ -180,7 +223,7 @@ def decode_attention(
 
     Into `out`, only the results of requests that have tokens are written.
     """
-    mixed = decode_at(query, keys, values, *decode_places(tables, lengths, block_size, window))
+    mixed = decode_at(query, keys, values, decode_places(tables, lengths, block_size, window))
     return mixed if out is None else out.copy_(torch.where(lengths[:, None, None] > 0, mixed, out))
 
 
@@ -192,14 +235,24 @@ def decode_places(tables: Tensor, lengths: Tensor, block_size: int, window: int 
     return slots, mask if window is None else mask & (positions >= lengths[:, None] - window)
 
 
-def decode_at(query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, mask: Tensor) -> Tensor:
+def decode_at(query: Tensor, keys: Tensor, values: Tensor, places: DecodePlaces) -> Tensor:
     """One query [requests, heads, head_dim] for each request. Queries that share a key head are rows of one product."""
-    key, value = (pages.index_select(0, slots.flatten()).unflatten(0, slots.shape) for pages in (keys, values))
-    grouped = query.unflatten(1, (keys.shape[1], -1))
-    mixed = F.scaled_dot_product_attention(
-        grouped, key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask[:, None, None]
-    )
-    return mixed.flatten(1, 2)
+    if isinstance(places, slice):
+        key, value, mask = heads_at(keys, places), heads_at(values, places), None
+    else:
+        slots, mask = places[0], places[1][:, None, None]
+        flat = (pages.index_select(0, slots.flatten()).unflatten(0, slots.shape) for pages in (keys, values))
+        key, value = (one.transpose(1, 2) for one in flat)
+    grouped = query.view(query.shape[0], keys.shape[1], -1, query.shape[2])
+    return F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask).flatten(1, 2)
+
+
+def heads_at(pages: Tensor, slots: slice) -> Tensor:
+    """Keys or values [slots, heads, head_dim] at some slots as [1, heads, slots, head_dim], a view by one call."""
+    of_slot, of_head, of_number = pages.stride()
+    size = (1, pages.shape[1], slots.stop - slots.start, pages.shape[2])
+    start = pages.storage_offset() + slots.start * of_slot
+    return pages.as_strided(size, (0, of_head, of_slot, of_number), start)
 
 
 def prompt_attention(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:

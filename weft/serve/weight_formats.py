@@ -1,6 +1,8 @@
 """How the weights of linears are kept in fewer bits: the formats that `weft serve --weights` names.
 
     fp8        float8 (e4m3), one scale of 32 bits for each row of outputs
+    fp16       float16; for CPUs
+    int8-row   8 bits, one scale of 32 bits for each row of outputs; for CPUs
     int8       8 bits in groups of 128 inputs, with a scale and a least value of 16 bits each (`group_codes.py`)
     int4       4 bits in groups of 64
     int4-128   4 bits in groups of 128
@@ -13,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +23,8 @@ from torch import Tensor
 
 from weft.errors import ConfigError, NumbersError
 from weft.models.attention import RMSNorm
-from weft.serve.cpu_product import refusal
+from weft.serve import cpu_group_product, cpu_half_product, cpu_row_product
+from weft.serve.cpu_product import CpuWeight
 from weft.serve.group_codes import GroupCodes, decode, encode, joined_ranges, size_of_block, split_ranges
 
 FP8 = torch.float8_e4m3fn
@@ -63,6 +66,12 @@ class WeightFormat(Protocol):
     ) -> Tensor:
         """norm(hidden) @ weight.T, and what follows."""
 
+    def for_cpu(self, parts: Sequence[Tensor], dtype: torch.dtype) -> CpuWeight | None:
+        """The weight a second time, as a CPU's product with codes takes it; None if it is decoded for each product."""
+
+    def why_decoded(self, num_in: int, dtype: torch.dtype) -> str | None:
+        """Why a CPU decodes a weight for each product with inputs of a dtype; None if it does not."""
+
 
 @dataclass(frozen=True)
 class Grouped:
@@ -91,7 +100,8 @@ class Grouped:
     def block(self, num_in: int) -> tuple[int, int, int]:
         """For kernels: bits, inputs of a block and groups of a block. In a block, codes of 4 bits are packed."""
         group = self.size_of_group(num_in)
-        return (4, size_of_block(num_in), size_of_block(num_in) // group) if self.bits == 4 else (8, group, 1)
+        block = size_of_block(num_in, group)
+        return (4, block, block // group) if self.bits == 4 else (8, group, 1)
 
     def product(
         self, hidden: Tensor, parts: Sequence[Tensor], after: AfterProduct, norm: RMSNorm | None = None
@@ -100,19 +110,47 @@ class Grouped:
         num_in = hidden.shape[-1]
         if is_for_kernel(hidden) and self.size_of_group(num_in) >= 32:
             return product_by_kernel(hidden, codes, ranges, self.block(num_in), after, norm)
-        return after.of(self.decoded_product(hidden if norm is None else norm(hidden), parts))
+        return after.of(decoded_product(self, hidden if norm is None else norm(hidden), parts))
 
-    def decoded_product(self, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        """hidden @ weight.T, by decoding the weight: on a CPU, as many outputs at a time as its cache holds."""
-        num_out = max(1, DECODED_WEIGHTS // hidden.shape[-1]) if hidden.device.type == "cpu" else len(parts[0])
-        some = zip(*(part.split(num_out) for part in parts), strict=True)
-        products = [F.linear(hidden, self.decode(one, hidden.dtype)) for one in some]
-        return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+    def for_cpu(self, parts: Sequence[Tensor], dtype: torch.dtype) -> CpuWeight | None:
+        codes, ranges = parts
+        return cpu_group_product.arranged(GroupCodes(codes, *split_ranges(ranges)), self.bits, dtype)
+
+    def why_decoded(self, num_in: int, dtype: torch.dtype) -> str | None:
+        return cpu_group_product.refusal(num_in, self.size_of_group(num_in), self.bits, dtype)
 
 
 @dataclass(frozen=True)
-class RowFp8:
-    """float8, with a scale for each output."""
+class Half:
+    """float16."""
+
+    def empty(self, num_out: int, num_in: int, device: torch.device | str) -> tuple[Tensor, ...]:
+        return (torch.empty(num_out, num_in, dtype=torch.int16, device=device),)
+
+    def encode(self, weight: Tensor) -> tuple[Tensor, ...]:
+        return (weight.to(torch.float16).view(torch.int16),)
+
+    def decode(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        return parts[0].view(torch.float16).to(dtype)
+
+    def product(
+        self, hidden: Tensor, parts: Sequence[Tensor], after: AfterProduct, norm: RMSNorm | None = None
+    ) -> Tensor:
+        return after.of(decoded_product(self, hidden if norm is None else norm(hidden), parts))
+
+    def for_cpu(self, parts: Sequence[Tensor], dtype: torch.dtype) -> CpuWeight | None:
+        return cpu_half_product.arranged(parts[0].view(torch.float16), dtype)
+
+    def why_decoded(self, num_in: int, dtype: torch.dtype) -> str | None:
+        return cpu_half_product.refusal(num_in, dtype)
+
+
+@dataclass(frozen=True)
+class ScaledRows:
+    """Numbers of 8 bits up to a largest one, with a scale for each output."""
+
+    code: ClassVar[torch.dtype]
+    largest: ClassVar[float]
 
     def empty(self, num_out: int, num_in: int, device: torch.device | str) -> tuple[Tensor, ...]:
         codes = torch.empty(num_out, num_in, dtype=torch.uint8, device=device)
@@ -120,12 +158,42 @@ class RowFp8:
 
     def encode(self, weight: Tensor) -> tuple[Tensor, ...]:
         wide = weight.float()
-        scale = (wide.abs().amax(1, keepdim=True) / FP8_MAX).clamp(min=1e-30)
-        return (wide / scale).to(FP8).view(torch.uint8), scale.view(torch.int32)
+        scale = (wide.abs().amax(1, keepdim=True) / self.largest).clamp(min=1e-30)
+        numbers = wide / scale
+        codes = numbers if self.code.is_floating_point else numbers.round()
+        return codes.to(self.code).view(torch.uint8), scale.view(torch.int32)
 
     def decode(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         codes, scale = parts
-        return codes.view(FP8).to(dtype) * scale.view(torch.float32).to(dtype)
+        return codes.view(self.code).to(dtype) * scale.view(torch.float32).to(dtype)
+
+
+@dataclass(frozen=True)
+class RowInt8(ScaledRows):
+    """Integers from -127 to 127, with a scale for each output."""
+
+    code = torch.int8
+    largest = 127.0
+
+    def product(
+        self, hidden: Tensor, parts: Sequence[Tensor], after: AfterProduct, norm: RMSNorm | None = None
+    ) -> Tensor:
+        return after.of(decoded_product(self, hidden if norm is None else norm(hidden), parts))
+
+    def for_cpu(self, parts: Sequence[Tensor], dtype: torch.dtype) -> CpuWeight | None:
+        codes, scale = parts
+        return cpu_row_product.arranged(codes.view(self.code), scale.view(torch.float32), dtype)
+
+    def why_decoded(self, num_in: int, dtype: torch.dtype) -> str | None:
+        return cpu_row_product.refusal(num_in, dtype)
+
+
+@dataclass(frozen=True)
+class RowFp8(ScaledRows):
+    """float8, with a scale for each output."""
+
+    code = FP8
+    largest = FP8_MAX
 
     def block(self, num_in: int) -> tuple[int, int, int]:
         """For kernels: bits, inputs of a block and no groups."""
@@ -144,6 +212,20 @@ class RowFp8:
             out = torch._scaled_mm(rounded, codes.T, given, scale.T, out_dtype=hidden.dtype, use_fast_accum=True)
             return after.of(out)
         return after.of(F.linear(hidden, codes.to(hidden.dtype)) * scale.to(hidden.dtype).T)
+
+    def for_cpu(self, parts: Sequence[Tensor], dtype: torch.dtype) -> CpuWeight | None:
+        return None
+
+    def why_decoded(self, num_in: int, dtype: torch.dtype) -> str | None:
+        return "products with codes are for fp16, int8-row, int8 and int4"
+
+
+def decoded_product(format: WeightFormat, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """hidden @ weight.T, by decoding the weight: on a CPU, as many outputs at a time as its cache holds."""
+    num_out = max(1, DECODED_WEIGHTS // hidden.shape[-1]) if hidden.device.type == "cpu" else len(parts[0])
+    some = zip(*(part.split(num_out) for part in parts), strict=True)
+    products = [F.linear(hidden, format.decode(one, hidden.dtype)) for one in some]
+    return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
 
 
 def product_by_kernel(
@@ -190,19 +272,26 @@ def has_fp8_products(hidden: Tensor) -> bool:
 
 FORMATS: dict[str, WeightFormat] = {
     "fp8": RowFp8(),
+    "fp16": Half(),
+    "int8-row": RowInt8(),
     "int8": Grouped(8, 128),
     "int4": Grouped(4, 64),
     "int4-128": Grouped(4, 128),
 }
 
 
-HEAD_FORMATS = tuple(name for name, one in FORMATS.items() if isinstance(one, Grouped))  # that --head names
+CPU_FORMATS = ("fp16", "int8-row")  # that no kernel of a GPU reads
+HEAD_FORMATS = tuple(name for name in FORMATS if name != "fp8")  # that --head names
 
 
-def weight_format(name: str) -> WeightFormat:
-    """The format of a name. Raises ConfigError."""
+def weight_format(name: str, device: torch.device | str = "cpu") -> WeightFormat:
+    """The format of a name, for a device. Raises ConfigError."""
     if name not in FORMATS:
         raise ConfigError(f"--weights {name} is unknown; give one of {', '.join(FORMATS)}")
+    if name in CPU_FORMATS and torch.device(device).type != "cpu":
+        raise ConfigError(
+            f"--weights {name} is for CPUs, and {device} has no products for it; leave it out, or give int8 or fp8"
+        )
     return FORMATS[name]
 
 
@@ -220,10 +309,3 @@ def refuse_bad_weight(name: str, weight: Tensor) -> None:
             f"{name}[{row}, {column}] is {float(weight[row, column])}, which cannot be kept in fewer bits; serve "
             f"without --weights, or an older checkpoint"
         )
-
-
-def why_cpu_decodes(format: WeightFormat, num_in: int, dtype: torch.dtype) -> str | None:
-    """Why a CPU decodes weights with so many inputs for each product with inputs of a dtype; None if it does not."""
-    if not isinstance(format, Grouped):
-        return "products with codes are for int8 and int4"
-    return refusal(num_in, format.size_of_group(num_in), format.bits, dtype)
