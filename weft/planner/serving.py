@@ -293,9 +293,7 @@ class ServingModel:
             "other kernels": small,
             "communication": self._communication(stage, num_tokens, num_sampled),
         }
-        form = self._cache_format
-        is_graph = form.name == "plain" and num_tokens <= MAX_TOKENS if prompts else form.has_kernel
-        if not (is_graph and may_be_graph) or plan.num_ranks > plan.data or self._streamed:
+        if not (may_be_graph and self._is_graph(num_tokens, bool(prompts))):
             host = (max(OPERATIONS_PER_LAYER, launches) + of_context) * len(layers) * HOST_SECONDS
             by_cause["waiting for the host"] = max(0.0, host - sum(by_cause.values()))
         assert self.cluster.node.device.memory_bandwidth_bytes_per_second is not None
@@ -305,6 +303,12 @@ class ServingModel:
             by_cause["copies from host memory"] = max(0.0, streamed.seconds - sum(by_cause.values()))
             read = max(read, streamed.floor_seconds)
         return _StageStep(by_cause, max(read, flops / kernels.peak))
+
+    def _is_graph(self, num_tokens: int, has_prompts: bool) -> bool:
+        """Is a step without drafts a CUDA graph?"""
+        form, has_ranks = self._cache_format, self.plan.num_ranks > self.plan.data
+        is_recorded = form.name == "plain" and num_tokens <= MAX_TOKENS if has_prompts else form.has_kernel
+        return is_recorded and not has_ranks and not self._streamed
 
     def _product(self, rows: int, inner: int, columns: int) -> tuple[float, int]:
         """Seconds of a matmul, and the bytes of its weight."""
