@@ -60,7 +60,7 @@ def plan_command(
     weights: Annotated[str | None, typer.Option(help="with --serve: fp8, int8, int4, int4-128, fp16, int8-row")] = None,
     head: Annotated[str | None, typer.Option(help="with --serve on a CPU: as for --weights, or graph=FILE")] = None,
     precision: Annotated[str | None, typer.Option(help="with --serve on a CPU: fp32 (if not given) or bf16")] = None,
-    cache: Annotated[str | None, typer.Option(help="with --serve: keys and values as int4, or loki=FILE")] = None,
+    cache: Annotated[str | None, typer.Option(help="with --serve: keys and values as int4, loki=FILE, or both")] = None,
     stream_weights: Annotated[int, typer.Option(help="with --serve: blocks copied ahead from host memory", min=0)] = 0,
     resident_blocks: Annotated[int, typer.Option(help="with --stream-weights: blocks kept on the device", min=0)] = 0,
     speculate: Annotated[str | None, typer.Option(help="with --serve: ngram, layers=K or FOLDER")] = None,
