@@ -253,7 +253,7 @@ def measure_streaming(config: Any, device: torch.device) -> dict[str, Any]:
     sizes = {"max_running": 32, "num_blocks": 128, "prefix_cache": False, "device": str(device)}
     engine = Engine(model, EngineOptions(**sizes, stream_weights=2))  # type: ignore[arg-type]
     assert engine._part.streamed is not None
-    copied = sum(len(home) for home in engine._part.streamed._home)
+    copied = sum(len(home) for home in engine._part.streamed.home)
     found: dict[str, Any] = {"link_bytes_per_second": rate, "bytes_copied_per_step": copied}
     found["device_bytes_of_blocks"] = engine._part.streamed.places.numel()
     for number in (1, 32):

@@ -2,14 +2,15 @@
 
     python benchmarks/lean_planned.py              prints a table; needs no GPU
 
-Measurements are those of benchmarks/results/lean-gpu.json. Predictions know the model, the device and the workload, and
-for drafts the share that was accepted.
+Measurements are those of benchmarks/results/lean-gpu.json and larger-than-gpu.json. Predictions know the model, the
+device and the workload, and for drafts the share that was accepted.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,17 @@ def streaming(lean: dict[str, Any]) -> Iterator[Row]:
         yield f"weights in host memory, {number} at once: tokens/s", found, measured
 
 
+def larger_than_gpu(_: dict[str, Any]) -> Iterator[Row]:
+    """Tokens a second of a model that is larger than the GPU, with some blocks on it."""
+    for run in json.loads((RESULTS / "larger-than-gpu.json").read_text())["runs"]:
+        config = replace(load_model("llama3-70b"), num_hidden_layers=run["blocks"])
+        model = ServingModel(config, load("h200:1x1"), Plan(), "bf16", ahead=2, resident=run["resident_blocks"])  # type: ignore[arg-type]
+        for number in (1, 64):
+            found = model.simulate([(16, 12)] * number, 1 << 16).tokens_per_second
+            name = f"{run['blocks']} blocks of 70B, {run['resident_blocks']} on the GPU, {number} at once: tokens/s"
+            yield name, found, run[f"{number} requests"]["tokens_per_second"]
+
+
 def drafts(lean: dict[str, Any]) -> Iterator[Row]:
     """Tokens a second of one request with drafts, by the share of them that was accepted."""
     model = ServingModel(LLAMA_8B, load("h200:1x1"), Plan(), "bf16")
@@ -77,7 +89,7 @@ def drafts(lean: dict[str, Any]) -> Iterator[Row]:
 
 def rows() -> list[Row]:
     lean = json.loads((RESULTS / "lean-gpu.json").read_text())
-    return [row for part in (decodes, attention, streaming, drafts) for row in part(lean)]
+    return [row for part in (decodes, attention, streaming, larger_than_gpu, drafts) for row in part(lean)]
 
 
 def main() -> None:

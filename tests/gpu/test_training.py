@@ -104,6 +104,34 @@ def test_options_of_text(overrides: list[str], tmp_path: Path) -> None:
     assert found[8] < found[1]
 
 
+SHARDED = ["plan.data=2", "plan.shard={degree=2, stage=1}", "plan.micro_batch=4"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*SHARDED, "train.kfac={mode='owner-sharded'}"],
+        ["plan.data=2", "plan.micro_batch=8", "roles.curvature=1", "train.kfac={mode='sub-grid'}"],
+        ["plan.data=2", "plan.micro_batch=8", "roles.curvature=1", "train.kfac={mode='sub-grid-async'}"],
+    ],
+    ids=["beside shard", "curvature rank", "curvature rank that is not waited for"],
+)
+def test_kfac_on_ranks_that_share_the_gpu(overrides: list[str], tmp_path: Path) -> None:
+    """Its losses are those of one process, but for inverses that come late."""
+    run, usual = (
+        write_run(tmp_path),
+        ["plan.exact=false", "plan.precision=fp32", "train.share_gpus=true", "--no-verify"],
+    )
+    succeeded(weft("train", run, *overrides, *usual))
+    found = losses(tmp_path / "text")
+    assert len(found) == 8
+    assert found[8] < found[1]
+    if "async" not in overrides[-1]:
+        alone = ["plan.micro_batch=16", "train.kfac={mode='inline'}", f"folder={tmp_path / 'alone'}"]
+        succeeded(weft("train", run, *alone, *usual))
+        assert list(found.values()) == pytest.approx(list(losses(tmp_path / "alone").values()), rel=1e-3)
+
+
 @pytest.mark.parametrize("overrides", [[], ["train.compile=false", "train.graph=false", "plan.precision=fp32"]])
 def test_images(overrides: list[str], tmp_path: Path) -> None:
     run = write_run(tmp_path, IMAGES)

@@ -206,7 +206,7 @@ def _about_gpus() -> dict[str, Any]:
 def _tokens(
     architecture: str, device: str, weights: str | None = None, cache: str | None = None, speculate: str | None = None
 ) -> dict[str, list[int]]:
-    """What an engine answers to some requests, in fp32."""
+    """What an engine answers to some requests, in fp32; on a CPU in fp64, as products with codes round inputs there."""
     from serving_for_tests import GREEDY, serve_all, tokens_of
 
     from weft.serve.cache_formats import block_size_of, cache_format
@@ -223,7 +223,8 @@ def _tokens(
     drafts = early_layers(speculate) if speculate and speculate.startswith(LAYERS) else speculate
     options = EngineOptions(context_length=256, cache=kept, block_size=block_size_of(kept), speculate=drafts)  # type: ignore[arg-type]
     requests = [Request(str(i), tuple((7 * i + j * j) % 512 for j in range(1 + 23 * i)), 40, GREEDY) for i in range(5)]
-    return tokens_of(serve_all(Engine(model.eval().to(device), options), requests))
+    model = model.eval().to(device, torch.float64 if device == "cpu" else torch.float32)
+    return tokens_of(serve_all(Engine(model, options), requests))
 
 
 def _small_model(architecture: str) -> nn.Module:

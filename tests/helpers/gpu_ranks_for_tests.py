@@ -169,4 +169,47 @@ def _served(plan: Any, ahead: int, sums: Any, device: torch.device) -> Any:
     return found, None if gathers is None else {int(size): calls for size, calls in gathers.sizes.items()}, said
 
 
-JOBS = {"symmetric_sums": symmetric_sums, "served_on_ranks": served_on_ranks}
+def split_logits(architecture: str, device: str = "cuda", dtype: str = "bfloat16") -> list[Any]:
+    """On each of two ranks of `context`: the largest errors of logits of chunks and decodes against float32, of both
+    ranks together, of one rank that has all pages, and of two whose second rank's results are dropped.
+    """
+    from parallel_serving_for_tests import logits_of_long
+    from serving_for_tests import CONFIGS
+
+    from weft.mesh import Mesh
+    from weft.models import DecoderConfig
+    from weft.plan import Context, Plan
+    from weft.serve import split_attention
+    from weft.serve.ranks import ServingRanks
+
+    def rank(index: int) -> Any:
+        sizes = {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 512}
+        window = {"sliding_window": 70} if architecture == "mistral" else {}
+        CONFIGS["long"] = DecoderConfig(
+            architecture, vocab_size=64, hidden_size=256, intermediate_size=384, num_hidden_layers=2, **sizes, **window
+        )  # type: ignore[arg-type]
+        place, given = torch.device(device), getattr(torch, dtype)
+        exact, alone = (logits_of_long("long", one, place, None) for one in (torch.float32, given))
+        ranks = ServingRanks(Mesh(Plan(context=Context(2)), place))
+        together = logits_of_long("long", given, place, ranks)
+        whole = split_attention.attend_own_pages
+
+        def dropped(*given: Any) -> torch.Tensor:
+            part = whole(*given)
+            if index == 1:
+                part[..., -1] = -torch.inf
+            return part
+
+        split_attention.attend_own_pages = dropped
+        wrong = logits_of_long("long", given, place, ranks)
+        errors = [float((one - exact).abs().max()) for one in (together, alone, wrong)]
+        return [*errors, float(exact.abs().max()), together.tolist()]
+
+    if device == "cuda":
+        return _with_mps(rank, 2)
+    from weft.launch.local_ranks import run_local
+
+    return run_local(rank, 2, SECONDS)
+
+
+JOBS = {"symmetric_sums": symmetric_sums, "served_on_ranks": served_on_ranks, "split_logits": split_logits}

@@ -12,10 +12,19 @@ import torch
 from torch import Tensor
 
 from weft.models.attention import RMSNorm
-from weft.serve import fused, sampling_kernel, whole_attention_kernel
-from weft.serve.paged_attention import decode_attention, slots_of
+from weft.serve import (
+    decode_attention_kernel,
+    fused,
+    prompt_attention_kernel,
+    sampling_kernel,
+    whole_attention_kernel,
+)
+from weft.serve.page_share import PageShare
+from weft.serve.paged_attention import PagedBatch, attend, decode_attention, slots_of
 from weft.serve.sampling import likeliest
 from weft.serve.sampling_kernel import likeliest_by_kernel
+from weft.serve.split_attention import _decodes, _decodes_by_kernel, _prompts_by_kernel, add_up, attend_own_pages
+from weft.serve.split_attention_kernel import add_up_by_kernel
 from weft.serve.whole_attention_kernel import whole_attention_by_kernel
 
 BLOCK_SIZE = 4
@@ -83,8 +92,45 @@ def chosen_tokens() -> dict[str, dict[str, float]]:
     return found
 
 
+def shares() -> dict[str, dict[str, float]]:
+    """Of decodes and prompts to the pages of each of three ranks, and the results of all together. Control: without the
+    last rank.
+    """
+    found, page_size, degree = {}, 4, 3
+    decode_attention_kernel.TOKENS = prompt_attention_kernel._TOKENS = 16
+    for dtype, (num_heads, num_key_heads, head_dim), window, num_programs in (
+        (torch.float32, (4, 2, 8), None, 1),
+        (torch.float32, (3, 1, 20), None, 32),
+        (torch.float16, (2, 2, 16), 9, 32),
+    ):
+        decode_attention_kernel._PROGRAMS = num_programs
+        tables = torch.randperm(20, dtype=torch.int32).reshape(4, 5)
+        queries, lengths = [7, 20], [1, 50, 19, 49]  # two decodes, and two prompts
+        query = torch.randn(2 + sum(queries), num_heads, head_dim).to(dtype)
+        whole = [torch.randn(20, degree, page_size, num_key_heads, head_dim).to(dtype) for _ in range(2)]
+        given = (tables, torch.tensor(lengths, dtype=torch.int32), tables[:, 0])
+        batch = PagedBatch(*[tables] * 3, *given, degree * page_size, 2, queries, lengths[2:])
+        expected = attend(query.double(), *(one.flatten(0, 2).double() for one in whole), batch, window)
+        parts = torch.full((2, degree, len(query), num_heads, head_dim + 1), torch.nan)
+        for index in range(degree):
+            keys, values = (one[:, index].flatten(0, 1).contiguous() for one in whole)
+            share = PageShare(index, degree, page_size)
+            batch = PagedBatch(*[tables] * 3, *given, page_size, 2, queries, lengths[2:], share=share)
+            parts[0, index] = attend_own_pages(query, keys, values, batch, window)
+            decodes = _decodes_by_kernel if window is None else _decodes
+            decodes(query[:2], keys, values, batch, window, parts[1, index, :2])
+            _prompts_by_kernel(query[2:], keys, values, batch, window, parts[1, index, 2:])
+        found[f"{dtype} {num_heads} {num_key_heads} {head_dim} {window} {num_programs}"] = {
+            "parts": difference(*parts.nan_to_num(nan=77, neginf=-9)),
+            "added up": difference(*(add(parts[1], dtype) for add in (add_up, add_up_by_kernel))),
+            "together": difference(add_up_by_kernel(parts[1], dtype), expected),
+            "without a rank": difference(add_up_by_kernel(parts[1, :-1], dtype), expected),
+        }
+    return found
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    cases = {"whole": whole, "chosen_tokens": chosen_tokens}
+    cases = {"whole": whole, "chosen_tokens": chosen_tokens, "shares": shares}
     print(json.dumps({name: cases[name]() for name in sys.argv[1:]}))

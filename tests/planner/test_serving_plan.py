@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from weft.cluster.hardware import load
+from weft.commands.plan_serve import explain
 from weft.errors import ConfigError, PlanError
-from weft.models import DecoderConfig
+from weft.models import DecoderConfig, write_config
 from weft.models.catalog import load_model
-from weft.plan import Pipe, Plan, Tensor
+from weft.plan import Context, Pipe, Plan, Tensor
 from weft.planner.kernels import LAUNCH_SECONDS
 from weft.planner.lean_kernels import MORE_KERNELS, decode_reads
-from weft.planner.serving import ServingModel, ServingWorkload, predict_serving, serving_plans
+from weft.planner.serving import ServingModel, ServingWorkload, predict_serving
+from weft.planner.serving_search import search_serving, serving_plans
 from weft.planner.serving_speculation import price_speculation
 from weft.serve.four_bit_cache import FourBitFormat
 from weft.serve.layer_cache import PlainFormat
@@ -25,6 +27,7 @@ from weft.serve.speculation import MAX_DRAFTS
 
 MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks/results/serve-gpu.json").read_text())
 LEAN = json.loads((Path(__file__).parents[2] / "benchmarks/results/lean-gpu.json").read_text())
+LARGER = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "larger-than-gpu.json").read_text())
 LLAMA_8B = DecoderConfig(  # of benchmarks/serve_gpu.py
     vocab_size=128256,
     hidden_size=4096,
@@ -90,13 +93,32 @@ def test_drafts_are_priced_by_their_chance() -> None:
     assert model.decode_seconds(200, 16) < model.decode_seconds(200) < 2 * model.decode_seconds(200, 16)
     for kind, chance, match in (
         ("layers=32", 0.5, "fewer than the model's 32"),
-        ("runs/small", 0.5, "runs/small is not priced"),
+        ("runs/small", 0.5, "runs/small is no folder; give ngram, layers=K, or the folder of a smaller model"),
         ("ngram", 1.5, "--accepted 1.5 must be"),
     ):
         with pytest.raises(ConfigError, match=match):
             price_speculation(model, kind, chance, 200)
     with pytest.raises(ConfigError, match="priced on one device"):
         price_speculation(ServingModel(LLAMA_8B, load("h200:1x2"), Plan(tensor=Tensor(2)), "bf16"), "ngram", 0.5, 200)
+
+
+def test_a_draft_model_costs_its_own_decodes(tmp_path: Path) -> None:
+    model = ServingModel(LLAMA_8B, load("h200:1x1"), Plan(), "bf16")
+    shapes = {"two": LLAMA_8B, "wide": replace(LLAMA_8B, intermediate_size=8 * 14336), "same": LLAMA_8B}
+    for name, shape in shapes.items():
+        write_config(tmp_path / name, replace(shape, num_hidden_layers=32 if name == "same" else 2))
+    two, wide, same = (price_speculation(model, str(tmp_path / name), 1, 64 + 128) for name in shapes)
+    of_layers = price_speculation(model, "layers=2", 1, 64 + 128)  # the same products, in the model itself
+    assert two.tokens_per_second == pytest.approx(of_layers.tokens_per_second, rel=0.1)
+    assert two.times_as_fast > 2 > wide.times_as_fast > 1 > same.times_as_fast
+    config = json.loads((tmp_path / "wide" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    (tmp_path / "wide" / "config.json").write_text(json.dumps(config))
+    packed = price_speculation(model, str(tmp_path / "wide"), 1, 64 + 128)
+    assert two.tokens_per_second >= packed.tokens_per_second > 1.2 * wide.tokens_per_second  # it reads fewer bytes
+    write_config(tmp_path / "large", replace(LLAMA_8B, num_hidden_layers=2, intermediate_size=5_000_000))
+    with pytest.raises(ConfigError, match=r"both models and a text of 192 tokens take .* GB, and a device has 141"):
+        price_speculation(model, str(tmp_path / "large"), 1, 192)
 
 
 def test_more_ranks_hold_less_each_and_a_pipeline_overlaps_its_requests() -> None:
@@ -111,6 +133,38 @@ def test_more_ranks_hold_less_each_and_a_pipeline_overlaps_its_requests() -> Non
     assert x.alone.shares["waiting for the host"] > 0.1  # steps of several ranks are no CUDA graphs
     assert pipe.alone.tokens_per_second < 1.05 * one.alone.tokens_per_second  # a token passes all stages
     assert "communication" in x.loaded.shares
+
+
+def test_ranks_of_context_hold_a_share_of_each_request() -> None:
+    cluster, workload = load("h200:1x2"), ServingWorkload.of(2, 4000, 8)
+    one, two = (predict_serving(LLAMA_8B, cluster, Plan(context=Context(n)), workload) for n in (1, 2))
+    assert two.weight_bytes == one.weight_bytes
+    assert two.cache_bytes_per_token == one.cache_bytes_per_token / 2
+    assert two.cache_tokens == pytest.approx(2 * one.cache_tokens, abs=2)
+    assert (one.merged_bytes, two.merged_bytes) == (0, 2 * 32 * 129 * 4)
+    assert two.loaded.shares["communication"] > 0 == one.loaded.shares["communication"]
+    words = (
+        "Context: each of 2 devices holds 1/2 of a request's keys and values, and the same weights; in each layer 33.0"
+    )
+    assert [any(line.startswith(words) for line in explain([given], cluster)) for given in (one, two)] == [False, True]
+    plans = (Plan(), Plan(context=Context(2)))
+    steps = [ServingModel(LLAMA_8B, cluster, plan, "bf16")._step(0, 1, 10**6, (), 1) for plan in plans]
+    whole, half = (step.by_cause["attention and its cache"] for step in steps)
+    assert half == pytest.approx(whole / 2)
+
+
+def test_context_is_tried_where_a_request_is_long_beside_the_weights() -> None:
+    """One key head is on every rank of x, and ranks of context share its tokens."""
+    cluster = load("h200:1x2")
+    config = replace(LLAMA_8B, num_key_value_heads=1, num_hidden_layers=2, intermediate_size=256, vocab_size=1000)
+    long, _ = search_serving(config, cluster, ServingWorkload.of(1, 16384, 8))
+    held = {(one.plan.context.degree, one.plan.tensor.x): one.cache_tokens for one in long}
+    assert held[2, 1] > 1.9 * held[1, 2]
+    short, _ = search_serving(config, cluster, ServingWorkload.of(1, 500, 8))
+    assert {one.plan.context.degree for one in short} == {1}
+    layouts = list(serving_plans(LLAMA_8B, 8, with_context=True))
+    assert len(layouts) == len(set(layouts)) == 20
+    assert {plan.num_ranks for plan in layouts} == {8}
 
 
 def test_weights_in_fewer_bits_hold_what_does_not_fit_in_sixteen() -> None:
@@ -155,7 +209,7 @@ def test_weights_in_host_memory_are_priced_by_the_link() -> None:
     )
     many = ServingModel(LLAMA_8B, cluster, Plan(), "bf16", ahead=2).simulate([(16, 10)] * 32, streamed.cache_tokens)
     assert many.tokens_per_second == pytest.approx(LEAN["streaming"]["32 requests"]["tokens_per_second"], rel=0.1)
-    few = ServingModel(LLAMA_8B, cluster, Plan(), "bf16", "int4", None, 2).streaming
+    few = ServingModel(LLAMA_8B, cluster, Plan(), "bf16", "int4", None, 2).streaming_price()
     assert few is not None
     assert few.break_even_tokens < 0.3 * price.break_even_tokens  # fewer bytes are copied
 
@@ -184,3 +238,67 @@ def test_weights_in_host_memory_on_several_devices() -> None:
     assert predict_serving(LLAMA_8B, load("h200:1x2"), Plan(data=2), workload, ahead=99).streaming.copied_bytes == 0  # type: ignore[union-attr]
     with pytest.raises(PlanError, match="are in different steps; use one of the two, or leave out --stream-weights"):
         predict_serving(LLAMA_8B, load("h200:1x4"), Plan(data=2, pipe=Pipe(2)), workload, ahead=2)
+
+
+def test_resident_blocks_are_on_the_device_and_not_copied() -> None:
+    cluster, workload = load("h200:1x1"), ServingWorkload.of(32, 64, 16)
+    every, some = (predict_serving(LLAMA_8B, cluster, Plan(), workload, ahead=2, resident=n) for n in (0, 20))
+    prices = every.streaming, some.streaming
+    assert prices[0] is not None
+    assert prices[1] is not None
+    block = prices[0].copied_bytes // 32
+    assert [one.copied_bytes for one in prices if one] == [32 * block, 12 * block]
+    assert [one.host_bytes for one in prices if one] == [32 * block, 12 * block]
+    assert some.weight_bytes - every.weight_bytes == 20 * block
+    assert prices[1].copy_seconds == pytest.approx(prices[0].copy_seconds * 12 / 32)
+    assert some.alone.tokens_per_second > 2.5 * every.alone.tokens_per_second
+    assert prices[0].fitting_blocks == prices[1].fitting_blocks == 32  # an 8B model fits
+    with pytest.raises(PlanError, match="of a rank's 32 blocks cannot stay on the device"):
+        predict_serving(LLAMA_8B, cluster, Plan(), workload, ahead=2, resident=32)
+    with pytest.raises(PlanError, match="of a rank's 16 blocks cannot stay on the device"):
+        predict_serving(LLAMA_8B, load("h200:1x2"), Plan(pipe=Pipe(2)), workload, ahead=2, resident=20)
+
+
+def test_as_many_blocks_as_fit_beside_the_cache_are_named() -> None:
+    whole, memory = load("h200:1x1"), 15_000_000_000  # less than the model has
+    small = replace(whole, node=replace(whole.node, device=replace(whole.node.device, memory_bytes=memory)))
+    given = (LLAMA_8B, small, Plan(), ServingWorkload.of(8, 500, 12))
+    price = predict_serving(*given, ahead=2).streaming
+    assert price is not None
+    assert 10 < price.fitting_blocks < 30
+    best = predict_serving(*given, ahead=2, resident=price.fitting_blocks)
+    assert best.cache_tokens >= 8 * 512
+    assert best.memory_bytes <= memory
+    assert best.streaming is not None
+    assert best.streaming.fitting_blocks == price.fitting_blocks  # however many stay there already
+    more = ServingModel(LLAMA_8B, small, Plan(), "bf16", None, None, 2, price.fitting_blocks + 1)
+    assert more.cache_tokens < 8 * 512
+    with pytest.raises(PlanError, match="lower --resident-blocks, or split the model over more devices"):
+        predict_serving(*given, ahead=2, resident=31)
+
+
+def test_a_host_without_memory_for_streamed_blocks_is_refused() -> None:
+    workload, whole = ServingWorkload.of(4, 16, 8), load("h200:1x2")
+    small = replace(whole, node=replace(whole.node, host_memory_bytes=17_000_000_000))
+    predict_serving(LLAMA_8B, small, Plan(data=2), workload, ahead=2)  # replicas have a half each
+    predict_serving(LLAMA_8B, small, Plan(tensor=Tensor(2)), workload, ahead=2)
+    smaller = replace(whole, node=replace(whole.node, host_memory_bytes=16_000_000_000))
+    with pytest.raises(PlanError, match=r"7\.0 GB of streamed weights for each of 2 devices of a node do not fit"):
+        predict_serving(LLAMA_8B, smaller, Plan(data=2), workload, ahead=2)
+    predict_serving(LLAMA_8B, smaller, Plan(data=2), workload, ahead=2, resident=8)
+
+
+def test_a_model_larger_than_the_gpu_decodes_as_measured() -> None:
+    for run in LARGER["runs"]:
+        config = replace(load_model("llama3-70b"), num_hidden_layers=run["blocks"])  # type: ignore[type-var]
+        given = {"ahead": 2, "resident": run["resident_blocks"]}
+        model = ServingModel(config, load("h200:1x1"), Plan(), "bf16", **given)  # type: ignore[arg-type]
+        price = model.streaming_price()
+        assert price is not None
+        assert price.copied_bytes == price.host_bytes == run["bytes_copied_per_step"]
+        assert price.host_bytes < run["host_bytes_at_most"]
+        made = run["device_bytes_at_most"] - model.weight_bytes  # one weight at a time is made on the device
+        assert 0 < made < 1.02 * 2 * config.vocab_size * config.hidden_size  # type: ignore[union-attr]
+        for number in (1, 16, 64):
+            found = model.simulate([(16, 12)] * number, 1 << 16).tokens_per_second
+            assert found == pytest.approx(run[f"{number} requests"]["tokens_per_second"], rel=0.1)

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from parallel_serving_for_tests import SCORED, part_of, tokens_on_ranks, whole_model
-from serving_for_tests import CONFIGS, GREEDY, serve_all, tokens_of
+from parallel_serving_for_tests import (
+    LIMIT_SECONDS,
+    check,
+    on_one_rank,
+    part_of,
+    requests,
+    scarce,
+    tokens_on_ranks,
+    whole_model,
+)
+from serving_for_tests import CONFIGS
 
 from weft.errors import PlanError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.plan import Memory, Pipe, Plan, Shard, Tensor
-from weft.serve.engine import Engine, EngineOptions
 from weft.serve.follow_steps import follow_steps
 from weft.serve.model_part import ModelPart
 from weft.serve.rank_part import RankPlace, part_numel, refuse_plan
 from weft.serve.ranks import RankMessage, ServingRanks
-from weft.serve.request import Request, Sampling
 from weft.serve.step_inputs import text_inputs
 from weft.serve.traffic import ServedSizes, step_calls
 
-LIMIT_SECONDS = 300.0
-SCARCE = EngineOptions(block_size=4, num_blocks=7, token_budget=4, max_running=4)  # chunks, and too few blocks
 FOUR_RANKS = [
     ("llama", Plan(tensor=Tensor(4))),
     ("qwen3-deep", Plan(pipe=Pipe(4))),
@@ -35,43 +39,6 @@ FOUR_RANKS = [
     ("mixtral", Plan(expert=2, tensor=Tensor(2))),
 ]
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
-
-
-def requests() -> list[Request]:
-    """Greedy and seeded ones, short and long; two have the same beginning, which the prefix cache shares."""
-    rng = random.Random(0)
-    prompts = [tuple(rng.randrange(61) for _ in range(length)) for length in (1, 9, 15, 5)]
-    shared = tuple(range(9))
-    found = [Request(str(index), prompt, 12, GREEDY) for index, prompt in enumerate(prompts)]
-    found += [Request("shared", (*shared, 3), 5, GREEDY), Request("again", (*shared, 4), 5, GREEDY)]
-    return [*found, Request("drawn", (7, 8), 12, Sampling(temperature=1.0, seed=3, repetition_penalty=1.2))]
-
-
-def on_one_rank(name: str) -> tuple[dict[str, list[int]], list[float], list[float]]:
-    engine = Engine(whole_model(name), EngineOptions(block_size=4, num_blocks=60))
-    scores = [one.token for one in engine.score(SCORED)]
-    return tokens_of(serve_all(engine, requests())), engine.embed((5, 6, 7), "mean").tolist(), scores
-
-
-def check(cases: list[tuple[str, Plan]], num_ranks: int) -> None:
-    """Serve every case on the same ranks, and compare with one rank."""
-    expected = {name: on_one_rank(name) for name, _ in cases}
-    for name, plan in cases:
-        refuse_plan(CONFIGS[name], plan)  # what ranks need of it is found here, once for all
-
-    def rank(_: int) -> list[dict[str, Any] | None]:
-        torch.set_num_threads(1)
-        return [tokens_on_ranks(name, Mesh(plan), requests(), SCARCE) for name, plan in cases]
-
-    for (name, plan), found in zip(cases, run_local(rank, num_ranks, LIMIT_SECONDS)[0], strict=True):
-        tokens, embedding, scores = expected[name]
-        assert found["tokens"] == tokens, (name, plan.describe_axes())
-        assert found["embedding"] == pytest.approx(embedding, abs=1e-6)
-        assert found["scores"] == pytest.approx(scores, abs=1e-5)
-        assert found["is_free"]
-        assert found["preempted"] > 0
-        if plan.data == 1:
-            assert found["prefix"] > 0
 
 
 @pytest.mark.processes
@@ -109,14 +76,14 @@ def test_a_wrong_part_is_noticed_and_traffic_is_as_stated() -> None:
     def rank(index: int) -> Any:
         torch.set_num_threads(1)
         place = RankPlace(plan, dict.fromkeys(plan.degrees, 0))
-        wrong = tokens_on_ranks("llama", Mesh(plan), given, SCARCE, place)
+        wrong = tokens_on_ranks("llama", Mesh(plan), given, scarce(plan), place)
         return wrong, [counted(*case) for case in cases]
 
     def counted(name: str, plan: Plan) -> dict[str, list[int]]:
         """The calls of one step of five tokens after which two requests sample, on this rank."""
         mesh = Mesh(plan)
         ranks = ServingRanks(mesh)
-        part = ModelPart(part_of(name, ranks.place), SCARCE, ranks)
+        part = ModelPart(part_of(name, ranks.place), scarce(plan), ranks)
         mesh.ledger.clear()
         inputs = text_inputs((1, 2, 3, 4, 5), 4)
         inputs = type(inputs)(inputs.flat, inputs.tables, inputs.queries, 0, [4])
@@ -127,7 +94,7 @@ def test_a_wrong_part_is_noticed_and_traffic_is_as_stated() -> None:
         else:
             follow_steps(part)
         entries = mesh.ledger.entries().items()
-        return {"/".join(key): [one.calls, one.num_bytes] for key, one in entries if key[0] != "state"}
+        return {"/".join(key): [one.calls, one.num_bytes] for key, one in entries if key[0] != "replica"}
 
     found = run_local(rank, 2, LIMIT_SECONDS)
     assert found[0][0]["tokens"] != {name: expected[name] for name in found[0][0]["tokens"]}

@@ -38,7 +38,7 @@ STARTS = {  # what is put before `-m weft serve`, and the plan
     "torchrun": (TORCHRUN, ("plan.pipe=2",)),
 }
 STREAMING = {  # plans with weights in host memory
-    "replicas": ("plan.data=2",),
+    "replicas": ("plan.data=2", "--resident-blocks", "1"),
     "slices": ("plan.tensor.x=2",),
 }
 

@@ -23,3 +23,12 @@ def test_the_kernel_finds_the_first_of_the_likeliest_tokens() -> None:
     found = differences("chosen_tokens", PROGRAM)
     assert len(found) == 3
     assert all(parts == {"differ": 0, "bad": 0, "first": 0} for parts in found.values())
+
+
+def test_kernels_attend_to_the_pages_of_a_rank() -> None:
+    found = differences("shares", PROGRAM)
+    assert len(found) == 3
+    for name, parts in found.items():
+        assert parts.pop("without a rank") > 0.03, name  # the control
+        for part, difference in parts.items():
+            assert difference <= (1e-5 if "float32" in name else BF16_STEP), (name, part)

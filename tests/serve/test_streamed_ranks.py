@@ -22,7 +22,7 @@ from weft.serve.rank_part import RankPlace
 from weft.serve.ranks import ServingRanks
 from weft.serve.request import Request
 from weft.serve.streamed_layout import ALIGNMENT, BlockLayout
-from weft.serve.streamed_traffic import pass_calls, streamed_bytes
+from weft.serve.streamed_traffic import all_block_bytes, pass_calls
 from weft.serve.streamed_weights import StreamedWeights
 from weft.serve.weight_formats import FORMATS
 
@@ -36,26 +36,21 @@ def blocks_of(number: int) -> list[torch.nn.Module]:
     return [torch.nn.Sequential(torch.nn.Linear(24, 24 + one), torch.nn.LayerNorm(7)) for one in range(number)]
 
 
-def test_shares_of_all_readers_are_the_block() -> None:
+def test_tensors_of_a_block_are_views_of_its_bytes() -> None:
     block = blocks_of(3)[2]
-    weight = block[0].weight
-    view = torch.nn.Parameter(weight[3:5])  # of the same memory
-    block.register_parameter("view", view)
+    block.register_parameter("view", torch.nn.Parameter(block[0].weight[3:5]))  # of the same memory
     for num_readers in (1, 2, 3):
         layout = BlockLayout([block], num_readers)
         assert layout.num_bytes == num_readers * layout.share_bytes
         assert layout.num_bytes % (num_readers * ALIGNMENT) == 0
         whole = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-        for index in range(num_readers):
-            begin = index * layout.share_bytes
-            for start, piece in layout.read(begin, begin + layout.share_bytes):
-                whole[begin + start : begin + start + len(piece)] = piece
+        layout.copy_to(whole)
         expected = {name: one.detach().clone() for name, one in block.named_parameters()}
         layout.move_tensors(whole)
         for name, one in block.named_parameters():
             assert torch.equal(one, expected[name]), (num_readers, name)
             assert one.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-        assert view.data_ptr() == weight[3].data_ptr()  # they still share memory
+        assert block.view.data_ptr() == block[0].weight[3].data_ptr()  # they still share memory
 
 
 @pytest.mark.processes
@@ -136,7 +131,7 @@ def test_several_ranks_give_the_same_with_streamed_weights(case: list[tuple[str,
             assert counted == {}  # each rank reads only its own slices
             continue
         place = RankPlace(plan, dict.fromkeys(plan.degrees, 0))
-        one_pass = list(pass_calls(streamed_bytes(CONFIGS[name], place, torch.float64, None), plan.data, 1))
+        one_pass = list(pass_calls(all_block_bytes(CONFIGS[name], place, torch.float64, None), plan.data, 1))
         assert len(one_pass) == 4
         calls = {int(size): number for size, number in counted.items()}
         num_passes, first = divmod(sum(calls.values()), len(one_pass))
@@ -159,7 +154,7 @@ def test_a_share_that_is_not_given_is_noticed() -> None:
         mesh, blocks = Mesh(Plan(data=2)), blocks_of(3)
         with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
             if index == 1:  # gives something else than its share
-                patch.setattr(BlockLayout, "read", lambda self, begin, end: iter(()))
+                patch.setattr(BlockLayout, "copy_to", lambda self, block: block.zero_())
             streamed = StreamedWeights([(one,) for one in blocks], torch.device("cpu"), 2, mesh["data"])
         for one in range(3):
             streamed.need(one)
@@ -178,7 +173,7 @@ def test_bytes_of_blocks_follow_from_the_config(kind: str | None) -> None:
     engine = Engine(model, replace(OPTIONS, stream_weights=1))
     assert engine._part.streamed is not None
     place = RankPlace(plan, dict.fromkeys(plan.degrees, 0))
-    predicted = streamed_bytes(CONFIGS["llama-deep"], place, torch.float64, format)
+    predicted = all_block_bytes(CONFIGS["llama-deep"], place, torch.float64, format)
     assert predicted == engine._part.streamed.block_bytes
     assert list(pass_calls(predicted, 1, 1)) == []  # one rank gathers nothing
     assert list(pass_calls(predicted, 2, 3)) == []  # all blocks have room
@@ -189,3 +184,31 @@ def test_replicas_of_stages_are_refused() -> None:
     refuse_shared_reading(Plan(pipe=Pipe(2), tensor=Tensor(2)))
     with pytest.raises(PlanError, match="are in different steps; use one of the two, or leave out --stream-weights"):
         refuse_shared_reading(Plan(data=2, pipe=Pipe(2)))
+
+
+RESIDENT = [("qwen2-deep", Plan(data=2)), ("llama-deep", Plan(tensor=Tensor(2))), ("gpt2-deep", Plan(pipe=Pipe(2)))]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("cases", [RESIDENT[:1], pytest.param(RESIDENT[1:], marks=pytest.mark.soak)])
+def test_ranks_keep_some_blocks_on_the_device(cases: list[tuple[str, Plan]]) -> None:
+    def rank(_: int) -> Any:
+        torch.set_num_threads(1)
+        found = []
+        for name, plan in cases:
+            mesh = Mesh(plan)
+            plain = tokens_on_ranks(name, mesh, REQUESTS, OPTIONS)
+            mesh = Mesh(plan)
+            options = replace(OPTIONS, stream_weights=1, resident_blocks=1)
+            streamed = tokens_on_ranks(name, mesh, REQUESTS, options, ranks=ServingRanks(mesh, streams=True))
+            found.append((plain, streamed, gathered(mesh.ledger)))
+        return found
+
+    results = run_local(rank, 2, LIMIT_SECONDS)
+    for (name, plan), (plain, streamed, counted), (*_, others) in zip(cases, *results, strict=True):
+        assert streamed == plain, (name, plan.describe_axes())
+        assert counted == others
+        assert len(counted) == (plan.data > 1)
+        for size, calls in counted.items():
+            assert calls % len(list(pass_calls([size] * 3, plan.data, 1))) == 0  # one of three blocks keeps its place
+            assert calls > 2 * len(REQUESTS)

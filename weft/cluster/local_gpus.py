@@ -3,6 +3,7 @@
 A process that initialises CUDA cannot fork children that use CUDA, and it holds GPU memory that the ranks need. So the
 process of a command does not use the GPUs: a child queries them and returns the list.
 
+    sees_gpu()                  is there a GPU? Asking does not initialise CUDA
     gpus()                      the GPUs that this process sees, or the list given to `hide_gpus`
     with hide_gpus(found): ..   this process sees no GPU, and `gpus()` returns `found`
 """
@@ -15,6 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
+# With this variable torch asks NVIDIA's management library whether there is a GPU. Without it torch initialises CUDA,
+# and then no forked child of the process can use a GPU.
+_ASKS_LIBRARY = "PYTORCH_NVML_BASED_CUDA_CHECK"
 BF16_CAPABILITY = (8, 0)  # Ampere and newer
 _gpu_list: tuple[Gpu, ...] | None = None
 
@@ -34,6 +38,19 @@ class Gpu:
     @property
     def has_bf16(self) -> bool:
         return tuple(self.capability) >= BF16_CAPABILITY
+
+
+def ask_library() -> None:
+    """From now on, `torch.cuda.is_available` does not initialise CUDA in this process and its children."""
+    os.environ.setdefault(_ASKS_LIBRARY, "1")
+
+
+def sees_gpu() -> bool:
+    """Does this process see a GPU, or does the list given to `hide_gpus` have one? Does not initialise CUDA."""
+    import torch  # here, so that catalogs and run files are read without it
+
+    ask_library()
+    return torch.cuda.is_available() if _gpu_list is None else bool(_gpu_list)
 
 
 def gpus() -> tuple[Gpu, ...]:

@@ -12,11 +12,17 @@ DeviceOption = Annotated[str, typer.Option(help="auto (a GPU where there is one)
 
 
 def chosen_device(device: str) -> Literal["cpu", "cuda"]:
-    """Returns the kind of device that `--device` means on this machine. Raises ConfigError for others."""
+    """Returns the kind of device that `--device` means on this machine. Raises ConfigError for others. CUDA is not
+    initialised.
+    """
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--device {device} is not one of auto, cpu, cuda")
-    from weft.cluster.local_gpus import gpus  # imports torch
+    if device == "cpu":
+        return "cpu"
+    from weft.cluster.local_gpus import sees_gpu  # imports torch
 
-    if device == "cuda" and not gpus():
+    if sees_gpu():  # asked without CUDA, which ranks that are forked later need
+        return "cuda"
+    if device == "cuda":
         raise ConfigError("--device cuda, but torch sees no GPU; use auto or cpu")
-    return "cuda" if device != "cpu" and gpus() else "cpu"
+    return "cpu"

@@ -12,7 +12,14 @@ import typer
 from weft.commands import PROMPT
 from weft.commands.device_option import DeviceOption, chosen_device
 from weft.commands.model_text import print_text
-from weft.commands.serve import HeadOption, KeysValuesOption, SpeculateOption, WeightsOption
+from weft.commands.serve import (
+    HeadOption,
+    KeysValuesOption,
+    ResidentOption,
+    SpeculateOption,
+    StreamOption,
+    WeightsOption,
+)
 
 EXAMPLE = 'Example: weft generate runs/quickstart --prompt "def main():" --tokens 100'
 
@@ -30,6 +37,8 @@ def generate_command(
     weights: WeightsOption = None,
     cache: KeysValuesOption = None,
     head: HeadOption = None,
+    stream_weights: StreamOption = 0,
+    resident_blocks: ResidentOption = 0,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
 ) -> None:
     """Continue a prompt with a trained model, on one process."""
@@ -37,16 +46,17 @@ def generate_command(
     from rich.console import Console
 
     from weft.serve.cache_formats import cache_format
-    from weft.serve.generate import generate, load_for_generation
+    from weft.serve.generate import generate
     from weft.serve.graph_head import graph_head
-    from weft.serve.loading import load_draft
-    from weft.serve.packed_linear import pack_head, why_decoded
-    from weft.serve.weight_formats import weight_format
+    from weft.serve.loading import Packing, load_draft, load_model
+    from weft.serve.packed_linear import why_decoded
+    from weft.serve.streamed_model import Streaming
 
     with Console(stderr=True).status("generating"):
-        packed = None if weights is None else weight_format(weights, kind)
-        model, tokens_of, context = load_for_generation(source, tokenizer, kind, _warn, weights=packed)
-        pack_head(model, head, kind)
+        streaming = Streaming.of(stream_weights, resident_blocks, None)
+        packing = Packing(weights, head=head)
+        loaded = load_model(source, tokenizer, kind, _warn, packing=packing, streaming=streaming)
+        model, tokens_of = loaded.model, loaded.tokenizer
         for reason in why_decoded(model) if kind == "cpu" else ():
             _warn(reason)
         text = generate(
@@ -57,7 +67,7 @@ def generate_command(
             temperature=temperature,
             top_k=top_k,
             seed=seed,
-            context=context,
+            context=loaded.context_length,
             speculate=load_draft(speculate, tokenizer, tokens_of, kind),
             cache=cache_format(cache),
             head=graph_head(head),

@@ -8,7 +8,6 @@ Arguments and results are JSON values; a run is passed as the text of `Run.to_js
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from weft.cluster.local_gpus import Gpu, hide_gpus, query_gpus
+from weft.cluster.local_gpus import Gpu, ask_library, hide_gpus, query_gpus
 from weft.comm.backends import DeviceType
 from weft.commands.gpu_check import check_gpu, describe
 from weft.launch.fork_server import ForkServer, Job, Main
@@ -25,10 +24,6 @@ from weft.planner.predict import refuse_run
 from weft.proof.prove import prove_run
 from weft.proof.report import ProofReport, report_from_json, report_to_json
 from weft.run_file import Run, run_from_json
-
-# With this variable torch asks NVIDIA's management library whether there is a GPU. Without it torch initialises CUDA,
-# and then no forked child of the process can use a GPU.
-_ASKS_LIBRARY = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 def import_for_ranks() -> None:
@@ -43,7 +38,7 @@ def command_fork_server(main: Main, kind: type[ForkServer] = ForkServer, warms: 
     A child lists the GPUs; inside the context, this process uses that list and does not touch a GPU. With `warms`, the
     fork server imports what ranks need before it starts any.
     """
-    os.environ.setdefault(_ASKS_LIBRARY, "1")
+    ask_library()
     with kind(main, import_for_ranks if warms else lambda: None, JOBS) as fork_server:
         has_cuda = torch.version.cuda is not None or torch.version.hip is not None
         seen = fork_server.call("gpus") if has_cuda else []

@@ -9,30 +9,31 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.architectures import LanguageConfig, ModelConfig
-from weft.cluster.cpu_rates import with_assumed_rates
+from weft.architectures.recurrent import RecurrentConfig
+from weft.cluster.cpu_rates import is_cpu
 from weft.cluster.hardware import Cluster, load
 from weft.commands.console import print_json
+from weft.commands.plan_serve_cpu import CpuQuestion, plan_cpu_serving, refuse_options
 from weft.errors import ConfigError, PlanError
 from weft.planner.serving import (
     MAX_RUNNING,
     TOKEN_BUDGET,
     ServingModel,
     ServingPrediction,
+    ServingTimes,
     ServingWorkload,
-    search_serving,
 )
+from weft.planner.serving_search import search_serving
 from weft.planner.serving_speculation import SpeculationPrice, price_speculation
+from weft.planner.serving_streaming import StreamingPrice
 
 NUM_SHOWN = 8
-NOT_PRICED = (
-    "Not priced: --speculate FOLDER, --sums (sums over ranks are the library's), --head, --adapter, and LSTM and "
-    "GRU models."
-)
+NOT_PRICED = "Not priced on GPUs: --sums (sums over ranks are the library's), --adapter, and LSTM and GRU models."
 
 
 def plan_serving(
     name: str,
-    config: ModelConfig,
+    config: ModelConfig | RecurrentConfig,
     cluster_name: str,
     workload: ServingWorkload,
     ways: dict[str, Any],
@@ -42,12 +43,23 @@ def plan_serving(
 ) -> None:
     """Find the best layout to serve a model, and show it with others. Raises PlanError if none fits.
 
-    `ways` are the formats of `weights` and `cache`, as options of `weft serve` name them, or None; and `ahead`, which
-    is --stream-weights. `drafts` are --speculate and the share of drafts that are accepted.
+    `ways` are the formats of `weights`, `cache` and `head`, as options of `weft serve` name them, or None; `ahead`,
+    which is --stream-weights; `resident`, which is --resident-blocks; and `precision`. `drafts` are --speculate and
+    the share of drafts that are accepted.
     """
-    if not isinstance(config, LanguageConfig):
+    if not isinstance(config, LanguageConfig | RecurrentConfig):
         raise ConfigError(f"--serve is for models of text; {name} is a model of images")
-    cluster = with_assumed_rates(load(cluster_name))
+    if ways["resident"] and not ways["ahead"]:
+        raise ConfigError("--resident-blocks says how many blocks are not streamed; give --stream-weights too")
+    cluster = load(cluster_name)
+    if is_cpu(cluster):
+        refuse_options(ways, drafts)
+        prompt, output = workload.lengths[0]
+        options = (ways["precision"] or "fp32", ways["weights"], ways["head"])
+        plan_cpu_serving(CpuQuestion(name, config, cluster, prompt + output // 2, *options), console, as_json)
+        return
+    ways = _refuse_cpu_options(name, config, ways)
+    assert isinstance(config, LanguageConfig)
     precision = "bf16" if "bf16" in cluster.node.device.peak_flops else "fp32"
     with console.status("planning"):
         found, refused = search_serving(config, cluster, workload, precision, **ways)
@@ -67,14 +79,24 @@ def plan_serving(
         return
     _show(name, cluster_name, found, workload, console)
     lines = explain(found, cluster)
-    for key, option in (("weights", "weights"), ("cache", "cache"), ("ahead", "stream-weights")):
-        lines[-1] += f" --{option} {ways[key]}" if ways[key] else ""
+    names = {"weights": "weights", "cache": "cache", "ahead": "stream-weights", "resident": "resident-blocks"}
+    lines[-1] += "".join(f" --{option} {ways[key]}" for key, option in names.items() if ways[key])
     if price is not None:
         lines[-1] += f" --speculate {price.kind}"
         lines.insert(-1, _of_drafts(price))
     lines.append(NOT_PRICED)
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def _refuse_cpu_options(name: str, config: ModelConfig | RecurrentConfig, ways: dict[str, Any]) -> dict[str, Any]:
+    """The options that GPUs have. Raises ConfigError for what is priced on CPUs only."""
+    if isinstance(config, RecurrentConfig):
+        raise ConfigError(f"{name} is an LSTM or GRU, priced on a CPU only; give --cluster machine.toml of one")
+    for key in ("head", "precision"):
+        if ways[key] is not None:
+            raise ConfigError(f"--{key} {ways[key]} is for a CPU; leave it out, or give --cluster machine.toml of one")
+    return {key: value for key, value in ways.items() if key not in ("head", "precision")}
 
 
 def _of_drafts(price: SpeculationPrice) -> str:
@@ -100,39 +122,63 @@ def explain(found: list[ServingPrediction], cluster: Cluster) -> list[str]:
     lines = [
         f"Memory: {best.weight_bytes / 1e9:.1f} GB of weights and {best.cache_tokens:,} tokens of key-value cache of "
         f"{best.cache_bytes_per_token / 1e3:.0f} kB each, of {device.memory_bytes / 1e9:.0f} GB a device.",
-        f"Under load: {causes}. {loaded.tokens_per_second:,.0f} tokens/s are {_share(best):.2f} of the floor, at which "
+        f"Under load: {causes}. {_rate(loaded)} tokens/s are {_share(best):.2f} of the floor, at which "
         f"weights and cache are read at the printed bandwidth, or FLOPs run at the printed peak.",
-        f"One request alone: {alone.tokens_per_second:,.0f} tokens/s, the first after "
-        f"{alone.first_token_seconds * 1e3:.0f} ms.",
+        f"One request alone: {_rate(alone)} tokens/s, the first after {alone.first_token_seconds * 1e3:.0f} ms.",
     ]
     if best.streaming is not None:
-        price = best.streaming
-        whole = f" and gathers {price.gathered_bytes / 1e9:.1f} GB over replicas"
-        gathers = whole if price.gathered_bytes else ""
+        lines += _of_streaming(best.streaming)
+    if best.merged_bytes:
+        number = best.plan.context.degree
         lines.append(
-            f"Weights in host memory: each step copies {price.copied_bytes / 1e9:.1f} GB to a device{gathers}, at "
-            f"least {price.copy_seconds * 1e3:,.0f} ms. From {price.break_even_tokens:,} tokens a step on, products "
-            f"take as long; with fewer, the device waits."
+            f"Context: each of {number} devices holds 1/{number} of a request's keys and values, and the same weights; "
+            f"in each layer {best.merged_bytes / 1e3:.1f} kB are gathered for a token."
         )
     fastest = min(found, key=lambda one: -one.alone.tokens_per_second)
     if fastest is not best:
         lines.append(
-            f"Least time for one request: {_layout(fastest)}, {fastest.alone.tokens_per_second:,.0f} tokens/s alone "
-            f"and {fastest.loaded.tokens_per_second:,.0f} under load."
+            f"Least time for one request: {_layout(fastest)}, {_rate(fastest.alone)} tokens/s alone "
+            f"and {_rate(fastest.loaded)} under load."
         )
     options = [f"plan.{key}={value}" for key, value in _degrees(best).items() if value > 1]
     lines.append(f"Serve it: weft serve FOLDER {' '.join(options)}".rstrip())
     return lines
 
 
+def _of_streaming(price: StreamingPrice) -> list[str]:
+    """Sentences about weights in host memory."""
+    whole = f" and gathers {price.gathered_bytes / 1e9:.1f} GB over replicas"
+    gathers = whole if price.gathered_bytes else ""
+    streamed = f"{price.num_blocks - price.resident_blocks} of {price.num_blocks} blocks"
+    lines = [
+        f"Weights in host memory: {price.host_bytes / 1e9:.1f} GB a device, of {streamed}. Each step copies "
+        f"{price.copied_bytes / 1e9:.1f} GB to a device{gathers}, at least {price.copy_seconds * 1e3:,.0f} ms. From "
+        f"{price.break_even_tokens:,} tokens a step on, products take as long; with fewer, the device waits."
+    ]
+    if price.fitting_blocks == price.num_blocks:
+        lines.append("All blocks fit on a device beside the cache of this load, so --stream-weights is not needed.")
+    elif price.fitting_blocks > price.resident_blocks:
+        lines.append(
+            f"{price.fitting_blocks} blocks fit on a device beside the cache of this load: give --resident-blocks "
+            f"{price.fitting_blocks}, and fewer bytes are copied."
+        )
+    return lines
+
+
 def _degrees(one: ServingPrediction) -> dict[str, int]:
     plan = one.plan
-    return {"data": plan.data, "pipe": plan.pipe.degree, "expert": plan.expert, "tensor.x": plan.tensor.x}
+    degrees = {"data": plan.data, "pipe": plan.pipe.degree, "expert": plan.expert}
+    return {**degrees, "context": plan.context.degree, "tensor.x": plan.tensor.x}
 
 
 def _layout(one: ServingPrediction) -> str:
     names = [f"{key.rpartition('.')[2]} {value}" for key, value in _degrees(one).items() if value > 1]
     return " × ".join(names) or "one device"
+
+
+def _rate(times: ServingTimes) -> str:
+    """Tokens per second, with digits behind the point if there are few."""
+    return f"{times.tokens_per_second:,.{0 if times.tokens_per_second >= 10 else 2}f}"
 
 
 def _share(one: ServingPrediction) -> float:
@@ -151,10 +197,10 @@ def _show(name: str, cluster: str, found: list[ServingPrediction], workload: Ser
             f"{one.weight_bytes / 1e9:.1f} GB",
             f"{one.requests_held}",
             f"{one.loaded.first_token_seconds:.2f} s",
-            f"{one.loaded.tokens_per_second:,.0f}",
+            _rate(one.loaded),
             f"{_share(one):.2f}",
             f"{one.alone.first_token_seconds * 1e3:.0f} ms",
-            f"{one.alone.tokens_per_second:,.0f}",
+            _rate(one.alone),
         )
     console.print(table)
 
@@ -167,6 +213,7 @@ def _as_json(one: ServingPrediction) -> dict[str, Any]:
         "cache_tokens": one.cache_tokens,
         "memory_bytes": one.memory_bytes,
         "requests_held": one.requests_held,
+        "merged_bytes": one.merged_bytes,
         **({} if one.streaming is None else {"streaming": asdict(one.streaming)}),
         "loaded": _times(one.loaded),
         "alone": _times(one.alone),

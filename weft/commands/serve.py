@@ -26,7 +26,11 @@ EXAMPLE = "Example: weft serve runs/quickstart --port 8000, then: curl http://12
 
 
 RankOverrides = Annotated[
-    list[str] | None, typer.Argument(help="ranks: plan.tensor.x=2 plan.pipe=2 plan.data=2", show_default=False)
+    list[str] | None,
+    typer.Argument(
+        help="ranks: plan.tensor.x=2 plan.pipe=2 plan.data=2; plan.context=2 splits each request's cache",
+        show_default=False,
+    ),
 ]
 HostOption = Annotated[str, typer.Option(help="the address to listen on; others than this machine's need a key")]
 KeysOption = Annotated[
@@ -46,7 +50,9 @@ BudgetOption = Annotated[
 ]
 CacheOption = Annotated[
     int | None,
-    typer.Option(help="blocks of 16 tokens (--cache int4: 64) of the key-value cache; what fits if not given", min=1),
+    typer.Option(
+        help="blocks of 16 tokens (--cache int4: 64) of the key-value cache of a rank; what fits if not given", min=1
+    ),
 ]
 SwapOption = Annotated[
     int, typer.Option(help="such blocks in host memory, for requests that others push out; 0: compute again", min=0)
@@ -90,10 +96,17 @@ StreamOption = Annotated[
     int,
     typer.Option(help="keep weights in host memory, and copy those of so many blocks ahead; 0: on the device", min=0),
 ]
+ResidentOption = Annotated[
+    int,
+    typer.Option(help="with --stream-weights: so many of each rank's blocks stay on the device, between others", min=0),
+]
+ShareOption = Annotated[
+    bool, typer.Option("--share-gpus", help="ranks share GPUs if there are more ranks; for tests only, as it is slow")
+]
 
 
 def serve_command(
-    source: Annotated[Path, typer.Argument(help="a run folder, a checkpoint or a Hugging Face folder")],
+    source: Annotated[Path, typer.Argument(help="a run folder, a checkpoint or a (quantised) Hugging Face folder")],
     overrides: RankOverrides = None,
     host: HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one", min=0, max=65535)] = 8000,
@@ -116,8 +129,10 @@ def serve_command(
     cache: KeysValuesOption = None,
     head: HeadOption = None,
     stream_weights: StreamOption = 0,
+    resident_blocks: ResidentOption = 0,
     sums: SumsOption = "library",
     calibration: Annotated[Path | None, typer.Option(help="a text by which int4 and int8 are rounded better")] = None,
+    share_gpus: ShareOption = False,
     body_bytes: Annotated[int, typer.Option(help="of a request; beyond, clients get 413", min=1)] = 4 << 20,
     request_seconds: Annotated[float, typer.Option(help="until an answer is whole", min=0.1)] = 600.0,
     drain_seconds: Annotated[float, typer.Option(help="to finish requests after SIGTERM", min=0.0)] = 30.0,
@@ -130,21 +145,19 @@ def serve_command(
         from weft.serve.http_guard import ServerLimits
         from weft.serve.run_server import ServeOptions
     ways: dict[str, Any] = {"speculate": speculate, "weights": weights, "cache": cache, "head": head, "sums": sums}
-    blocks: dict[str, Any] = {"num_blocks": cache_blocks, "swap_blocks": swap_blocks, "stream_weights": stream_weights}
+    ways |= {"stream_weights": stream_weights, "resident_blocks": resident_blocks, "swap_blocks": swap_blocks}
+    where: dict[str, Any] = {"host": host, "port": port, "device": kind, "share_gpus": share_gpus}
+    where |= {"name": name, "tokenizer": tokenizer}
     options = ServeOptions(
-        host=host,
-        port=port,
+        **where,
         api_keys=api_key or [],
-        name=name,
-        device=kind,
         follows=follow,
-        tokenizer=tokenizer,
         template=None if chat_template is None else str(chat_template),
         context_length=context,
         max_running=max_running or (256 if kind == "cuda" else 64),
         max_waiting=max_waiting,
         token_budget=token_budget or (2048 if kind == "cuda" else 512),
-        **blocks,
+        num_blocks=cache_blocks,
         **ways,
         calibration=None if calibration is None else str(calibration),
         adapters=named_adapters(adapter or []),
@@ -194,7 +207,8 @@ def serving_plan(overrides: list[str]) -> Plan:
         keys, value = parse_override(text)
         if keys[0] != "plan" or len(keys) < 2:
             raise ConfigError(
-                f"'{text}' is not of the plan; give plan.data, plan.pipe, plan.expert, plan.tensor.x or plan.tensor.y"
+                f"'{text}' is not of the plan; give plan.data, plan.pipe, plan.expert, plan.context, plan.tensor.x or "
+                f"plan.tensor.y"
             )
         table = tables
         for key in keys[1:-1]:

@@ -300,12 +300,17 @@ def _show_sample(
         f"\n[bold]what to try next[/]\n"
         f"train on:        {again('train', more)}\n"
         f"{with_other_plan}"
-        f"what it costs:   {again('plan', 'plan.shard.stage=2')}\n"
+        f"what it costs:   {again('plan', *_other_plan_to_price(run, 'plan.shard.stage=2'))}\n"
         f"more text:       {shlex.join(['weft', 'generate', str(run.folder), '--prompt', 'import '])}\n"
         f"for others:      {shlex.join(['weft', 'export', str(run.folder), 'my-model'])}",
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _other_plan_to_price(run: Run, change: str) -> tuple[str, ...]:
+    """The change, unless the run's optimizer would be refused with it."""
+    return () if run.train.kfac is not None else (change,)
 
 
 def _show_accuracy(run: Run, again: Again, console: Console) -> None:
@@ -320,7 +325,7 @@ def _show_accuracy(run: Run, again: Again, console: Console) -> None:
     console.print(
         f"\n[bold]what to try next[/]\n"
         f"train on:        {again('train', f'train.steps={2 * run.train.steps}')}\n"
-        f"what it costs:   {again('plan', 'plan.memory.recompute=full')}",
+        f"what it costs:   {again('plan', *_other_plan_to_price(run, 'plan.memory.recompute=full'))}",
         highlight=False,
         soft_wrap=True,
     )

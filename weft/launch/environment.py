@@ -412,7 +412,8 @@ def _cuda_index(rank_info: RankInfo, share_gpus: bool = False, ranks_per_device:
     if index >= num_devices and not share_gpus:
         raise LaunchError(
             f"local rank {rank_info.local_rank} has no GPU: this host shows {num_devices}; start no more ranks per "
-            f"host than it has, train on the CPU, or let ranks share GPUs, for tests only (train.share_gpus=true)"
+            f"host than it has, train on the CPU, or let ranks share GPUs, for tests only (train.share_gpus=true, "
+            f"weft serve --share-gpus)"
         )
     return index % num_devices
 

@@ -34,6 +34,8 @@ SCORE_BYTES = 4
 SMALL_KERNELS, SMALL_KERNELS_FOR_ONE = 4, 2
 # Others have, beside these, a kernel that adds keys and values, and for Loki two that score and choose.
 MORE_KERNELS = {"plain": 0, "int4": 1, "loki": 3}
+# Where ranks hold pages together, rotation and attention are two kernels, and another adds up the parts of all ranks.
+SPLIT_KERNELS = 2
 
 
 def packed_product(kernels: Kernels, form: WeightFormat, rows: int, inner: int, columns: int) -> tuple[float, int]:

@@ -12,16 +12,15 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from statistics import median
 
 from weft.architectures import LanguageConfig
 from weft.cluster.cpu_rates import is_cpu
 from weft.cluster.hardware import Cluster, ring_seconds
 from weft.errors import PlanError
-from weft.plan import Pipe, Plan, Tensor
+from weft.plan import Plan
 from weft.planner.kernels import LAUNCH_SECONDS, Kernels
-from weft.planner.lean_kernels import decode_reads, packed_product, small_kernels
+from weft.planner.lean_kernels import SPLIT_KERNELS, decode_reads, packed_product, small_kernels
 from weft.planner.micro_batch import LINK_SHARE
 from weft.planner.serving_streaming import StreamedStage, StreamingPrice, streamed_stage
 from weft.profiling.software import software_for_text
@@ -32,6 +31,7 @@ from weft.serve.model_part import GPU_SHARE, refuse_shared_reading
 from weft.serve.rank_part import RankPlace, part_bytes, refuse_plan, stage_of
 from weft.serve.request import Request
 from weft.serve.scheduler import ActiveRequest, ScheduledChunk, Scheduler
+from weft.serve.split_attention import merge_bytes
 from weft.serve.traffic import ServedSizes, step_calls
 from weft.serve.weight_formats import weight_format
 
@@ -93,6 +93,7 @@ class ServingPrediction:
     alone: ServingTimes  # one request
     loaded: ServingTimes  # the workload, all replicas
     streaming: StreamingPrice | None = None
+    merged_bytes: int = 0  # that ranks of `context` gather in a layer for each token
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,11 @@ class ServingModel:
         weights: str | None = None,
         cache: str | None = None,
         ahead: int = 0,
+        resident: int = 0,
     ) -> None:
-        """`ahead`: the weights of blocks are in host memory, and those of so many blocks are copied ahead."""
+        """`ahead`: the weights of blocks are in host memory, and those of so many blocks are copied ahead. `resident`:
+        so many of a rank's blocks stay on the device.
+        """
         self.config, self.cluster, self.plan = config, cluster, plan
         self.sizes = ServedSizes.of(config)
         self.kernels = Kernels(cluster.node.device, software_for_text(cluster), precision)
@@ -139,14 +143,22 @@ class ServingModel:
         ]
         self._streamed: list[StreamedStage] = []  # if weights are in host memory
         if ahead:
-            given = (self.kernels.item_bytes, self._format, ahead, self._call_seconds)
+            given = (self.kernels.item_bytes, self._format, ahead, resident, self._call_seconds)
             self._streamed = [streamed_stage(config, cluster, one, *given) for _, one in sorted(places.items())]
             for stage, streamed in enumerate(self._streamed):
                 self._weight_bytes[stage] -= streamed.saved_bytes
 
     @property
-    def streaming(self) -> StreamingPrice | None:
-        """That of the stage that copies most; None if weights stay on the device."""
+    def merged_bytes(self) -> int:
+        """Bytes that ranks of `context` gather in a layer for each token; 0 if each has all tokens."""
+        sizes, context = self.sizes, self.plan.context.degree
+        heads = (sizes.num_heads // self.plan.tensor.x, sizes.head_dim)
+        return merge_bytes(1, *heads, context, self.kernels.item_bytes) if context > 1 else 0
+
+    def streaming_price(self, num_cached: float = 0.0) -> StreamingPrice | None:
+        """That of the stage that copies most, with room for so many tokens in the cache; None if weights stay on the
+        device.
+        """
         if not self._streamed:
             return None
         most = max(range(len(self._streamed)), key=lambda stage: self._streamed[stage].copied_bytes)
@@ -155,15 +167,25 @@ class ServingModel:
             for rows, inner, columns, times, _ in self._products(1, has_experts):
                 flops += 2 * number * times * rows * inner * columns
         tokens = math.ceil(one.seconds * self.kernels.peak / flops)
-        return StreamingPrice(one.copied_bytes, one.gathered_bytes, one.seconds, tokens)
+        fitting = min(self._fitting_blocks(stage, num_cached) for stage in range(len(self._streamed)))
+        sizes = (one.host_bytes, len(one.block_bytes), one.num_resident, fitting)
+        return StreamingPrice(one.copied_bytes, one.gathered_bytes, one.seconds, tokens, *sizes)
+
+    def _fitting_blocks(self, stage: int, num_cached: float) -> int:
+        """How many blocks of a stage fit its device beside so many tokens of the cache."""
+        streamed = self._streamed[stage]
+        needed = self._bytes_beside(stage) + num_cached * self.cache_bytes(stage)
+        others = self._weight_bytes[stage] - streamed.resident_bytes
+        return streamed.fitting_blocks(self.cluster.node.device.memory_bytes - others - needed / GPU_SHARE)
 
     @property
     def weight_bytes(self) -> int:
         return max(self._weight_bytes)
 
     def cache_bytes(self, stage: int) -> float:
-        """Bytes of a token's keys and values on one rank of a stage."""
-        return self._cache_format.bytes_per_token(*self._heads) * len(self.sizes.stage_layers(self.plan, stage))
+        """Bytes of a token's keys and values on one rank of a stage; the mean over ranks that hold pages together."""
+        of_layer = self._cache_format.bytes_per_token(*self._heads) / self.plan.context.degree
+        return of_layer * len(self.sizes.stage_layers(self.plan, stage))
 
     def row_bytes(self, stage: int) -> int:
         """Bytes of a running request beside its pages, on one rank of a stage."""
@@ -177,14 +199,18 @@ class ServingModel:
     @property
     def cache_tokens(self) -> int:
         """Tokens whose keys and values fit beside the weights; negative if the weights do not fit."""
-        sizes, fits = self.sizes, []
-        widest = max(sizes.projected(self.plan.tensor.x), 2 * sizes.inner // self.plan.tensor.x, sizes.hidden)
-        beside = 16 * TOKEN_BUDGET * widest + 24 * MAX_RUNNING * sizes.vocab
+        fits = []
         for stage, own_bytes in enumerate(self._weight_bytes):
             free = self.cluster.node.device.memory_bytes - own_bytes
-            rows = (MAX_RUNNING + 1) * self.row_bytes(stage)
-            fits.append((GPU_SHARE * free - beside - rows) / self.cache_bytes(stage))
+            fits.append((GPU_SHARE * free - self._bytes_beside(stage)) / self.cache_bytes(stage))
         return math.floor(min(fits))
+
+    def _bytes_beside(self, stage: int) -> int:
+        """Bytes of a step's tensors, and of running requests beside their pages, on one rank of a stage."""
+        sizes, x = self.sizes, self.plan.tensor.x
+        widest = max(sizes.projected(x), 2 * sizes.inner // x, sizes.hidden)
+        beside = 16 * TOKEN_BUDGET * widest + 24 * MAX_RUNNING * sizes.vocab
+        return beside + (MAX_RUNNING + 1) * self.row_bytes(stage)
 
     def step(self, chunks: Sequence[ScheduledChunk], stage: int) -> _StageStep:
         decodes = [chunk for chunk in chunks if chunk.end - chunk.start == 1]
@@ -228,15 +254,17 @@ class ServingModel:
             num_read += kernels.item_bytes * sizes.hidden * columns // plan.tensor.y
         heads = (sizes.num_heads // x, sizes.key_heads(x), sizes.head_dim)
         attention, cache = (
-            len(layers) * one for one in decode_reads(kernels, self._cache_format, num_decodes, num_cached, heads)
+            len(layers) * one / plan.context.degree
+            for one in decode_reads(kernels, self._cache_format, num_decodes, num_cached, heads)
         )
         for computed, end in prompts:
-            scores = sizes.num_heads // x * computed * (end - computed / 2) * len(layers)
+            scores = sizes.num_heads // x * computed * (end - computed / 2) * len(layers) / plan.context.degree
             attention += kernels.attention(8 * sizes.head_dim * scores, 2 * scores, end)[0]
             flops += 4 * sizes.head_dim * scores
         moved = num_tokens * len(layers) * kernels.item_bytes * (4 * sizes.hidden + 3 * sizes.inner // x)
         moved += SAMPLING_PASSES * 4 * num_sampled * sizes.vocab * is_last
-        launches = small_kernels(self._cache_format, num_tokens, num_decodes)
+        of_context = SPLIT_KERNELS * (plan.context.degree > 1)
+        launches = small_kernels(self._cache_format, num_tokens, num_decodes) + of_context
         small = moved / kernels.bytes_per_second + (launches * len(layers) + STEP_KERNELS) * LAUNCH_SECONDS
         by_cause = {
             "weights and matmuls": matmul,
@@ -246,7 +274,7 @@ class ServingModel:
         }
         is_graph = not prompts or (self._cache_format.name == "plain" and num_tokens <= MAX_TOKENS)
         if not is_graph or plan.num_ranks > plan.data or self._streamed:
-            host = OPERATIONS_PER_LAYER * len(layers) * HOST_SECONDS
+            host = (OPERATIONS_PER_LAYER + of_context) * len(layers) * HOST_SECONDS
             by_cause["waiting for the host"] = max(0.0, host - sum(by_cause.values()))
         assert self.cluster.node.device.memory_bandwidth_bytes_per_second is not None
         read = (num_read + cache) / self.cluster.node.device.memory_bandwidth_bytes_per_second
@@ -307,7 +335,8 @@ class ServingModel:
     def simulate(self, lengths: Sequence[tuple[int, int]], cache_tokens: int) -> ServingTimes:
         """Serve requests that arrive at once on one replica, by the engine's scheduler."""
         num_stages = self.plan.pipe.degree
-        policy = PagedBlocks(min(cache_tokens // BLOCK_SIZE, 1 << 20), BLOCK_SIZE, prefix_cache=False)
+        block_size = BLOCK_SIZE * self.plan.context.degree
+        policy = PagedBlocks(min(cache_tokens // block_size, 1 << 20), block_size, prefix_cache=False)
         scheduler = Scheduler(policy, TOKEN_BUDGET, MAX_RUNNING, num_stages)
         for index, (prompt, output) in enumerate(lengths):
             request = Request(str(index), (0,), output)
@@ -353,22 +382,24 @@ def predict_serving(
     weights: str | None = None,
     cache: str | None = None,
     ahead: int = 0,
+    resident: int = 0,
 ) -> ServingPrediction:
     """Predict a layout. Raises PlanError if the model or a request does not fit.
 
-    `weights` and `cache` are formats of fewer bits. With `ahead`, blocks are in host memory (`ServingModel`).
+    `weights` and `cache` are formats of fewer bits. With `ahead`, blocks are in host memory, without those that are
+    `resident` (`ServingModel`).
     """
     refuse_plan(config, plan)
     if ahead:
         refuse_shared_reading(plan)
-    model = ServingModel(config, cluster, plan, precision, weights, cache, ahead)
+    model = ServingModel(config, cluster, plan, precision, weights, cache, ahead, resident)
     cache_tokens = model.cache_tokens
     longest = max(map(sum, workload.lengths))
     if cache_tokens < longest:
         raise PlanError(
             f"{plan.describe_axes() or 'one device'}: {model.weight_bytes / 1e9:.1f} GB of weights of a device's "
-            f"{cluster.node.device.memory_bytes / 1e9:.0f} GB leave no room for a request of {longest} tokens; split "
-            f"the model over more devices"
+            f"{cluster.node.device.memory_bytes / 1e9:.0f} GB leave no room for a request of {longest} tokens; "
+            f"{'lower --resident-blocks, or ' if resident else ''}split the model over more devices"
         )
     shortest = workload.lengths[0][0]
     alone = model.simulate([(shortest, ALONE_OUTPUT)], cache_tokens)
@@ -386,39 +417,5 @@ def predict_serving(
     rows = (MAX_RUNNING + 1) * max(model.row_bytes(stage) for stage in range(plan.pipe.degree))
     memory = math.ceil(model.weight_bytes + cache_tokens * per_token + rows)
     sizes = (model.weight_bytes, per_token, memory, cache_tokens, held)
-    return ServingPrediction(plan, *sizes, alone, every, model.streaming)
-
-
-def serving_plans(config: LanguageConfig, num_devices: int) -> Iterable[Plan]:
-    """Yields layouts over all devices: data, pipe, expert and x."""
-    sizes = ServedSizes.of(config)
-    for x in _divisors(num_devices):
-        for expert in _divisors(num_devices // x) if sizes.num_experts else (1,):
-            for pipe in _divisors(num_devices // x // expert):
-                if pipe <= sizes.num_layers:
-                    data = num_devices // x // expert // pipe
-                    yield Plan(data=data, pipe=Pipe(pipe), expert=expert, tensor=Tensor(x))
-
-
-def search_serving(
-    config: LanguageConfig,
-    cluster: Cluster,
-    workload: ServingWorkload,
-    precision: str = "bf16",
-    weights: str | None = None,
-    cache: str | None = None,
-    ahead: int = 0,
-) -> tuple[list[ServingPrediction], list[str]]:
-    """Returns the layouts that fit, most tokens per second first, and why others do not."""
-    found, refused = list[ServingPrediction](), list[str]()
-    for plan in serving_plans(config, cluster.num_devices):
-        try:
-            found.append(predict_serving(config, cluster, plan, workload, precision, weights, cache, ahead))
-        except PlanError as error:
-            refused.append(str(error))
-    return sorted(found, key=lambda one: -one.loaded.tokens_per_second), refused
-
-
-@lru_cache
-def _divisors(number: int) -> tuple[int, ...]:
-    return tuple(value for value in range(1, number + 1) if number % value == 0)
+    num_cached = max(longest, min(MAX_RUNNING, len(per_replica)) * workload.mean_tokens)
+    return ServingPrediction(plan, *sizes, alone, every, model.streaming_price(num_cached), model.merged_bytes)

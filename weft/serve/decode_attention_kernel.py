@@ -22,6 +22,7 @@ TOKENS = 64  # that are loaded at a time
 _PROGRAMS = 512  # as many as keep a GPU busy
 _MAX_PARTS = 64
 LOG2E = 1.4426950408889634
+LN2 = tl.constexpr(0.6931471805599453)
 VARYING = ("table_stride", "length_stride")  # from step to step: a kernel is not compiled again for some of them
 
 
@@ -56,13 +57,13 @@ def _parts(
     query_stride, table_stride, length_stride, chosen_stride,
     NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, NUM_PARTS: tl.constexpr, GROUP_ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr, IS_CHOSEN: tl.constexpr, IS_EARLY: tl.constexpr,
+    TOKENS: tl.constexpr, IS_CHOSEN: tl.constexpr, OUT_WIDTH: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     request, key_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     group: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
     length = _length(length_ptr + request * length_stride, key_head, IS_CHOSEN, IS_EARLY)
     begin, end, num_used = bounds(length, part, WINDOW, NUM_PARTS, TOKENS)
-    if part >= num_used:
+    if part >= num_used and (NUM_PARTS > 1 or OUT_WIDTH == HEAD_DIM):
         return
     rows, columns = tl.arange(0, GROUP_ROWS), tl.arange(0, WIDTH)
     heads = key_head * group + rows
@@ -99,41 +100,59 @@ def _parts(
     # Without parts, row and place are those of the result.
     row = (request * NUM_PARTS + part) * NUM_HEADS + heads
     mixed = (mixed / tl.where(total > 0, total, 1.0)[:, None]).to(mixed_ptr.dtype.element_ty)
-    tl.store(mixed_ptr + row[:, None] * HEAD_DIM + columns[None, :], mixed, mask=inside)
+    log_total = tl.where(total > 0, highest + tl.log2(total), float("-inf"))
     if NUM_PARTS > 1:
-        log_total = tl.where(total > 0, highest + tl.log2(total), float("-inf"))
+        tl.store(mixed_ptr + row[:, None] * HEAD_DIM + columns[None, :], mixed, mask=inside)
         tl.store(log_ptr + row, log_total, mask=rows < group)
+    else:
+        tl.store(mixed_ptr + row[:, None] * OUT_WIDTH + columns[None, :], mixed, mask=inside)
+        if OUT_WIDTH > HEAD_DIM:
+            tl.store(mixed_ptr + row * OUT_WIDTH + HEAD_DIM, log_total * LN2, mask=rows < group)
 
 
 @triton.jit(do_not_specialize=["length_stride"])
 def _sum_of_used_parts(
     mixed_ptr, log_ptr, length_ptr, out_ptr, length_stride,
     NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
-    NUM_PARTS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, IS_CHOSEN: tl.constexpr, IS_EARLY: tl.constexpr,
+    NUM_PARTS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, IS_CHOSEN: tl.constexpr,
+    OUT_WIDTH: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     key_head = head // (NUM_HEADS // NUM_KEY_HEADS)
     length = _length(length_ptr + request * length_stride, key_head, IS_CHOSEN, IS_EARLY)
     _, _, num_used = bounds(length, 0, WINDOW, NUM_PARTS, TOKENS)
-    if num_used > 0:
-        _add_parts(mixed_ptr, log_ptr, out_ptr, request, head, num_used, NUM_HEADS, HEAD_DIM, NUM_PARTS, WIDTH)
+    if num_used > 0 or OUT_WIDTH > HEAD_DIM:
+        _add_parts(
+            mixed_ptr, log_ptr, out_ptr, request, head, num_used, NUM_HEADS, HEAD_DIM, NUM_PARTS, WIDTH, OUT_WIDTH
+        )
 
 
 @triton.jit
 def _add_parts(
     mixed_ptr, log_ptr, out_ptr, request, head, num_used,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    OUT_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The result of one head from the first `num_used` parts of its sequence."""
+    """The result of one head from the first `num_used` parts of its sequence.
+
+    There are some, unless the result has room for the logarithm of its softmax denominator.
+    """
     parts, columns = tl.arange(0, NUM_PARTS), tl.arange(0, WIDTH)
     row, is_used, inside = (request * NUM_PARTS + parts) * NUM_HEADS + head, parts < num_used, columns < HEAD_DIM
     logs = tl.load(log_ptr + row, mask=is_used, other=float("-inf"))
     place, mask = row[:, None] * HEAD_DIM + columns[None, :], is_used[:, None] & inside[None, :]
     mixed = tl.load(mixed_ptr + place, mask=mask, other=0.0)
-    weights = tl.exp2(logs - tl.max(logs, 0))
-    out = tl.sum(mixed * weights[:, None], 0) / tl.sum(weights, 0)
-    out_place = (request * NUM_HEADS + head) * HEAD_DIM + columns
-    tl.store(out_ptr + out_place, out.to(out_ptr.dtype.element_ty), mask=inside)
+    highest = tl.max(logs, 0)
+    if OUT_WIDTH > HEAD_DIM:
+        highest = tl.where(num_used > 0, highest, 0.0)
+    weights = tl.exp2(logs - highest)
+    total = tl.sum(weights, 0)
+    row_ptr = out_ptr + (request * NUM_HEADS + head) * OUT_WIDTH
+    if OUT_WIDTH > HEAD_DIM:
+        tl.store(row_ptr + HEAD_DIM, (highest + tl.log2(total)) * LN2)
+        total = tl.where(num_used > 0, total, 1.0)
+    out = tl.sum(mixed * weights[:, None], 0) / total
+    tl.store(row_ptr + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -148,7 +167,7 @@ def _sum_of_parts(
 ):
     """Of sequences whose parts all have tokens."""
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _add_parts(mixed_ptr, log_ptr, out_ptr, request, head, NUM_PARTS, NUM_HEADS, HEAD_DIM, NUM_PARTS, WIDTH)
+    _add_parts(mixed_ptr, log_ptr, out_ptr, request, head, NUM_PARTS, NUM_HEADS, HEAD_DIM, NUM_PARTS, WIDTH, HEAD_DIM)
 
 
 def number_of_parts(num_requests: int, num_key_heads: int, num_programs: int | None = None) -> int:
@@ -171,13 +190,13 @@ def decode_attention_by_kernel(
     """Equals `paged_attention.decode_attention`; see there for the arguments. Without `out`, all requests have tokens.
 
     With `chosen` slots [requests, key heads, most], `lengths` [requests, key heads] says how many of them there are.
+    If `out` is [requests, heads, head_dim + 1], the last are the logarithms of softmax denominators. Then, a request
+    without tokens gets zeros and minus infinity.
     """
-    num_requests, num_heads, head_dim = query.shape
-    num_key_heads = keys.shape[1]
+    (num_requests, num_heads, head_dim), num_key_heads = query.shape, keys.shape[1]
     num_parts = number_of_parts(num_requests, num_key_heads)
     assert query.stride()[1:] == (head_dim, 1), "the heads of a query lie end to end"
-    if out is None:
-        out = query.new_empty(num_requests, num_heads, head_dim)
+    out = query.new_empty(query.shape) if out is None else out
     parts, logs = out, out
     if num_parts > 1:
         parts = query.new_empty(num_requests, num_parts, num_heads, head_dim, dtype=torch.float32)
@@ -191,6 +210,7 @@ def decode_attention_by_kernel(
         "WIDTH": max(16, triton.next_power_of_2(head_dim)),
         "TOKENS": TOKENS,
         "IS_CHOSEN": chosen is not None,
+        "OUT_WIDTH": out.shape[-1],
         **early_launch(query),
     }
     _parts[(num_requests, num_key_heads, num_parts)](
@@ -214,6 +234,5 @@ def decode_attention_by_kernel(
         **sizes,
     )
     if num_parts > 1:
-        grid = (num_requests, num_heads)
-        _sum_of_used_parts[grid](parts, logs, lengths, out, lengths.stride(0), num_warps=4, **sizes)
+        _sum_of_used_parts[num_requests, num_heads](parts, logs, lengths, out, lengths.stride(0), num_warps=4, **sizes)
     return out

@@ -18,7 +18,7 @@ from weft.serve.blocks import HeldBlocks
 from weft.serve.draft_rounds import DraftRounds, Wanted, in_order, until_nan
 from weft.serve.model_part import EngineOptions, ModelPart
 from weft.serve.scheduler import ActiveRequest, ScheduledChunk
-from weft.serve.step_inputs import step_inputs
+from weft.serve.step_inputs import PageLayout, step_inputs
 
 
 @dataclass
@@ -39,13 +39,15 @@ class _Drafted:
 
 
 class ModelDrafter:
-    """Drafts of a model for an engine whose cache has `num_blocks` blocks and whose sampler has `num_rows` rows."""
+    """Drafts of a model for an engine whose cache has the blocks of `layout` and whose sampler has `num_rows` rows. Its
+    own blocks are whole where ranks hold those of the engine together.
+    """
 
     def __init__(
-        self, model: nn.Module, options: EngineOptions, num_blocks: int, num_rows: int, vocab_size: int
+        self, model: nn.Module, options: EngineOptions, layout: PageLayout, num_rows: int, vocab_size: int
     ) -> None:
         plain = replace(options, speculate=None, adapters={}, grammars=None, dtype=None, cache=None, head=None)
-        own = replace(plain, num_blocks=num_blocks)
+        own = replace(plain, num_blocks=layout.num_blocks, block_size=layout.block_size)
         self._part = ModelPart(model, own)
         if self._part.paged.vocab_size < vocab_size:
             raise ConfigError(

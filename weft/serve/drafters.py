@@ -16,5 +16,5 @@ def make_drafter(options: EngineOptions, part: ModelPart, num_rows: int, vocab_s
     if isinstance(options.speculate, EarlyLayers):
         return EarlyLayersDrafter(part, options.speculate.number, num_rows, vocab_size)
     if isinstance(options.speculate, nn.Module):
-        return ModelDrafter(options.speculate, options, part.layout.num_blocks, num_rows, vocab_size)
+        return ModelDrafter(options.speculate, options, part.layout, num_rows, vocab_size)
     return NgramDrafter()

@@ -85,7 +85,7 @@ class Engine:
         self.context_length = part.context_length
         self.vocab_size = min(options.vocab_size or 1 << 62, part.paged.vocab_size)
         has_prefixes = options.prefix_cache and part.paged.keeps_pages
-        policy = PagedBlocks(part.layout.num_blocks, options.block_size, has_prefixes)
+        policy = PagedBlocks(part.layout.num_blocks, part.layout.block_size, has_prefixes)
         if options.swap_blocks and ranks is not None:
             raise ConfigError("swap_blocks needs one rank: other ranks compute again what they lack; give 0")
         pages = None
@@ -104,7 +104,7 @@ class Engine:
         self._overlap = self._overlap and self._speculation is None  # drafts follow tokens that are read
         self._graphs: DecodeGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
-        has_graphs = options.graphs and not options.adapters and not options.stream_weights
+        has_graphs = options.graphs and not options.adapters and part.streamed is None
         if has_graphs and on_gpu and isinstance(part.paged, PagedModel) and part.paged.cache_format.has_kernel:
             given = (part.paged, part.cache, self._sampler.last, part.layout, self.context_length)
             record = GraphRecorder()
@@ -149,7 +149,7 @@ class Engine:
             self._options.head.refuse_request(request)
         if request.adapter and request.adapter not in self._options.adapters:
             raise RequestError("invalid", f"there is no adapter {request.adapter!r}; give one that is served")
-        num_slots = self._scheduler.policy.num_blocks * self._options.block_size
+        num_slots = self._scheduler.policy.num_blocks * self._scheduler.policy.block_size
         if self._max_length(request) - 1 > num_slots:
             raise RequestError(
                 "too_long",
@@ -278,7 +278,7 @@ class Engine:
         self.check_text(tokens)
         self._drain()
         self._part.adapters.choose([], self._part.device)
-        inputs = text_inputs(tokens, self._options.block_size)
+        inputs = text_inputs(tokens, self._part.layout.block_size)
         if self._ranks is not None:
             self._ranks.tell(RankMessage("text", inputs))
         hidden = self._part.hidden_states(inputs)
@@ -294,7 +294,7 @@ class Engine:
         self._drain()
         tokens = request.tokens
         self._part.adapters.choose([(request.adapter, len(tokens))], self._part.device)
-        inputs = text_inputs(tokens, self._options.block_size)
+        inputs = text_inputs(tokens, self._part.layout.block_size)
         if self._ranks is not None:
             self._ranks.tell(RankMessage("score", inputs))
         number = min(request.sampling.num_logprobs or 0, self.vocab_size)

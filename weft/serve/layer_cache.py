@@ -20,7 +20,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from weft.comm import Axis
 from weft.serve.paged_attention import PagedBatch, attend
+from weft.serve.split_attention import attend_over_ranks
 
 MAX_WHOLE_DECODES = 16  # requests of a step whose attention is one kernel
 
@@ -36,6 +38,7 @@ class CacheSizes:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    context: Axis | None = None  # the ranks that hold the pages of each block together; None: this rank has all
 
 
 class LayerCache(Protocol):
@@ -81,13 +84,18 @@ class PlainLayer:
         shape = (2, sizes.num_blocks, sizes.block_size, sizes.num_key_heads, sizes.head_dim)
         self.pages: Sequence[Tensor] = torch.zeros(shape, dtype=sizes.dtype, device=sizes.device).unbind()
         self._keys, self._values = (page.flatten(0, 1) for page in self.pages)
-        number = MAX_WHOLE_DECODES * sizes.num_key_heads
-        self.counts: Tensor | None = torch.zeros(number, dtype=torch.int32, device=sizes.device)
+        self._context = sizes.context
+        self.counts: Tensor | None = None
+        if sizes.context is None:
+            number = MAX_WHOLE_DECODES * sizes.num_key_heads
+            self.counts = torch.zeros(number, dtype=torch.int32, device=sizes.device)
 
     def room(self, batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor]:
         return batch.slots, self._keys, self._values
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
+        if self._context is not None:
+            return attend_over_ranks(query, keys, values, batch, window, self._context)
         return attend(query, keys, values, batch, window)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
 
@@ -18,13 +18,14 @@ from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, DataError
 from weft.saved_run import saved_data, saved_tokenizer, with_intact_checkpoint
 from weft.serve.corrected_codes import pack_corrected
-from weft.serve.generate import load_for_generation
+from weft.serve.generate import Texts, load_for_generation
 from weft.serve.grammar import Grammars
 from weft.serve.packed_linear import pack_head
 from weft.serve.rank_part import RankPlace
 from weft.serve.served_model import ServedModel, end_tokens
 from weft.serve.speculation import LAYERS, EarlyLayers, early_layers
-from weft.serve.weight_formats import WeightFormat, weight_format
+from weft.serve.streamed_model import Streaming
+from weft.serve.weight_formats import HEAD_FORMATS, WeightFormat, weight_format
 
 Say = Callable[[str], None]
 CALIBRATION_ROWS, CALIBRATION_WIDTH, CALIBRATION_BATCH = 128, 512, 8
@@ -102,6 +103,16 @@ class Packing:
         found = None if self.weights is None else weight_format(self.weights, device)
         return found if self.calibration is None else None
 
+    def on_ranks(self, device: torch.device | str) -> tuple[WeightFormat | None, Texts | None]:
+        """The format of a rank's part, and the calibration text, given a tokenizer and a context length."""
+        found = None if self.weights is None else weight_format(self.weights, device)
+        return found, None if self.calibration is None else partial(calibration_texts, Path(self.calibration))
+
+    @property
+    def needs_whole_model(self) -> bool:
+        """Is the whole model read before some of it is packed?"""
+        return self.calibration is not None or self.head in HEAD_FORMATS
+
     def correct(self, model: nn.Module, tokenizer: Tokenizer, context_length: int) -> None:
         """Pack a whole model by the calibration text, if there is one."""
         if self.calibration is None or self.weights is None:
@@ -132,22 +143,23 @@ def load_model(
     say: Say,
     place: RankPlace | None = None,
     packing: Packing | None = None,
-    on_host: bool = False,
+    streaming: Streaming | None = None,
+    is_changed: bool = False,
 ) -> LoadedModel:
     """Load the model at a path, of a run folder the newest that is not damaged. `say` is told of damaged ones. With a
-    `place`, the model is the part of the rank there. `on_host`: its weights stay in host memory.
+    `place`, the model is the part of the rank there. With `streaming`, blocks are read to where they stay; but if their
+    weights are changed when all have been read, by `packing` or because `is_changed`, the model stays in host memory.
     """
-    if packing is not None and packing.calibration is not None and place is not None:
-        raise ConfigError("a calibration text needs the whole model on one rank; leave it out, or serve on one rank")
 
     def read(path: Path) -> tuple[nn.Module, Tokenizer, int]:
-        weights = None if packing is None else packing.at_reading(device)
-        model, own, context = load_for_generation(
-            path, tokenizer, device, place=place, weights=weights, on_host=on_host
-        )
-        if packing is not None:
-            packing.correct(model, own, context)
-            pack_head(model, packing.head, device)
+        kept = packing or Packing(None)
+        weights, texts = (kept.at_reading(device), None) if place is None else kept.on_ranks(device)
+        on_host = streaming is not None and (is_changed or kept.needs_whole_model)
+        given = (place, weights, on_host, None if on_host else streaming, texts)
+        model, own, context = load_for_generation(path, tokenizer, device, say, *given)
+        if place is None:
+            kept.correct(model, own, context)
+        pack_head(model, kept.head, device)
         return model, own, context
 
     def load(checkpoint: Checkpoint) -> LoadedModel:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,15 +21,18 @@ from weft.serve.grammar import Grammars
 from weft.serve.graph_head import GraphHead
 from weft.serve.layer_cache import CacheFormat, LayerCache, PlainFormat
 from weft.serve.packed_linear import PackedLinear
+from weft.serve.page_share import PageShare
 from weft.serve.paged_attention import PagedBatch
-from weft.serve.paged_model import PagedModel, layers_of
+from weft.serve.paged_model import PagedModel
 from weft.serve.ranks import ServingRanks
 from weft.serve.recurrent import RecurrentRows
 from weft.serve.request import TokenLogprobs
 from weft.serve.speculation import EarlyLayers
+from weft.serve.split_formats import split_format
 from weft.serve.split_layers import ModelAxes
 from weft.serve.step_inputs import PageLayout, StepInputs
-from weft.serve.streamed_weights import StreamedWeights, move_all_but
+from weft.serve.streamed_model import StreamedModel, Streaming, stream_model
+from weft.serve.streamed_weights import StreamedWeights
 
 GPU_SHARE = 0.92  # of a GPU's free memory, for the cache
 CPU_SHARE = 0.25
@@ -39,7 +43,7 @@ _SCORED_ROWS = 256  # of a text whose logits are computed at a time
 class EngineOptions:
     """Sizes of an engine. None means: from the model, or from the free memory."""
 
-    block_size: int = 16  # tokens a block of the key-value cache
+    block_size: int = 16  # tokens a block of the key-value cache; of a block's page on each rank of `context`
     num_blocks: int | None = None
     max_running: int = 64  # requests computed at once
     max_waiting: int = 1024
@@ -57,6 +61,7 @@ class EngineOptions:
     speculate: Literal["ngram"] | EarlyLayers | nn.Module | None = None  # what drafts tokens (`speculation.py`)
 
     stream_weights: int = 0  # blocks whose weights are copied ahead from host memory; 0: all stay on the device
+    resident_blocks: int = 0  # of the blocks of each rank, whose weights stay on the device while others are streamed
     cache: CacheFormat | None = None  # how keys and values are kept (`layer_cache.py`); None: as they are
     head: GraphHead | None = None  # finds the likeliest tokens by graph search (`graph_head.py`); None: all logits
 
@@ -88,28 +93,23 @@ class ModelPart:
     ) -> None:
         parameter = next(model.parameters())
         self.device = torch.device(options.device or parameter.device)
-        model = model.to(dtype=options.dtype or parameter.dtype).eval()
+        if isinstance(model, RecurrentModel):
+            _refuse_recurrent(options, ranks)
         _refuse_streaming(options, ranks)
-        if options.stream_weights:
-            move_all_but(model, layers_of(model), self.device)
-        else:
-            model = model.to(self.device)
+        model, self.streamed = _in_place(model, options, self.device, ranks)
         self.ranks = ranks
         self.load = load
         self.context_length = _context_length(model, options.context_length)
-        _refuse_cache(options, model, ranks)
+        with nullcontext() if self.streamed is None or ranks is not None else self.streamed.values():
+            _refuse_cache(options, model, ranks)
         _refuse_head(options, model, ranks, self.device)
         self._head = options.head
         axes = ModelAxes() if ranks is None else ranks.axes
         if isinstance(model, RecurrentModel):
-            _refuse_recurrent(options, ranks)
             self.paged: PagedModel | RecurrentRows = RecurrentRows(model)
         else:
-            self.paged = PagedModel(model, self.context_length, axes, options.cache, self.device)
-        self.streamed: StreamedWeights | None = None
-        if options.stream_weights:
-            assert isinstance(self.paged, PagedModel)
-            self.streamed = self.paged.stream_weights(options.stream_weights, None if ranks is None else ranks.readers)
+            form = _own_format(options, axes)
+            self.paged = PagedModel(model, self.context_length, axes, form, self.device, self.streamed)
         self._arrange_weights()
         linears = [linear for block in self.paged.blocks for linear in block.linears]
         if options.adapters and any(isinstance(linear, PackedLinear) for linear in linears):
@@ -122,7 +122,7 @@ class ModelPart:
             num_blocks = ranks.agree(num_blocks)
         num_rows = options.num_rows
         self.cache = self.paged.new_cache(num_blocks + 1, options.block_size, num_rows)  # the last block is for padding
-        self.layout = PageLayout(options.block_size, num_blocks, num_rows, self.device)
+        self.layout = PageLayout(self._block_size(options), num_blocks, num_rows, self.device, self._share(options))
 
     @torch.inference_mode()
     def logits(
@@ -171,9 +171,9 @@ class ModelPart:
         return found
 
     def _residual_of_text(self, inputs: StepInputs) -> Tensor | None:
-        size = self.layout.block_size
-        cache = self.paged.new_cache(-(-inputs.num_tokens // size) + 1, size, 1)
-        return self._through(inputs.batch(self.layout), cache)
+        layout = replace(self.layout, num_blocks=-(-inputs.num_tokens // self.layout.block_size))
+        cache = self.paged.new_cache(layout.num_blocks + 1, layout.page_size, 1)
+        return self._through(inputs.batch(layout), cache)
 
     def _through(self, batch: PagedBatch, cache: Sequence[LayerCache]) -> Tensor | None:
         """The residual stream after the last block, on the last stage. Other stages send it on."""
@@ -227,7 +227,8 @@ class ModelPart:
 
     def _blocks_that_fit(self, options: EngineOptions) -> int:
         """As many blocks as all running requests can use, or as the free memory holds."""
-        most = options.max_running * -(-self.context_length // options.block_size)
+        block_size = self._block_size(options)
+        most = options.max_running * -(-self.context_length // block_size)
         if not self.paged.keeps_pages:
             return most
         if self.device.type == "cuda":
@@ -240,17 +241,42 @@ class ModelPart:
         linears = [module for module in self.paged.body.modules() if isinstance(module, nn.Linear)]
         widest = max(linear.weight.shape[0] for linear in linears)
         free -= 16 * options.token_budget * widest + 24 * options.max_running * self.paged.vocab_size
-        bytes_per_token = self.paged.bytes_per_token
-        if isinstance(options.speculate, nn.Module):  # the draft model's cache has as many blocks
-            bytes_per_token += PagedModel(options.speculate, 1).bytes_per_token
+        bytes_per_block = self.paged.bytes_per_token * options.block_size
+        if isinstance(options.speculate, nn.Module):  # the draft model's cache has as many blocks, each whole
+            bytes_per_block += PagedModel(options.speculate, 1).bytes_per_token * block_size
         free -= (options.num_rows + 1) * self.paged.bytes_per_row
-        fitting = int(free // (bytes_per_token * options.block_size))
+        fitting = int(free // bytes_per_block)
         if fitting < 1:
             raise ConfigError(
                 f"no memory is left for the key-value cache on {self.device}: the weights, {options.token_budget} "
-                f"tokens a step and {options.max_running} requests fill it; lower token_budget or max_running"
+                f"tokens a step and {options.max_running} requests fill it; lower token_budget, max_running "
+                f"or --resident-blocks, or keep weights in fewer bits (--weights)"
             )
         return min(most, fitting)
+
+    def _share(self, options: EngineOptions) -> PageShare | None:
+        """This rank's share of the pages of each block; None if it has whole blocks."""
+        axis = None if self.ranks is None else self.ranks.axes.context
+        return None if axis is None else PageShare(axis.index, axis.degree, options.block_size)
+
+    def _block_size(self, options: EngineOptions) -> int:
+        """Tokens of a block, on all ranks that hold its pages."""
+        share = self._share(options)
+        return options.block_size if share is None else share.block_size
+
+
+def _in_place(
+    model: nn.Module, options: EngineOptions, device: torch.device, ranks: ServingRanks | None
+) -> tuple[nn.Module, StreamedWeights | None]:
+    """The model with its weights where they stay, and those that are streamed."""
+    if isinstance(model, StreamedModel):
+        return model.model, model.weights
+    model = model.to(dtype=options.dtype or next(model.parameters()).dtype).eval()
+    streaming = Streaming.of(options.stream_weights, options.resident_blocks, ranks)
+    if streaming is None:
+        return model.to(device), None
+    streamed = stream_model(model, device, streaming)
+    return streamed.model, streamed.weights
 
 
 def _refuse_streaming(options: EngineOptions, ranks: ServingRanks | None) -> None:
@@ -292,6 +318,18 @@ def _refuse_cache(options: EngineOptions, model: nn.Module, ranks: ServingRanks 
             f"with a cache of {options.cache.name}, tokens that are computed together differ from tokens one by one, "
             f"so drafts would change answers; leave out --speculate or --cache"
         )
+
+
+def _own_format(options: EngineOptions, axes: ModelAxes) -> CacheFormat | None:
+    """How this rank keeps keys and values. Raises ConfigError for what ranks of `context` cannot hold together."""
+    if options.cache is None or axes.context is None:
+        return options.cache
+    found = split_format(options.cache)
+    if found is None:
+        raise ConfigError(
+            f"a cache of {options.cache.name} is not split over plan.context; use plan.tensor.x, or leave out --cache"
+        )
+    return found
 
 
 def _refuse_recurrent(options: EngineOptions, ranks: ServingRanks | None) -> None:

@@ -7,7 +7,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +83,11 @@ class PackedLinear(nn.Linear):
         for own, part in zip(self.parts, parts, strict=True):
             own.copy_(part)
 
+    def read(self, name: str, weight: Tensor) -> None:
+        """Take the values of a whole weight that is named so. Raises NumbersError."""
+        refuse_bad_weight(name, weight)
+        self.take(self.format.encode(weight))
+
 
 def linears_to_pack(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """The linears that can be packed, by name."""
@@ -104,15 +109,6 @@ def make_room(model: nn.Module, format: WeightFormat) -> None:
         num_out, num_in = linear.weight.shape
         parts = format.empty(num_out, num_in, "meta")
         replace_linear(model, name, PackedLinear(format, parts, num_in, linear.bias))
-
-
-def read_packed(model: nn.Module, read: Callable[[str], Tensor]) -> None:
-    """Give packed linears their values. `read` gives a whole weight by name."""
-    for name, module in model.named_modules():
-        if isinstance(module, PackedLinear):
-            weight = read(f"{name}.weight")
-            refuse_bad_weight(f"{name}.weight", weight)
-            module.take(module.format.encode(weight))
 
 
 @torch.no_grad()
@@ -166,12 +162,24 @@ def why_decoded(model: nn.Module) -> list[str]:
     ]
 
 
+def end_to_end(tensors: Sequence[Tensor]) -> Tensor:
+    """One tensor with the rows of all, end to end. It has their memory if they lie so already."""
+    first = tensors[0].detach()
+    place, memory = first.storage_offset(), first.untyped_storage()._cdata
+    for one in tensors:
+        if one.untyped_storage()._cdata != memory or one.storage_offset() != place or not one.is_contiguous():
+            return torch.cat([one.detach() for one in tensors])
+        place += one.numel()
+    rows = sum(len(one) for one in tensors)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
 def join_packed(linears: Sequence[PackedLinear]) -> PackedLinear:
     """One linear that gives the results of all, end to end. Their parts become views of its own."""
     sizes = [len(one.parts[0]) for one in linears]
-    parts = [torch.cat(same) for same in zip(*(one.parts for one in linears), strict=True)]
+    parts = [end_to_end(same) for same in zip(*(one.parts for one in linears), strict=True)]
     biases: list[Tensor] = [one.bias for one in linears if one.bias is not None]
-    bias = torch.cat(biases) if biases else None
+    bias = end_to_end(biases) if biases else None
     joined = PackedLinear(linears[0].format, parts, linears[0].in_features, bias)
     for index, part in enumerate(parts):
         for one, view in zip(linears, part.split(sizes), strict=True):

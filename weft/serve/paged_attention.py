@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.serve.page_share import PageShare
+
 TILE_QUERIES = 16  # tokens of a prompt in a tile, at most; with the heads that share a key head, enough for a matmul
 _TILED_LENGTH = 2048  # of prompts that are attended to in tiles; torch's own flash attention copies keys and values
 
@@ -45,7 +47,9 @@ class PagedBatch:
     prompt_lengths: Sequence[int] = ()  # tokens of each of these requests in the cache after this step
     # Of a recorded step, instead of the two before (`tiles_of`). `lengths` of requests that do not decode are 0.
     tiles: Tensor | None = None  # [4, tiles] int32
+    share: PageShare | None = None  # ranks hold pages together: slots and `block_size` are of this rank's pages
     _places: dict[int | None, DecodePlaces] = field(default_factory=dict)  # by window
+    _own_places: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of `share`, by window
     _angles: tuple[Tensor, Tensor] | None = None
 
     def decode_places(self, window: int | None) -> DecodePlaces:
@@ -65,6 +69,21 @@ class PagedBatch:
             return None
         start = first * self.block_size
         return slice(start if window is None else start + max(0, length - window), start + length)
+
+    @cached_property
+    def own_lengths(self) -> Tensor:
+        """How many tokens of each decode are in this rank's pages, which are a share."""
+        assert self.share is not None
+        return self.share.count(self.lengths[: self.num_decodes])
+
+    def own_places(self, window: int | None) -> tuple[Tensor, Tensor]:
+        """`decode_places` of this rank's pages, which are a share."""
+        if window not in self._own_places:
+            assert self.share is not None
+            number = self.num_decodes
+            slots = slots_of(self.tables[:number], self.tables.shape[1] * self.block_size, self.block_size)
+            self._own_places[window] = slots, self.share.sees(self.lengths[:number], slots.shape[1], window)
+        return self._own_places[window]
 
     def angles(self, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The tokens' angles (`angles_at`), of tables for all positions. All blocks share them."""

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.comm import Axis
 from weft.errors import ConfigError
 from weft.models import GPT2, Decoder
 from weft.models.attention import RMSNorm
@@ -26,7 +25,7 @@ from weft.models.experts import SparseMLP, SwiGLU
 from weft.models.gpt2 import GPT2MLP, GPT2Layer
 from weft.serve.fused import is_for_whole_kernel, rotate_and_store, rotate_by_angles, whole_attention
 from weft.serve.layer_cache import CacheFormat, CacheSizes, LayerCache, PlainFormat
-from weft.serve.packed_linear import PackedLinear, join_packed
+from weft.serve.packed_linear import PackedLinear, end_to_end, join_packed
 from weft.serve.paged_attention import PagedBatch
 from weft.serve.split_layers import (
     ModelAxes,
@@ -82,8 +81,9 @@ class PagedModel:
         axes: ModelAxes = ModelAxes(),  # noqa: B008
         cache_format: CacheFormat | None = None,
         device: torch.device | None = None,
+        streamed: StreamedWeights | None = None,
     ) -> None:
-        """`device`: where it computes, if some of its weights are elsewhere."""
+        """`device`: where it computes, if some of its weights are elsewhere. `streamed` copies them there in time."""
         if not isinstance(model, Decoder | GPT2):
             raise ConfigError(
                 f"the engine cannot serve a {type(model).__name__}; it serves Decoder and GPT2 of weft.models, which "
@@ -91,7 +91,7 @@ class PagedModel:
             )
         self.model, self.axes = model, axes
         self.cache_format = cache_format or PlainFormat()
-        self._streamed: StreamedWeights | None = None
+        self._streamed = streamed
         self.vocab_size = int(model.config.vocab_size)
         self.body = model.model if isinstance(model, Decoder) else model.transformer
         weight = next(model.parameters())
@@ -111,9 +111,10 @@ class PagedModel:
                 self.final_norm = model.transformer.ln_f
 
     def new_cache(self, num_blocks: int, block_size: int, num_rows: int) -> list[LayerCache]:
-        """Room for the keys and values of `num_blocks` pages, and of `num_rows` requests that run at once."""
+        """Room for `num_blocks` pages of `block_size` tokens, and for `num_rows` requests that run at once."""
         one = self.blocks[0]
-        sizes = CacheSizes(num_blocks, block_size, num_rows, one.num_key_heads, one.head_dim, self.dtype, self.device)
+        shape = (num_blocks, block_size, num_rows, one.num_key_heads, one.head_dim)
+        sizes = CacheSizes(*shape, self.dtype, self.device, self.axes.context)
         return [self.cache_format.layer(index, sizes) for index in range(len(self.blocks))]
 
     @property
@@ -181,14 +182,6 @@ class PagedModel:
     def block_modules(self) -> list[tuple[nn.Module, ...]]:
         """What each block's weights are in."""
         return [(block.layer, *block.linears) for block in self.blocks]
-
-    def stream_weights(self, ahead: int, readers: Axis | None = None) -> StreamedWeights:
-        """Keep the weights of blocks in host memory, and copy those of `ahead` blocks before they are needed. Ranks of
-        `readers` keep and copy a share each.
-        """
-        with torch.no_grad():
-            self._streamed = StreamedWeights(self.block_modules, self.device, ahead, readers)
-        return self._streamed
 
     def arrange_for_cpu(self) -> None:
         """Keep weights in fewer bits as a CPU's products take them. Call it again when weights have changed."""
@@ -275,9 +268,9 @@ def join_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
     sizes = [one.weight.shape[0] for one in linears]
     biases: list[Tensor] = [one.bias for one in linears if one.bias is not None]
     joined = nn.Linear(linears[0].weight.shape[1], sum(sizes), bias=bool(biases), device="meta")
-    joined.weight = nn.Parameter(torch.cat([one.weight for one in linears]), requires_grad=False)
+    joined.weight = nn.Parameter(end_to_end([one.weight for one in linears]), requires_grad=False)
     if biases:
-        joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+        joined.bias = nn.Parameter(end_to_end(biases), requires_grad=False)
     for name, parameter in joined.named_parameters():
         for one, part in zip(linears, parameter.split(sizes), strict=True):
             setattr(one, name, nn.Parameter(part, requires_grad=False))

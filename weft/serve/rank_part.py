@@ -5,6 +5,7 @@ Serving uses the axes of training, with the same cuts of each parameter:
     data     replicas of the model; each has its own requests
     pipe     consecutive blocks. The rank at index 0, which schedules and samples, holds the last ones
     expert   experts; all ranks of the axis compute the rest alike
+    context  no weight, but pages of the cache (`page_share.py`); all ranks of the axis compute the rest alike
     x, y     heads and features (`split_layers.py`)
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -26,11 +27,11 @@ from weft.parallel.apply import STRATEGIES
 from weft.parallel.cut_parameters import cut_parameters
 from weft.parallel.expert.layers import expert_cuts
 from weft.parallel.tensor.cuts import parameter_cuts
-from weft.plan import Pipe, Plan
+from weft.plan import Context, Pipe, Plan
 from weft.plan import Tensor as TensorDegrees
 from weft.profiling import Profile
 from weft.profiling.structure import structure
-from weft.serve.packed_linear import linears_to_pack, read_packed
+from weft.serve.packed_linear import PackedLinear, linears_to_pack
 from weft.serve.weight_formats import WeightFormat, weight_bytes
 
 
@@ -45,11 +46,12 @@ class RankPlace:
 def refuse_plan(config: LanguageConfig, plan: Plan) -> None:
     """Raise PlanError if a model cannot be served under a plan."""
     degrees = TensorDegrees(plan.tensor.x, plan.tensor.y)
-    served = Plan(data=plan.data, pipe=Pipe(plan.pipe.degree), expert=plan.expert, tensor=degrees)
+    context = Context(plan.context.degree)
+    served = Plan(data=plan.data, pipe=Pipe(plan.pipe.degree), expert=plan.expert, tensor=degrees, context=context)
     if plan != served:
         raise PlanError(
-            "serving takes plan.data, plan.pipe, plan.expert, plan.tensor.x and plan.tensor.y, and the plan sets more; "
-            "leave out what is for training"
+            "serving takes plan.data, plan.pipe, plan.expert, plan.context, plan.tensor.x and plan.tensor.y, and the "
+            "plan sets more; leave out what is for training"
         )
     if plan.pipe.degree > config.num_layers:
         raise PlanError(
@@ -176,19 +178,50 @@ def source_name(model: Decoder | GPT2, name: str) -> str:
     return model.config.embedding_name if name == "lm_head.weight" and model.config.tie_word_embeddings else name
 
 
+@dataclass(frozen=True)
+class PartValues:
+    """The values of a part: whole parameters are read one at a time, and cut.
+
+    Linears that are packed (`packed_linear.py`) get theirs in fewer bits, which are found on `device`, or are given by
+    `packed`, by the name of a weight and the linear.
+    """
+
+    model: Decoder | GPT2
+    cuts: Mapping[str, Cut]
+    read: Callable[[str], Tensor]
+    device: torch.device | str
+    packed: Callable[[str, PackedLinear], Sequence[Tensor]] | None = None
+
+    @torch.no_grad()
+    def give(self, modules: Iterable[nn.Module]) -> None:
+        """Give modules of the part their values, without those of modules inside them. Their tensors have memory."""
+        wanted = {id(one) for one in modules}
+        dtype = next(self.model.parameters()).dtype
+        for prefix, module in self.model.named_modules():
+            if id(module) not in wanted:
+                continue
+            for name, parameter in module.named_parameters(prefix, recurse=False):
+                if name in self.cuts:  # a tied head is not
+                    parameter.copy_(self._own(name))
+            if isinstance(module, PackedLinear) and self.packed is not None:
+                module.take(self.packed(f"{prefix}.weight", module))
+            elif isinstance(module, PackedLinear):
+                module.read(f"{prefix}.weight", self._own(f"{prefix}.weight").to(self.device, dtype))
+
+    def give_all(self) -> None:
+        """Give the part, which is on the meta device, memory on the device and its values."""
+        self.model.to_empty(device=self.device)
+        self.give(self.model.modules())
+
+    def _own(self, name: str) -> Tensor:
+        return self.cuts[name].take(self.read(source_name(self.model, name)))
+
+
 def read_part(
     model: Decoder | GPT2, cuts: Mapping[str, Cut], read: Callable[[str], Tensor], device: torch.device | str
 ) -> None:
-    """Give a part on the meta device its values: whole parameters are read one at a time, and cut.
-
-    Linears that are packed (`packed_linear.py`) get theirs in fewer bits.
-    """
-    model.to_empty(device=device)
-    dtype = next(model.parameters()).dtype
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(cuts[name].take(read(source_name(model, name))))
-        read_packed(model, lambda name: cuts[name].take(read(source_name(model, name))).to(device, dtype))
+    """Give a part on the meta device memory on a device, and its values."""
+    PartValues(model, cuts, read, device).give_all()
 
 
 @lru_cache(maxsize=4)

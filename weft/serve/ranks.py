@@ -1,6 +1,6 @@
 """The ranks that compute one model together: what the scheduling rank tells the others, and messages between stages.
 
-The rank at index 0 of `state` schedules and samples. For each step it broadcasts the inputs, from host memory; all
+The rank at index 0 of a replica schedules and samples. For each step it broadcasts the inputs, from host memory; all
 ranks then compute their parts. Messages are whole numbers or JSON; nothing is unpickled.
 """
 
@@ -63,11 +63,12 @@ class ServingRanks:
         self.mesh, self.num_stages = mesh, plan.pipe.degree
         self.place = RankPlace(plan, mesh.coordinates)
         self.stage = stage_of(self.place)
-        whole = mesh["state"]
-        self.inputs = mesh.with_own_group("state", "inputs") if whole.degree > 1 else whole
-        self.is_lead = whole.index == 0
+        # The ranks of a replica have consecutive numbers.
+        self.inputs = replace(mesh.neighbours("world", plan.num_ranks // plan.data), name="replica")
+        self.is_lead = self.inputs.index == 0
         self.axes = ModelAxes(
-            *(_with_sums(mesh[name], sums, mesh.device, say) if mesh[name].degree > 1 else None for name in AXES)
+            **{name: _with_sums(mesh[name], sums, mesh.device, say) for name in AXES if mesh[name].degree > 1},
+            context=mesh["context"] if plan.context.degree > 1 else None,
         )
         self.readers = mesh.with_own_group("data", "weights") if streams and plan.data > 1 else None
         everyone = mesh["world"]

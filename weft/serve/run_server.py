@@ -38,6 +38,8 @@ from weft.serve.rank_part import refuse_plan
 from weft.serve.ranks import ServingRanks, sums_of
 from weft.serve.replicas import ReplicaFront, serve_replica
 from weft.serve.server import HttpServer
+from weft.serve.streamed_model import Streaming
+from weft.serve.streamed_weights import refuse_resident
 from weft.serve.weight_formats import HEAD_FORMATS
 from weft.serve.worker import EngineWorker
 
@@ -76,6 +78,8 @@ class ServeOptions:
     head: str | None = None  # "graph=FILE": how the likeliest tokens are found; or a format of the head's weight
     sums: str = "library"  # how several ranks add up partial results
     stream_weights: int = 0  # blocks whose weights are copied ahead from host memory; 0: none
+    resident_blocks: int = 0  # of each rank's blocks, that stay on the device while others are streamed
+    share_gpus: bool = False  # ranks share GPUs if there are more ranks
 
     @property
     def packing(self) -> Packing:
@@ -96,6 +100,7 @@ class ServeOptions:
             head=graph_head(self.head),
             device=device,
             stream_weights=self.stream_weights,
+            resident_blocks=self.resident_blocks,
             block_size=block_size_of(cache),
             num_blocks=self.num_blocks,
             max_running=self.max_running,
@@ -118,19 +123,24 @@ def refuse_options(source: Path, options: ServeOptions, plan: Plan) -> None:
         raise ConfigError("--follow replaces weights, which --stream-weights does not allow; leave out one of them")
     if options.follows and options.head not in (None, *HEAD_FORMATS):
         raise ConfigError("--follow replaces weights, which the graph of --head is made of; leave out one of them")
-    if options.stream_weights:
+    if Streaming.of(options.stream_weights, options.resident_blocks, None) is not None:
         refuse_shared_reading(plan)
+    if options.resident_blocks:
+        refuse_resident(options.resident_blocks, model_config(source).num_layers // plan.pipe.degree)
 
 
 def run_server(source: Path, options: ServeOptions, ready: Ready, say: Say) -> None:
     """Serve a model until SIGTERM or Ctrl-C. `ready` is told what is served and where, `say` what happens."""
     refuse_options(source, options, Plan())
     sock = listen(options.host, options.port)  # before the model is loaded: a port in use is known at once
-    on_host = options.stream_weights > 0
-    loaded = load_model(source, options.tokenizer, options.device, say, packing=options.packing, on_host=on_host)
+    streaming = Streaming.of(options.stream_weights, options.resident_blocks, None)
+    is_merged = options.merged_adapter is not None
+    given = (source, options.tokenizer, options.device, say, None, options.packing)
+    loaded = load_model(*given, streaming, is_merged)
     if options.merged_adapter is not None:
         merge_adapter(loaded.model, Path(options.merged_adapter))
-    if next(loaded.model.parameters()).device.type == "cpu" and not on_host and "OMP_NUM_THREADS" not in os.environ:
+    on_cpu = next(loaded.model.parameters()).device.type == "cpu"
+    if on_cpu and streaming is None and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(fastest_threads(torch.get_num_threads()))
     _say_what_is_decoded(loaded.model, options, say)
     engine = Engine(loaded.model, options.engine(loaded, options.max_waiting, options.device))
@@ -165,15 +175,16 @@ def run_rank(
     if rank_info.rank > 0:
         for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 tells when to end
             signal.signal(number, signal.SIG_IGN)
-    device = init_process_group(rank_info, cast(Literal["cpu", "cuda"], options.device), RANK_TIMEOUT)
+    kind = cast(Literal["cpu", "cuda"], options.device)
+    device = init_process_group(rank_info, kind, RANK_TIMEOUT, options.share_gpus)
     mesh = Mesh(plan, device)
-    on_host = options.stream_weights > 0
     say_once = say if rank_info.rank == 0 else lambda message: None
-    ranks = ServingRanks(mesh, sums_of(options.sums), on_host, say_once)
+    ranks = ServingRanks(mesh, sums_of(options.sums), options.stream_weights > 0, say_once)
     replicas = mesh.with_own_group("data", "requests") if plan.data > 1 else mesh["data"]
     is_folder = (source / "config.json").is_file()
     path = Path(ranks.agree_on_text(str(source if is_folder else open_checkpoint(source).path)))
-    loaded = load_model(path, options.tokenizer, device, say_once, ranks.place, options.packing, on_host)
+    streaming = Streaming.of(options.stream_weights, options.resident_blocks, ranks)
+    loaded = load_model(path, options.tokenizer, device, say_once, ranks.place, options.packing, streaming)
     _say_what_is_decoded(loaded.model, options, say_once)
 
     def load(checkpoint: Path) -> nn.Module:

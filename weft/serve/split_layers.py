@@ -31,6 +31,7 @@ class ModelAxes:
     x: Axis | None = None
     y: Axis | None = None
     expert: Axis | None = None
+    context: Axis | None = None  # over pages of the cache, not over weights
 
 
 def summed(value: Tensor, axis: Axis | None) -> Tensor:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weft.serve.page_share import PageShare
 from weft.serve.paged_attention import PagedBatch, to_device
 from weft.serve.scheduler import ScheduledChunk
 
@@ -21,6 +22,12 @@ class PageLayout:
     num_blocks: int
     num_rows: int  # requests that run at once; row number `num_rows` is that of padding
     device: torch.device
+    share: PageShare | None = None  # of the pages of each block; None: this rank has whole blocks
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a block on this rank."""
+        return self.block_size if self.share is None else self.share.page_size
 
 
 TABLE = 2  # where the block table begins, in the arrays below
@@ -101,17 +108,21 @@ class StepInputs:
     def batch(self, layout: PageLayout, last: Tensor | None = None) -> PagedBatch:
         """The batch on the device. `last` are the last tokens of the sampler's rows, if the host may not know them."""
         flat, tables = to_device(self.flat, layout.device), to_device(self.tables, layout.device)
+        slots, size = flat[3].long(), layout.page_size
+        if layout.share is not None:
+            slots = layout.share.own_slots(slots, layout.num_blocks * size)
         return PagedBatch(
             flat[0] if last is None else input_tokens(flat, last),
             flat[2],
-            flat[3].long(),
+            slots,
             tables[:, TABLE:],
             tables[:, 0],
             tables[:, 1],
-            layout.block_size,
+            size,
             self.num_decodes,
             self.queries[self.num_decodes :],
             self.tables[self.num_decodes :, 0].tolist(),
+            share=layout.share,
         )
 
     def sampled_tokens(self, device: torch.device) -> Tensor:

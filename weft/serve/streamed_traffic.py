@@ -18,7 +18,7 @@ from weft.serve.streamed_layout import BlockLayout
 from weft.serve.weight_formats import WeightFormat
 
 
-def streamed_bytes(
+def all_block_bytes(
     config: LanguageConfig, place: RankPlace, dtype: torch.dtype, format: WeightFormat | None
 ) -> tuple[int, ...]:
     """Bytes of each block of a rank, with linears in a format if one is given. Replicas of the plan read together."""
@@ -30,7 +30,17 @@ def streamed_bytes(
     return tuple(BlockLayout(modules, place.plan.data).num_bytes for modules in paged.block_modules)
 
 
+def copied_bytes(block_bytes: Sequence[int], ahead: int) -> list[int]:
+    """The bytes of streamed blocks that each pass copies, given those of all: a block that has its place for itself
+    stays there.
+    """
+    num_places, number = min(ahead + 1, len(block_bytes)), len(block_bytes)
+    return [size for index, size in enumerate(block_bytes) if index >= num_places or index + num_places < number]
+
+
 def pass_calls(block_bytes: Sequence[int], num_readers: int, ahead: int) -> Iterator[tuple[Key, int]]:
-    """Yields the gathers of one pass through all blocks: (axis, operation) and bytes. None if all blocks have room."""
-    if num_readers > 1 and len(block_bytes) > ahead + 1:
-        yield from ((("data", "all_gather"), size) for size in block_bytes)
+    """Yields the gathers of one pass through all blocks: (axis, operation) and bytes. `block_bytes` are those of
+    streamed blocks.
+    """
+    if num_readers > 1:
+        yield from ((("data", "all_gather"), size) for size in copied_bytes(block_bytes, ahead))

@@ -1,7 +1,7 @@
 """The collectives of a step of a served model on one rank: which, over which axis, with how many bytes.
 
-They are those that `split_layers.py` and `ranks.py` make; the inputs of steps, which are small, are not among them.
-`weft plan --serve` times them.
+They are those that `split_layers.py`, `split_attention.py` and `ranks.py` make; the inputs of steps, which are small,
+are not among them. `weft plan --serve` times them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from weft.architectures import DecoderConfig, LanguageConfig
 from weft.comm import Key
 from weft.inspection.parameter_cut import share
 from weft.plan import Plan
+from weft.serve.split_attention import merge_bytes
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,12 @@ def step_calls(
     x, y, is_last = plan.tensor.x, plan.tensor.y, stage == plan.pipe.degree - 1
     stream = num_tokens * sizes.hidden // y * item_bytes
     moments = sizes.num_moments * [(("y", "all_reduce"), num_tokens * max(4, item_bytes))]
+    merge = merge_bytes(num_tokens, sizes.num_heads // x, sizes.head_dim, plan.context.degree, item_bytes)
     calls: list[tuple[Key, int]] = [(("x", "all_reduce"), stream)] if stage == 0 else []
     for layer in sizes.stage_layers(plan, stage):
         has_experts = sizes.expert_layers[layer]
         calls += [*moments, (("y", "all_reduce"), num_tokens * sizes.projected(x) * item_bytes)]
+        calls += [(("context", "all_gather"), merge)]
         calls += [(("x", "all_reduce"), stream)]
         if has_experts:
             calls += [(("expert", "all_reduce"), stream)]
@@ -98,5 +101,5 @@ def step_calls(
         part = num_sampled * -(-sizes.vocab // x) * item_bytes
         calls += [(key, num_sampled * max(4, item_bytes)) for key, _ in moments]
         calls += [(("y", "all_reduce"), part), (("x", "all_gather"), part * x)]
-    degrees = {"x": x, "y": y, "expert": plan.expert, "pipe": plan.pipe.degree}
+    degrees = {"x": x, "y": y, "expert": plan.expert, "pipe": plan.pipe.degree, "context": plan.context.degree}
     yield from ((key, num_bytes) for key, num_bytes in calls if degrees[key[0]] > 1)

@@ -1,0 +1,173 @@
+"""Blocks that stay on the device between streamed ones, and weights that are read straight to their places."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from serving_for_tests import CONFIGS, GREEDY, serve_all, tiny_model, tokens_of
+from test_engine import make_engine
+
+from weft.errors import ConfigError, PlanError
+from weft.models import save_folder
+from weft.serve.generate import load_for_generation
+from weft.serve.loki_cache import LokiChoice, LokiFormat
+from weft.serve.model_identity import model_identity
+from weft.serve.packed_linear import end_to_end, make_room
+from weft.serve.paged_model import PagedModel, layers_of
+from weft.serve.rank_part import PartValues, build_whole
+from weft.serve.request import Request
+from weft.serve.streamed_layout import streamed_numbers
+from weft.serve.streamed_model import StreamedModel, Streaming, stream_model
+from weft.serve.streamed_weights import StreamedWeights
+from weft.serve.weight_formats import FORMATS
+
+CPU = torch.device("cpu")
+REQUESTS = [Request(str(i), (7 * i + 1, 5, 3, i), 6, GREEDY) for i in range(3)]
+
+
+def test_resident_blocks_are_spread_evenly() -> None:
+    for num_blocks in range(1, 24):
+        for num_resident in range(num_blocks):
+            streamed = streamed_numbers(num_blocks, num_resident)
+            assert len(streamed) == num_blocks - num_resident
+            assert streamed[0] == 0
+            gaps = {after - before for before, after in zip(streamed, (*streamed[1:], num_blocks), strict=True)}
+            assert max(gaps) - min(gaps) <= 1, (num_blocks, num_resident)
+    assert streamed_numbers(6, 4) == (0, 3)
+    assert streamed_numbers(6, 2) == (0, 1, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "ahead", "num_resident"), [("llama-deep", 1, 1), ("gpt2-deep", 1, 2), ("qwen2-deep", 2, 3)]
+)
+@pytest.mark.full(3)
+def test_with_resident_blocks_the_bits_are_the_same(name: str, ahead: int, num_resident: int) -> None:
+    plain = make_engine(tiny_model(name).double())
+    streamed = make_engine(tiny_model(name).double(), stream_weights=ahead, resident_blocks=num_resident)
+    assert streamed._part.streamed is not None
+    assert len(streamed._part.streamed.resident) == num_resident
+    assert tokens_of(serve_all(streamed, REQUESTS, every=1)) == tokens_of(serve_all(plain, REQUESTS, every=1))
+    assert torch.equal(*(engine.embed([1, 2, 3, 4], "mean") for engine in (plain, streamed)))
+
+
+def test_only_streamed_blocks_are_copied() -> None:
+    layers = torch.nn.ModuleList(torch.nn.Linear(16, 8 + index) for index in range(7))
+    values = [layer.weight.clone() for layer in layers]
+    streamed = StreamedWeights([(layer,) for layer in layers], CPU, 1, num_resident=3)
+    assert streamed.numbers == (0, 1, 3, 5)
+    assert [len(one) for one in streamed.home] == [streamed.block_bytes[number] for number in (0, 1, 3, 5)]
+    assert [len(one) for one in streamed.resident] == [streamed.block_bytes[number] for number in (2, 4, 6)]
+    assert streamed.places.shape == (2, max(streamed.block_bytes[number] for number in (0, 1, 3, 5)))
+    memory = [one.untyped_storage().data_ptr() for one in streamed.resident]
+    assert [layers[number].weight.untyped_storage().data_ptr() for number in (2, 4, 6)] == memory
+    for numbers in (range(7), range(7), (5, 6, 0, 3, 2, 2, 4)):  # two steps, and any order
+        for number in numbers:
+            streamed.need(number)
+            assert torch.equal(layers[number].weight, values[number])
+            streamed.done(number)
+        assert streamed._index == [0, 1] or numbers != range(7)  # copied ahead for the next step
+    for home in streamed.home:
+        home.zero_()
+    streamed.pass_by()
+    assert [bool(layer.weight.any()) for layer in layers] == [False, *[False, True] * 3]  # the control
+
+
+def lazily(name: str, kind: str | None, streaming: Streaming, seen: list[str]) -> StreamedModel:
+    """A tiny model that is read into its places. `seen` gets the names of weights as they are read."""
+    values = dict(tiny_model(name).double().named_parameters())
+    model, cuts = build_whole(CONFIGS[name])
+    model.double()
+    if kind is not None:
+        make_room(model, FORMATS[kind])
+    layers = layers_of(model)
+
+    def read(one: str) -> torch.Tensor:
+        seen.append(one)
+        assert not model.lm_head.weight.is_meta  # the first to have memory
+        begun = [index for index, layer in enumerate(layers) if not next(layer.parameters()).is_meta]
+        assert begun == list(range(len(begun))), "blocks get memory one after the other"
+        if f".{len(begun) - 1}." in one:
+            assert all(tensor.is_meta for layer in layers[len(begun) :] for tensor in layer.parameters())
+        return values[one].detach()
+
+    return stream_model(model, CPU, streaming, PartValues(model, cuts, read, CPU))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("llama-deep", "int4"), ("qwen2-deep", None), ("gpt2-deep", None)])
+def test_weights_are_read_to_their_places_block_after_block(name: str, kind: str | None) -> None:
+    seen: list[str] = []
+    streamed = lazily(name, kind, Streaming(1, 1), seen)
+    assert len(seen) == len(set(seen)) == len(list(tiny_model(name).named_parameters()))
+    assert not any(tensor.is_meta for tensor in streamed.parameters())
+    assert len([one for one in streamed.weights.home if one.is_pinned()]) == 0  # pinned for GPUs only
+    engine = make_engine(streamed)
+    assert engine._part.streamed is streamed.weights
+    model = tiny_model(name).double()
+    if kind is not None:
+        empty, cuts = build_whole(CONFIGS[name])
+        make_room(empty.double(), FORMATS[kind])
+        values = dict(model.named_parameters())
+        PartValues(empty.to_empty(device=CPU), cuts, lambda one: values[one].detach(), CPU).give(empty.modules())
+        model = empty
+    plain = make_engine(model)
+    assert tokens_of(serve_all(engine, REQUESTS)) == tokens_of(serve_all(plain, REQUESTS))
+    if CONFIGS[name].tie_word_embeddings:
+        assert streamed.model.lm_head.weight is streamed.model.get_parameter(CONFIGS[name].embedding_name)
+
+
+def test_joined_linears_are_found_again_without_a_copy() -> None:
+    model = tiny_model("llama").double()
+    first, second = PagedModel(model, 4), PagedModel(model, 4)
+    for one, other in zip(first.blocks, second.blocks, strict=True):
+        assert [a.weight.data_ptr() for a in one.linears] == [b.weight.data_ptr() for b in other.linears]
+        assert all(torch.equal(a.bias, b.bias) for a, b in zip(one.linears, other.linears, strict=True))
+    rows = torch.arange(12.0).view(6, 2)
+    for parts in ((rows[:2], rows[3:]), (rows[2:4], rows[:2]), (rows[:2].clone(), rows[2:]), (rows.t(), rows.t())):
+        assert torch.equal(end_to_end(parts), torch.cat(parts))
+    mixed = rows[:3, :1], rows.view(-1)[3:5, None]  # the second begins where the first would end without its gaps
+    assert torch.equal(end_to_end(mixed), torch.cat(mixed))
+    assert end_to_end((rows[1:2], rows[2:])).data_ptr() == rows[1].data_ptr()
+
+
+def test_a_folder_is_read_to_its_places(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    save_folder(folder, tiny_model("llama-deep"))  # type: ignore[arg-type]
+    found = [
+        load_for_generation(folder, "bytes", streaming=streaming)[0]
+        for streaming in (None, Streaming(1), Streaming(2, 2))
+    ]
+    assert [isinstance(one, StreamedModel) for one in found] == [False, True, True]
+    plain, *others = (tokens_of(serve_all(make_engine(one), REQUESTS)) for one in found)
+    assert others == [plain, plain]
+
+
+def test_files_for_a_model_are_checked_with_its_own_values() -> None:
+    axes = torch.linalg.qr(torch.randn(4, 2, 4, 4))[0].double()
+    own, other = (model_identity(tiny_model("llama-deep", seed).double()) for seed in (0, 1))
+    for identity in (own, other):
+        cache = LokiFormat(axes, LokiChoice(newest=1, dense_below=1), identity)
+        streamed = lazily("llama-deep", None, Streaming(1, 1), [])
+        if identity == own:
+            plain = make_engine(tiny_model("llama-deep").double(), cache=cache)
+            engine = make_engine(streamed, cache=cache)
+            first = next(layers_of(streamed.model)[0].parameters())
+            assert first.untyped_storage().data_ptr() == streamed.weights.places.data_ptr()
+            assert tokens_of(serve_all(engine, REQUESTS)) == tokens_of(serve_all(plain, REQUESTS))
+            continue
+        with pytest.raises(ConfigError, match="is of another model"):
+            make_engine(streamed, cache=cache)
+
+
+def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="is negative"):
+        make_engine(tiny_model("llama"), stream_weights=-1)
+    with pytest.raises(ConfigError, match="give --stream-weights too"):
+        make_engine(tiny_model("llama"), resident_blocks=1)
+    for number in (2, 3, -1):
+        with pytest.raises(PlanError, match=f"--resident-blocks {number} of a rank's 2 blocks .* give 0 to 1"):
+            make_engine(tiny_model("llama"), stream_weights=1, resident_blocks=number)
+    monkeypatch.setattr("weft.serve.streamed_weights.available_host_bytes", lambda: 2 << 30)
+    with pytest.raises(ConfigError, match=r"in host memory for each of 1 ranks here, and 2\.0 GiB are free"):
+        make_engine(tiny_model("llama"), stream_weights=1)
