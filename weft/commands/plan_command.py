@@ -15,6 +15,7 @@ EXAMPLE = (
     "Example: weft plan --model llama3-70b --cluster h100:32x8 --tokens-per-step 4M --report plan.html; or: "
     "weft plan run.toml plan.data=2 plan.shard=4 cluster=h100:1x8 --json"
 )
+WAYS = ("weights", "cache", "head", "precision", "ahead", "resident")  # to serve a model; see plan_serving
 WhereOption = Annotated[
     list[str] | None, typer.Option(help="what must hold: 'pipe=4', 'tensor.x<=8', 'no recompute', 'exact only'")
 ]
@@ -67,8 +68,7 @@ def plan_command(
 ) -> None:
     """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
     if serve:
-        ways: dict[str, Any] = {"weights": weights, "cache": cache, "head": head, "precision": precision}
-        ways |= {"ahead": stream_weights, "resident": resident_blocks}
+        ways = dict(zip(WAYS, (weights, cache, head, precision, stream_weights, resident_blocks), strict=True))
         _plan_serving(model, run_file, cluster, (requests, prompt, output), ways, (speculate, accepted), as_json)
         return
     if like is not None:
