@@ -56,7 +56,7 @@ def plan_command(
     prompt: Annotated[int, typer.Option(help="with --serve: tokens of a prompt", min=1, max=1 << 20)] = 512,
     output: Annotated[int, typer.Option(help="with --serve: tokens of an answer", min=1, max=1 << 16)] = 256,
     weights: Annotated[str | None, typer.Option(help="with --serve: fp8, int8, int4, int4-128, fp16, int8-row")] = None,
-    cache: Annotated[str | None, typer.Option(help="with --serve: keys and values as int4, or loki=FILE")] = None,
+    cache: Annotated[str | None, typer.Option(help="with --serve: keys and values as int4, loki=FILE, or both")] = None,
     stream_weights: Annotated[int, typer.Option(help="with --serve: blocks copied ahead from host memory", min=0)] = 0,
     resident_blocks: Annotated[int, typer.Option(help="with --stream-weights: blocks kept on the device", min=0)] = 0,
     speculate: Annotated[str | None, typer.Option(help="with --serve: ngram or layers=K, for one request")] = None,

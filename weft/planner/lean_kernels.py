@@ -7,8 +7,11 @@ from __future__ import annotations
 import math
 
 from weft.planner.kernels import LAUNCH_SECONDS, Kernels
+from weft.serve.four_bit_cache import FourBitFormat
+from weft.serve.four_bit_loki_cache import FourBitLokiFormat, bytes_read
 from weft.serve.layer_cache import MAX_WHOLE_DECODES, CacheFormat
-from weft.serve.loki_cache import LokiChoice, LokiFormat
+from weft.serve.loki_cache import LokiFormat
+from weft.serve.loki_choice import LokiChoice
 from weft.serve.weight_formats import (
     MAX_KERNEL_ROWS,
     MAX_TOKEN_BYTES,
@@ -29,11 +32,13 @@ DECODING_BYTES, ROUNDING_BYTES = 14, 16
 # of 16 digits and for the count, and read to write the chosen tokens.
 CHOOSING_PASSES = 1 + 16 + 1 + 1
 SCORE_BYTES = 4
+SORTING_BYTES = 8 * 2 * 12  # torch's sort reads and writes a score and its place for each of 8 digits
 # Kernels of a layer beside its four matmuls: two norms, rotation, attention, and what is between gate and down. For one
 # token, matmuls include norms and what is between. Rotation and attention of few decodes over a plain cache are one.
 SMALL_KERNELS, SMALL_KERNELS_FOR_ONE = 4, 2
-# Others have, beside these, a kernel that adds keys and values, and for Loki two that score and choose.
-MORE_KERNELS = {"plain": 0, "int4": 1, "loki": 3}
+# Others have, beside these, a kernel that adds keys and values, and for Loki two that score and choose. Loki over 4
+# bits has plain functions, of which so many were counted.
+MORE_KERNELS = {"plain": 0, "int4": 1, "loki": 3, "int4 and loki": 237}
 # Where ranks hold pages together, rotation and attention are two kernels, and another adds up the parts of all ranks.
 SPLIT_KERNELS = 2
 
@@ -60,7 +65,13 @@ def small_kernels(form: CacheFormat, num_tokens: int, num_decodes: int) -> int:
     """Kernels of a layer beside its matmuls, in a step of so many tokens."""
     is_whole = form.name == "plain" and num_tokens == num_decodes <= MAX_WHOLE_DECODES
     number = SMALL_KERNELS_FOR_ONE if num_tokens == 1 else SMALL_KERNELS
-    return number + MORE_KERNELS[form.name] - is_whole
+    return number + MORE_KERNELS[_kind(form)] - is_whole
+
+
+def _kind(form: CacheFormat) -> str:
+    if isinstance(form, FourBitFormat):
+        return "int4 and loki" if isinstance(form, FourBitLokiFormat) else "int4"
+    return "loki" if isinstance(form, LokiFormat) else "plain"
 
 
 def decode_reads(
@@ -71,7 +82,13 @@ def decode_reads(
     """
     num_heads, num_key_heads, head_dim = heads
     stored = num_cached * form.bytes_per_token(num_key_heads, head_dim, kernels.item_bytes)
-    if form.name == "int4":
+    if isinstance(form, FourBitLokiFormat) and num_decodes:
+        choice = form.loki.choice
+        num_chosen = num_cached * _chosen_share(choice, num_cached / num_decodes)
+        decoded = num_cached * choice.num_dims(head_dim) + num_chosen * 2 * head_dim
+        moved = num_key_heads * (DECODING_BYTES * decoded + SORTING_BYTES * num_cached)
+        return moved / kernels.bytes_per_second, num_key_heads * bytes_read(form, head_dim, num_cached, num_chosen)
+    if isinstance(form, FourBitFormat):
         return stored / (kernels.bytes_per_second * GROUPED_RATE[4]), stored
     if not isinstance(form, LokiFormat) or not num_decodes:
         return stored / kernels.bytes_per_second, stored

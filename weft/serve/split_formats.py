@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from weft.serve.four_bit_cache import FourBitFormat
 from weft.serve.layer_cache import CacheFormat, PlainFormat
+from weft.serve.loki_cache import LokiFormat
 from weft.serve.split_four_bit_cache import SplitFourBitFormat
+from weft.serve.split_loki_cache import SplitLokiFormat
 
 
 def split_format(form: CacheFormat) -> CacheFormat | None:
     """The format of pages that ranks hold together, whose answers are those of `form`; None if there is none."""
     if isinstance(form, PlainFormat):
         return form
-    return SplitFourBitFormat() if isinstance(form, FourBitFormat) else None
+    if type(form) is FourBitFormat:
+        return SplitFourBitFormat(form.group)
+    return SplitLokiFormat(form.axes, form.choice, form.identity) if isinstance(form, LokiFormat) else None
