@@ -42,8 +42,8 @@ def search_serving(
 ) -> tuple[list[ServingPrediction], list[str]]:
     """Returns the layouts that fit, most tokens per second first, and why others do not.
 
-    `context` splits the cache alone, so it is tried where the cache of one request is much beside the weights; over plain
-    caches only, because others have no kernels for it.
+    `context` splits the cache alone, so it is tried where the cache of one request is much beside the weights, and only
+    over plain caches, because others have no kernels for it.
     """
     found, refused = list[ServingPrediction](), list[str]()
     whole = ServingModel(config, cluster, Plan(), precision, weights, cache)
