@@ -102,9 +102,7 @@ class ModelPart:
         self.ranks = ranks
         self.load = load
         self.context_length = _context_length(model, options.context_length)
-        has_shares = (
-            ranks is not None and ranks.readers is not None
-        )  # of each block's weights, which replicas read together
+        has_shares = ranks is not None and ranks.readers is not None  # of each block's weights
         with nullcontext() if self.streamed is None or has_shares else self.streamed.values():
             _refuse_cache(options, model, ranks)
         form = options.cache
@@ -147,7 +145,8 @@ class ModelPart:
         if residual is None or not inputs.sampled:
             return None
         positions = batch.positions
-        if len(inputs.sampled) < inputs.num_tokens:  # they are in the order of the tokens
+        # All tokens are in their order, unless those of answers come before those of prompts.
+        if len(inputs.sampled) < inputs.num_tokens or self.layout.answers_choose:
             ends = inputs.sampled_tokens(self.device)
             residual, positions = residual[ends], positions[ends]
         if self._head is None:
