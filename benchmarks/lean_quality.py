@@ -148,7 +148,7 @@ def main() -> None:
     cases |= {"cache loki": (read(), loki), "cache loki, random axes": (read(), random_axes(loki))}
     cases |= {f"cache {form.name}": (read(), form) for form in (FourBitLokiFormat(loki), FourBitLokiFormat(loki, 32))}
     cases["weights int4, cache int4"] = (packed("int4", True), FourBitFormat())
-    for name in ("int8", "int4"):
+    for name in ("fp16", "int8-row", "int8", "int4"):
         cases[f"weights and head {name}, by codes"] = (packed(name, False), PlainFormat())
         pack_head(cases[f"weights and head {name}, by codes"][0], name, "cpu")
     found: dict[str, Any] = {}

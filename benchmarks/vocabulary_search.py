@@ -178,7 +178,7 @@ def measure(weight: Tensor, states: Tensor, about: dict[str, Any], degrees: list
     times, equal = [], 0
     for state, expected in zip(others, likeliest, strict=True):
         begin = time.process_time()
-        tokens, _, _ = head.best(state, weight, None)
+        tokens = head.best(state, weight, None).tokens
         times.append(time.process_time() - begin)
         equal += int(tokens[0]) == expected
     chosen = 1e3 * sorted(times)[len(times) // 2]

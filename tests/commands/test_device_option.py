@@ -1,14 +1,19 @@
-"""The option --device is read without initialising CUDA."""
+"""The option --device is read, and ranks are forked, without CUDA in the process of the command."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
+from serving_for_tests import tiny_model
 
 from weft.cluster.local_gpus import Gpu, hide_gpus
 from weft.commands.device_option import chosen_device
+from weft.commands.serve import serve_command
 from weft.errors import ConfigError
+from weft.launch.fork import fork_obstacle
+from weft.models import save_folder
 
 
 def test_device_is_chosen_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,3 +32,28 @@ def test_device_is_chosen_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
             chosen_device("cuda")
     with hide_gpus([Gpu("H200", 1 << 30, (9, 0))]):
         assert chosen_device("auto") == "cuda"
+
+
+class ReachedError(Exception):
+    """The fork server would be started now."""
+
+
+def test_ranks_of_weft_serve_are_forked_before_cuda_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "model"
+    save_folder(folder, tiny_model("llama-deep"))  # type: ignore[arg-type]
+
+    def forbidden(*_: object) -> None:
+        raise AssertionError("ranks could not be forked any more")
+
+    def reached(*_: object, **__: object) -> None:
+        assert fork_obstacle() is None
+        raise ReachedError
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda._lazy_init", forbidden)
+    monkeypatch.setattr("torch.autograd._engine_run_backward", forbidden)  # where there is a GPU it starts threads
+    monkeypatch.setattr("weft.launch.fork_server.ForkServer.__init__", reached)
+    for plan in ("plan.data=2", "plan.tensor.x=2"):
+        with pytest.raises(ReachedError):
+            serve_command(folder, [plan], port=0, stream_weights=1, resident_blocks=1)

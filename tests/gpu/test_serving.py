@@ -9,6 +9,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -86,6 +87,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["--cache", "int4"],
         ["--speculate", "ngram"],
         ["--speculate", "layers=1"],
+        ["--stream-weights", "1", "--resident-blocks", "1"],
     ],
 )
 def test_weft_generate(options: list[str], run: Path) -> None:
@@ -105,9 +107,16 @@ def test_weft_calibrate_and_loki(run: Path) -> None:
 
 @pytest.fixture(scope="module")
 def server(run: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    with serving(run) as given:
+        yield given
+
+
+@contextmanager
+def serving(run: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process of a server, and its URL."""
     if find_spec("uvicorn") is None or find_spec("starlette") is None:
         pytest.skip("starlette and uvicorn are not installed: pip install weft[serve]")
-    command = [sys.executable, "-m", "weft", "serve", str(run), "--port", "0", "--json"]
+    command = [sys.executable, "-m", "weft", "serve", str(run), *options, "--port", "0", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as process:
         assert process.stdout is not None
         try:
@@ -139,3 +148,18 @@ def test_weft_serve(server: tuple[subprocess.Popen[str], str]) -> None:
     assert status == 400, refused
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize("plan", ["plan.data=2", "plan.pipe=2"])
+def test_weft_serve_on_ranks_that_share_the_gpu(plan: str, run: Path) -> None:
+    """By replicas that read weights together, and by stages that have their own: the text of one rank."""
+    asked = {"prompt": ["def main", "import "], "max_tokens": 30, "temperature": 0}
+    texts = []
+    for options in ((), (plan, "--share-gpus", "--stream-weights", "1")):
+        with serving(run, *options, "--cache-blocks", "200") as (process, url):
+            status, answer = post(f"{url}/v1/completions", asked)
+            assert status == 200, answer
+            texts.append([choice["text"] for choice in answer["choices"]])  # type: ignore[attr-defined]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+    assert texts[0] == texts[1]

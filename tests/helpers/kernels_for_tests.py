@@ -415,8 +415,11 @@ def packed() -> dict[str, dict[str, float]]:
         (torch.float16, "int8", 96, 1),
         (torch.float16, "fp8", 160, 1),
         (torch.float16, "fp8", 640, 2),
+        (torch.float32, "int4-32", 256, 2),  # of folders of others
+        (torch.float16, "int4-32", 256, 1),
     ):
-        hidden, form = torch.randn(num_rows, num_in).to(dtype), weight_format(kind)
+        hidden = torch.randn(num_rows, num_in).to(dtype)
+        form = Grouped(4, 32) if kind == "int4-32" else weight_format(kind)
         num_out = 42 if num_rows > 1 or dtype == torch.float32 else 10  # one token's is slow
         bias, residual = torch.randn(num_out).to(dtype), torch.randn(num_rows, num_out).to(dtype)
         parts = form.encode(torch.randn(num_out, num_in) + 0.3)

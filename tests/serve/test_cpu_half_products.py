@@ -18,6 +18,7 @@ from weft.serve.request import Request
 from weft.serve.weight_formats import Half, weight_format
 
 needs_product = pytest.mark.skipif(not has_product(), reason="this torch has no products with fp16 for this CPU")
+HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines  # on x86
 FORM = Half()
 REQUESTS = [Request(str(i), (7 * i + 1, 5, 3, i), 9, GREEDY) for i in range(3)]
 
@@ -110,3 +111,9 @@ def test_what_has_no_products_is_refused_or_said(monkeypatch: pytest.MonkeyPatch
         patch.setattr(HalfWeight, "product", lambda own, hidden: torch.zeros(64, 17))
         assert not has_product()
     has_product.cache_clear()
+
+
+@pytest.mark.skipif(not HAS_FBGEMM, reason="no x86")
+def test_torch_has_the_product_on_x86() -> None:
+    """The other tests of products are left out without it."""
+    assert has_product()

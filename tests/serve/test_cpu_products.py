@@ -62,7 +62,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 def test_every_code_is_multiplied_exactly(bits: int, num_out: int) -> None:
     codes = torch.randint(0, 2**bits, (num_out, 64)).to(torch.uint8)
     ranges = torch.ones(num_out, 2, dtype=torch.float16)
-    found = group_weight(GroupCodes(pack(codes, bits), ranges, 0 * ranges), bits, 1).product(torch.eye(64))
+    found = group_weight(GroupCodes(pack(codes, bits, 32), ranges, 0 * ranges), bits, 1).product(torch.eye(64))
     assert torch.equal(found.T, codes.float())
 
 

@@ -32,6 +32,7 @@ from weft.serve.request import Request
 from weft.serve.weight_formats import FP8, RowInt8, weight_format
 
 needs_product = pytest.mark.skipif(not has_product(), reason="this torch has no products of bytes for this CPU")
+HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines  # on x86
 FORM = RowInt8()
 REQUESTS = [Request(str(i), (7 * i + 1, 5, 3, i), 9, GREEDY) for i in range(3)]
 
@@ -233,3 +234,9 @@ def test_commands_take_the_format(
     planned = weft("plan", "--serve", "--model", "llama3-8b", "--cluster", "h100:1x1", "--weights", "int8-row")
     assert planned.status == 2
     assert "is for CPUs" in planned.err
+
+
+@pytest.mark.skipif(not HAS_FBGEMM, reason="no x86")
+def test_torch_has_the_product_on_x86() -> None:
+    """The other tests of products are left out without it."""
+    assert has_product()

@@ -34,7 +34,7 @@ def test_codes_are_at_most_half_a_scale_off(bits: int, dtype: torch.dtype) -> No
     errors = (decode(coded, bits, torch.float64) - values.double()).abs().unflatten(-1, (-1, 32))
     assert bool((errors <= 0.5 * coded.scale[..., None].double() * (1 + 1e-5) + 1e-9).all())
     assert coded.codes.shape == (7, 96 * bits // 8)
-    assert int(unpack(coded.codes, bits).max()) == 2**bits - 1  # the whole range is used
+    assert int(unpack(coded.codes, bits, 32).max()) == 2**bits - 1  # the whole range is used
     wrong = GroupCodes(coded.codes, coded.scale.roll(1, 0), coded.least)  # the control: a scale of another group
     assert bool(((decode(wrong, bits, torch.float64) - values.double()).abs() > errors.flatten(-2) + 1e-6).any())
 
@@ -43,8 +43,9 @@ def test_equal_numbers_are_kept_and_codes_lie_low_half_first() -> None:
     constant = torch.tensor([[1.5, 1.5, -2.25, -2.25], [0.0, 0.0, 7.0, 7.0]])
     assert torch.equal(decode(encode(constant, 2, 4), 4, torch.float32), constant)
     codes = torch.tensor([[1, 2, 15, 0]], dtype=torch.uint8)
-    assert pack(codes, 4).tolist() == [[0xF1, 0x02]]
-    assert torch.equal(unpack(pack(codes, 4), 4), codes)
+    assert pack(codes, 4, 4).tolist() == [[0xF1, 0x02]]
+    assert torch.equal(unpack(pack(codes, 4, 4), 4, 4), codes)
+    assert pack(codes, 4, 1).tolist() == [[0x21, 0x0F]]  # two groups in a block
     halves = torch.tensor([[0.0, 0.5, 1.5, 2.5, 15.0]])
     assert codes_of(halves, *group_range(halves, 4), 4).tolist() == [[0, 0, 2, 2, 15]]  # half to even
 

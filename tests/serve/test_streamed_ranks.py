@@ -184,3 +184,31 @@ def test_replicas_of_stages_are_refused() -> None:
     refuse_shared_reading(Plan(pipe=Pipe(2), tensor=Tensor(2)))
     with pytest.raises(PlanError, match="are in different steps; use one of the two, or leave out --stream-weights"):
         refuse_shared_reading(Plan(data=2, pipe=Pipe(2)))
+
+
+RESIDENT = [("qwen2-deep", Plan(data=2)), ("llama-deep", Plan(tensor=Tensor(2))), ("gpt2-deep", Plan(pipe=Pipe(2)))]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("cases", [RESIDENT[:1], pytest.param(RESIDENT[1:], marks=pytest.mark.soak)])
+def test_ranks_keep_some_blocks_on_the_device(cases: list[tuple[str, Plan]]) -> None:
+    def rank(_: int) -> Any:
+        torch.set_num_threads(1)
+        found = []
+        for name, plan in cases:
+            mesh = Mesh(plan)
+            plain = tokens_on_ranks(name, mesh, REQUESTS, OPTIONS)
+            mesh = Mesh(plan)
+            options = replace(OPTIONS, stream_weights=1, resident_blocks=1)
+            streamed = tokens_on_ranks(name, mesh, REQUESTS, options, ranks=ServingRanks(mesh, streams=True))
+            found.append((plain, streamed, gathered(mesh.ledger)))
+        return found
+
+    results = run_local(rank, 2, LIMIT_SECONDS)
+    for (name, plan), (plain, streamed, counted), (*_, others) in zip(cases, *results, strict=True):
+        assert streamed == plain, (name, plan.describe_axes())
+        assert counted == others
+        assert len(counted) == (plan.data > 1)
+        for size, calls in counted.items():
+            assert calls % len(list(pass_calls([size] * 3, plan.data, 1))) == 0  # one of three blocks keeps its place
+            assert calls > 2 * len(REQUESTS)

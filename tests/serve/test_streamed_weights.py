@@ -10,6 +10,7 @@ from test_engine import make_engine
 from weft.errors import ConfigError
 from weft.serve.packed_linear import pack_model
 from weft.serve.request import Request
+from weft.serve.streamed_traffic import copied_bytes
 from weft.serve.streamed_weights import StreamedWeights
 from weft.serve.weight_formats import FORMATS
 
@@ -45,6 +46,28 @@ def test_the_device_has_room_for_some_blocks_and_host_memory_for_all() -> None:
     for index in (3, 0, 4, 4, 1):  # in any order
         streamed.need(index)
         assert torch.equal(layers[index].weight, values[index])
+
+
+def test_each_pass_copies_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+    fetch = StreamedWeights._fetch
+
+    def counting(self: StreamedWeights, index: int) -> None:
+        is_there = self._index[index % self.num_places] == index
+        fetch(self, index)
+        copied.extend([] if is_there else [self.block_bytes[self.numbers[index]]])
+
+    monkeypatch.setattr(StreamedWeights, "_fetch", counting)
+    for number in range(1, 9):
+        layers = [torch.nn.Linear(64, 8 + index) for index in range(number)]
+        for ahead in range(1, 5):
+            streamed = StreamedWeights([(layer,) for layer in layers], torch.device("cpu"), ahead)
+            assert copied == list(streamed.block_bytes[: streamed.num_places])
+            copied.clear()
+            for _ in range(2):
+                streamed.pass_by()
+                assert sorted(copied) == sorted(copied_bytes(streamed.block_bytes, ahead)), (number, ahead)
+                copied.clear()
 
 
 def test_a_copy_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

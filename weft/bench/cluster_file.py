@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from weft.bench.fit import LinkFit
+from weft.cluster.decode_rates import DecodeRates
 from weft.cluster.hardware import MeasuredCollective
 from weft.cluster.topology import Topology, local_topology
 from weft.version import VERSION
@@ -28,6 +30,7 @@ class MeasuredMachine:
     date: str
     inter: LinkFit | None = None
     collectives: tuple[MeasuredCollective, ...] = ()
+    decode: DecodeRates | None = None  # of a CPU
 
 
 def cluster_text(found: MeasuredMachine, topology: Topology | None = None) -> str:
@@ -75,6 +78,8 @@ def cluster_text(found: MeasuredMachine, topology: Topology | None = None) -> st
         "node.intra": f"{measured}, errors up to {found.intra.error:.0%}",
         "node.inter": f"{measured}{not_measured}",
     }
+    if found.decode is not None:
+        sources |= dict.fromkeys(("decode", "decode.search"), f"measured by weft {VERSION} bench, {found.date}")
     lines += [f"{text(name)} = {text(source)}" for name, source in sources.items()]
     for one in found.collectives:
         seconds = ", ".join(f"{value:.4g}" for value in one.seconds)
@@ -83,7 +88,35 @@ def cluster_text(found: MeasuredMachine, topology: Topology | None = None) -> st
             *(f"num_nodes = {one.num_nodes}", f"num_local = {one.num_local}"),
             *(f"sizes = {list(one.sizes)}", f"seconds = [{seconds}]"),
         ]
+    if found.decode is not None:
+        lines += decode_lines(found.decode)
     return "\n".join(lines) + "\n"
+
+
+def decode_lines(found: DecodeRates) -> list[str]:
+    """The tables of what a decode takes on a CPU."""
+    lines = ["", "[decode]  # of one request, by one process; what each figure means: docs/clusters.md"]
+    lines += [
+        f"threads = {found.threads}",
+        f"vocabulary_seconds = {found.vocabulary_seconds:.4g}",
+        "",
+        "[decode.search]",
+    ]
+    lines += _pairs(found.search)
+    for name in ("products", "layers", "attention"):
+        for one in getattr(found, name):
+            lines += ["", f"[[decode.{name}]]", *_pairs(one)]
+    return lines
+
+
+def _pairs(table: Any) -> list[str]:
+    return [f"{key} = {_figure(value)}" for key, value in asdict(table).items()]
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_figure, value))}]"
+    return f"{value:.4g}" if isinstance(value, float) else json.dumps(value)
 
 
 def _link(name: str, link: LinkFit, backend: str) -> list[str]:

@@ -24,6 +24,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from weft.cluster.decode_rates import DecodeRates
 from weft.cluster.local_gpus import gpus
 from weft.cluster.topology import Topology, host_memory_bytes, num_cpu_cores, refuse_other_topology
 from weft.errors import ConfigError, PlanError
@@ -139,6 +140,7 @@ class Cluster:
     node: Node
     num_nodes: int
     collectives: tuple[MeasuredCollective, ...] = ()
+    decode: DecodeRates | None = None  # of a CPU; None: not measured
 
     def __post_init__(self) -> None:
         _check_positive(self)
@@ -226,6 +228,7 @@ class CatalogEntry:
     max_nodes: int | None = None
     topology: Topology | None = None
     collectives: tuple[MeasuredCollective, ...] = ()
+    decode: DecodeRates | None = None
 
 
 def catalog_names() -> list[str]:
@@ -292,7 +295,7 @@ def load(spec: str) -> Cluster:
             f"cluster '{spec}' asks for {num_nodes} nodes but {entry.title} has {entry.max_nodes}; "
             f"use at most {name}:{entry.max_nodes}"
         )
-    return Cluster(name, _use_devices(entry.node, num_devices, spec), num_nodes, entry.collectives)
+    return Cluster(name, _use_devices(entry.node, num_devices, spec), num_nodes, entry.collectives, entry.decode)
 
 
 def _use_devices(node: Node, num_devices: int | None, spec: str) -> Node:

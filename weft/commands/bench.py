@@ -6,9 +6,11 @@ Each command imports the code that measures when it runs, so that help is answer
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,6 +39,7 @@ Nodes = Annotated[
         help="time two-level collectives too, as if ranks were on so many nodes; under a launcher, its hosts", min=2
     ),
 ]
+ServeOption = Annotated[bool, typer.Option("--serve", help="time decodes on the CPU too, for weft plan --serve")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON instead of text")]
 
 
@@ -163,11 +166,16 @@ def machine_command(
     device: DeviceOption = "cpu",
     seconds: Seconds = 0.5,
     nodes: Nodes = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="measure decodes on the CPU too, for weft plan --serve")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure everything that the planner needs of this machine, and write it as a cluster file."""
     if write.exists():
         raise ConfigError(f"{write} exists; remove it or name another file with --write")
+    if serve and device != "cpu":
+        raise ConfigError(f"--serve measures decodes on a CPU, not with --device {device}; leave out one of them")
     from weft.bench.cluster_file import cluster_text
     from weft.bench.report import describe_link
     from weft.bench.whole_machine import measure_machine
@@ -177,13 +185,31 @@ def machine_command(
     found, where = measure_machine(ranks, _device(device), seconds, time.strftime("%Y-%m-%d"), axes)
     if where.rank != 0:
         return
+    if serve:
+        found = replace(found, decode=_measured_decodes())
     write_result(write, cluster_text(found))
     if as_json:
         print(json.dumps({"file": str(write)}))
     else:
         print(write.read_text(encoding="utf-8"))
         print(describe_link(found.intra))
-        print(f"wrote {write}; plan with it: weft plan RUN_FILE --cluster {write}")
+        print(f"wrote {write}; plan with it: weft plan {'--serve ' * serve}RUN_FILE --cluster {write}")
+
+
+def _measured_decodes() -> Any:
+    """What a decode takes on this CPU, with the threads that a server would use. A bar on stderr shows progress."""
+    import torch
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from weft.serve.cpu_threads import fastest_threads
+    from weft.serve.measure_decode import measure_decode
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(fastest_threads(torch.get_num_threads()))
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("measuring decodes", total=None)
+        return measure_decode(lambda done, total: bar.update(task, completed=done, total=total))
 
 
 def _device(name: str) -> Any:

@@ -33,7 +33,7 @@ TimelineOption = Annotated[
 def plan_command(
     run_file: Annotated[Path | None, typer.Argument(help="the run file (TOML)", show_default=False)] = None,
     overrides: Overrides = None,
-    model: Annotated[str | None, typer.Option(help="a model of the catalog, in place of a run file")] = None,
+    model: Annotated[str | None, typer.Option(help="of the catalog; with --serve, or a folder; no run file")] = None,
     like: Annotated[str | None, typer.Option(help="a famous run, beside weft's best: llama3-405b-meta")] = None,
     cluster: Annotated[str | None, typer.Option(help="name, name:nodes or name:nodesxdevices")] = None,
     tokens_per_step: Annotated[str | None, typer.Option(help="with --model: 4M (if not given) is 4 × 1024²")] = None,
@@ -56,16 +56,19 @@ def plan_command(
     prompt: Annotated[int, typer.Option(help="with --serve: tokens of a prompt", min=1, max=1 << 20)] = 512,
     output: Annotated[int, typer.Option(help="with --serve: tokens of an answer", min=1, max=1 << 16)] = 256,
     weights: Annotated[str | None, typer.Option(help="with --serve: fp8, int8, int4, int4-128, fp16, int8-row")] = None,
+    head: Annotated[str | None, typer.Option(help="with --serve on a CPU: as for --weights, or graph=FILE")] = None,
+    precision: Annotated[str | None, typer.Option(help="with --serve on a CPU: fp32 (if not given) or bf16")] = None,
     cache: Annotated[str | None, typer.Option(help="with --serve: keys and values as int4, loki=FILE, or both")] = None,
     stream_weights: Annotated[int, typer.Option(help="with --serve: blocks copied ahead from host memory", min=0)] = 0,
     resident_blocks: Annotated[int, typer.Option(help="with --stream-weights: blocks kept on the device", min=0)] = 0,
-    speculate: Annotated[str | None, typer.Option(help="with --serve: ngram or layers=K, for one request")] = None,
+    speculate: Annotated[str | None, typer.Option(help="with --serve: ngram, layers=K or FOLDER")] = None,
     accepted: Annotated[float, typer.Option(help="with --speculate: the share of drafts that are accepted")] = 0.7,
     as_json: Json = False,
 ) -> None:
     """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
     if serve:
-        ways = {"weights": weights, "cache": cache, "ahead": stream_weights, "resident": resident_blocks}
+        ways: dict[str, Any] = {"weights": weights, "cache": cache, "head": head, "precision": precision}
+        ways |= {"ahead": stream_weights, "resident": resident_blocks}
         _plan_serving(model, run_file, cluster, (requests, prompt, output), ways, (speculate, accepted), as_json)
         return
     if like is not None:
@@ -82,10 +85,8 @@ def plan_command(
     job = None if write_job is None else JobFile(write_job, run_file, changes)
     options = PlanOptions(where or [], best, write, report, mtbf, mtbf_cluster, what_if, job, roles)
     with command_fork_server(_no_rank, warms=False):
-        if run_file is not None:
-            run = load_run(run_file, changes)
-        else:
-            run = named_run(str(model), str(cluster), tokens_per_step, sequence, images_per_step, size)
+        sizes = (tokens_per_step, sequence, images_per_step, size)
+        run = named_run(str(model), str(cluster), *sizes) if run_file is None else load_run(run_file, changes)
         if model is not None or options.is_search or search or not has_layout(run):
             search_plans(run, options, make_console(as_json), as_json)
         else:
@@ -129,25 +130,31 @@ def _plan_serving(
     cluster: str | None,
     sizes: tuple[int, int, int],
     ways: dict[str, Any],
-    speculation: tuple[str | None, float],
+    drafts: tuple[str | None, float],
     as_json: bool,
 ) -> None:
-    """Plan to serve a model of the catalog, or that of a run file."""
+    """Plan to serve a model of the catalog, of a folder, or that of a run file."""
     _refuse_two_models(model, run_file, ())
-    drafts = None if speculation[0] is None else (speculation[0], speculation[1])
     from weft.commands.console import make_console
     from weft.commands.plan_serve import plan_serving
     from weft.models.catalog import load_model
+    from weft.models.recurrent import is_recurrent, recurrent_config
     from weft.planner.serving import ServingWorkload
     from weft.run_file import load_run
+    from weft.serve.generate import model_config
 
     console, workload = make_console(as_json), ServingWorkload.of(*sizes)
+    given = None if drafts[0] is None else (drafts[0], drafts[1])
     if run_file is not None:
         run = load_run(run_file)
-        plan_serving(run.name, run.model, cluster or run.cluster, workload, ways, drafts, console, as_json)
+        plan_serving(run.name, run.model, cluster or run.cluster, workload, ways, given, console, as_json)
     else:
         assert model is not None
-        plan_serving(model, load_model(model), cluster or "local", workload, ways, drafts, console, as_json)
+        folder = Path(model)
+        config: Any = load_model(model) if not folder.is_dir() else None
+        if config is None:
+            config = recurrent_config(folder) if is_recurrent(folder) else model_config(folder)
+        plan_serving(model, config, cluster or "local", workload, ways, given, console, as_json)
 
 
 def _refuse_two_models(model: str | None, run_file: Path | None, sizes: tuple[object, ...]) -> None:

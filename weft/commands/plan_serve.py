@@ -9,9 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.architectures import LanguageConfig, ModelConfig
-from weft.cluster.cpu_rates import with_assumed_rates
+from weft.architectures.recurrent import RecurrentConfig
+from weft.cluster.cpu_rates import is_cpu
 from weft.cluster.hardware import Cluster, load
 from weft.commands.console import print_json
+from weft.commands.plan_serve_cpu import CpuQuestion, plan_cpu_serving, refuse_options
 from weft.errors import ConfigError, PlanError
 from weft.planner.serving import (
     MAX_RUNNING,
@@ -26,15 +28,12 @@ from weft.planner.serving_speculation import SpeculationPrice, price_speculation
 from weft.planner.serving_streaming import StreamingPrice
 
 NUM_SHOWN = 8
-NOT_PRICED = (
-    "Not priced: --speculate FOLDER, --sums (sums over ranks are the library's), --head, --adapter, and LSTM and "
-    "GRU models."
-)
+NOT_PRICED = "Not priced on GPUs: --sums (sums over ranks are the library's), --adapter, and LSTM and GRU models."
 
 
 def plan_serving(
     name: str,
-    config: ModelConfig,
+    config: ModelConfig | RecurrentConfig,
     cluster_name: str,
     workload: ServingWorkload,
     ways: dict[str, Any],
@@ -44,15 +43,23 @@ def plan_serving(
 ) -> None:
     """Find the best layout to serve a model, and show it with others. Raises PlanError if none fits.
 
-    `ways` are the formats of `weights` and `cache`, as options of `weft serve` name them, or None; `ahead`, which is
-    --stream-weights; and `resident`, which is --resident-blocks. `drafts` are --speculate and the share of drafts
-    that are accepted.
+    `ways` are the formats of `weights`, `cache` and `head`, as options of `weft serve` name them, or None; `ahead`,
+    which is --stream-weights; `resident`, which is --resident-blocks; and `precision`. `drafts` are --speculate and
+    the share of drafts that are accepted.
     """
-    if not isinstance(config, LanguageConfig):
+    if not isinstance(config, LanguageConfig | RecurrentConfig):
         raise ConfigError(f"--serve is for models of text; {name} is a model of images")
     if ways["resident"] and not ways["ahead"]:
         raise ConfigError("--resident-blocks says how many blocks are not streamed; give --stream-weights too")
-    cluster = with_assumed_rates(load(cluster_name))
+    cluster = load(cluster_name)
+    if is_cpu(cluster):
+        refuse_options(ways, drafts)
+        prompt, output = workload.lengths[0]
+        options = (ways["precision"] or "fp32", ways["weights"], ways["head"])
+        plan_cpu_serving(CpuQuestion(name, config, cluster, prompt + output // 2, *options), console, as_json)
+        return
+    ways = _refuse_cpu_options(name, config, ways)
+    assert isinstance(config, LanguageConfig)
     precision = "bf16" if "bf16" in cluster.node.device.peak_flops else "fp32"
     with console.status("planning"):
         found, refused = search_serving(config, cluster, workload, precision, **ways)
@@ -72,14 +79,24 @@ def plan_serving(
         return
     _show(name, cluster_name, found, workload, console)
     lines = explain(found, cluster)
-    options = {"weights": "weights", "cache": "cache", "ahead": "stream-weights", "resident": "resident-blocks"}
-    lines[-1] += "".join(f" --{option} {ways[key]}" for key, option in options.items() if ways[key])
+    names = {"weights": "weights", "cache": "cache", "ahead": "stream-weights", "resident": "resident-blocks"}
+    lines[-1] += "".join(f" --{option} {ways[key]}" for key, option in names.items() if ways[key])
     if price is not None:
         lines[-1] += f" --speculate {price.kind}"
         lines.insert(-1, _of_drafts(price))
     lines.append(NOT_PRICED)
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def _refuse_cpu_options(name: str, config: ModelConfig | RecurrentConfig, ways: dict[str, Any]) -> dict[str, Any]:
+    """The options that GPUs have. Raises ConfigError for what is priced on CPUs only."""
+    if isinstance(config, RecurrentConfig):
+        raise ConfigError(f"{name} is an LSTM or GRU, priced on a CPU only; give --cluster machine.toml of one")
+    for key in ("head", "precision"):
+        if ways[key] is not None:
+            raise ConfigError(f"--{key} {ways[key]} is for a CPU; leave it out, or give --cluster machine.toml of one")
+    return {key: value for key, value in ways.items() if key not in ("head", "precision")}
 
 
 def _of_drafts(price: SpeculationPrice) -> str:

@@ -111,7 +111,7 @@ ShareOption = Annotated[
 
 
 def serve_command(
-    source: Annotated[Path, typer.Argument(help="a run folder, a checkpoint or a Hugging Face folder")],
+    source: Annotated[Path, typer.Argument(help="a run folder, a checkpoint or a (quantised) Hugging Face folder")],
     overrides: RankOverrides = None,
     host: HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one", min=0, max=65535)] = 8000,

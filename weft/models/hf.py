@@ -23,9 +23,10 @@ from torch import Tensor
 
 from weft.architectures import GPT2Config, LanguageConfig, ModelConfig
 from weft.errors import CheckpointError
-from weft.models.hf_config import CONFIG_FILE, read_json, write_config
+from weft.models.hf_config import CONFIG_FILE, folder_quantisation, read_json, write_config
 from weft.models.hf_tensors import HEAD_NAME, StoredTensor, stored_tensors
 from weft.models.init import LanguageModel, build
+from weft.models.quantised_weight import FileTensor, QuantisedWeight, joined_weights
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -52,51 +53,52 @@ def weight_reader(folder: Path, config: LanguageConfig) -> Callable[[str], Tenso
     """Returns a function that reads a parameter's tensor from the folder by its name. Names and shapes of all tensors
     are checked at once. If the folder has a tied head, it must equal the embedding.
     """
-    shapes = parameter_shapes(config)
-    expected = stored_tensors(config, shapes)
-    found: dict[str, tuple[Path, Any, str]] = {}  # name -> file, its handle, the name inside
-    for file, listed in _weight_files(folder).items():
-        handle = _open(file)
-        _check_listed(file, listed, set(handle.keys()))
-        for raw_name in handle.keys():  # noqa: SIM118 (a handle is not a mapping)
-            name = _full_name(raw_name, config)
-            if LEGACY_BUFFERS.search(raw_name):
-                continue
-            if name in found:
-                raise CheckpointError(f"{file}: {raw_name} is the tensor {name} a second time; remove one of them")
-            found[name] = (file, handle, raw_name)
-    _check_found(folder, config, found, expected)
-    parts: dict[str, list[StoredTensor]] = {}
-    for one in expected.values():
-        parts.setdefault(one.parameter, []).append(one)
+    return FolderWeights(folder, config).read
 
-    def load(name: str) -> Tensor:
-        _, handle, raw_name = found[name]
-        tensor: Tensor = handle.get_tensor(raw_name)
-        return tensor
 
-    def read(parameter: str) -> Tensor:
-        first, *others = parts[parameter]
-        tensor = load(first.name)
+class FolderWeights:
+    """The parameters of a folder. Names and shapes of all tensors are checked at once. If the folder has a tied head,
+    it must equal the embedding. `quantisation` says how weights are in fewer bits; None: none is.
+    """
+
+    def __init__(self, folder: Path, config: LanguageConfig) -> None:
+        self._shapes = parameter_shapes(config)
+        expected = stored_tensors(config, self._shapes)
+        self.quantisation = folder_quantisation(folder)
+        stored = _stored_tensors(folder, config)
+        found: Mapping[str, FileTensor | QuantisedWeight] = stored
+        if self.quantisation is not None:
+            shapes = {name: one.shape for name, one in expected.items()}
+            found = joined_weights(stored, shapes, self.quantisation)
+        _check_found(folder, config, found, expected)
+        self._found = found
+        self._parts: dict[str, list[StoredTensor]] = {}
+        for one in expected.values():
+            self._parts.setdefault(one.parameter, []).append(one)
+        if config.tie_word_embeddings and HEAD_NAME in found:
+            head = found[HEAD_NAME]
+            if not torch.equal(head.read(), self.read(config.embedding_name)):
+                raise CheckpointError(
+                    f"{head.file}: {head.name} differs from the embedding, but tie_word_embeddings = true; "
+                    f"set it to false in {CONFIG_FILE}"
+                )
+
+    def read(self, parameter: str) -> Tensor:
+        """A whole parameter; in float32 if it is stored in fewer bits."""
+        first, *others = self._parts[parameter]
+        tensor = self._found[first.name].read()
         if not first.place:
             return tensor.t() if first.is_transposed else tensor
-        whole = torch.empty(shapes[parameter], dtype=tensor.dtype)
+        whole = torch.empty(self._shapes[parameter], dtype=tensor.dtype)
         whole[first.place] = tensor
         for other in others:
-            whole[other.place] = load(other.name)
+            whole[other.place] = self._found[other.name].read()
         return whole
 
-    if (
-        config.tie_word_embeddings
-        and HEAD_NAME in found
-        and not torch.equal(load(HEAD_NAME), read(config.embedding_name))
-    ):
-        file, _, raw_name = found[HEAD_NAME]
-        raise CheckpointError(
-            f"{file}: {raw_name} differs from the embedding, but tie_word_embeddings = true; "
-            f"set it to false in {CONFIG_FILE}"
-        )
-    return read
+    def quantised(self, parameter: str) -> list[QuantisedWeight]:
+        """The weights in fewer bits that make up a parameter: none, itself, or those of several experts."""
+        found = [self._found[one.name] for one in self._parts.get(parameter, [])]
+        return [one for one in found if isinstance(one, QuantisedWeight)]
 
 
 def save_folder(folder: Path, model: LanguageModel) -> None:
@@ -188,10 +190,26 @@ def _check_listed(file: Path, listed: set[str] | None, found: set[str]) -> None:
         raise CheckpointError(f"{file} and {INDEX_FILE} disagree on {_some(difference)}; fetch both again")
 
 
+def _stored_tensors(folder: Path, config: LanguageConfig) -> dict[str, FileTensor]:
+    """The tensors of a folder's files, by their full names."""
+    found: dict[str, FileTensor] = {}
+    for file, listed in _weight_files(folder).items():
+        handle = _open(file)
+        _check_listed(file, listed, set(handle.keys()))
+        for raw_name in handle.keys():  # noqa: SIM118 (a handle is not a mapping)
+            name = _full_name(raw_name, config)
+            if LEGACY_BUFFERS.search(raw_name):
+                continue
+            if name in found:
+                raise CheckpointError(f"{file}: {raw_name} is the tensor {name} a second time; remove one of them")
+            found[name] = FileTensor(file, handle, raw_name)
+    return found
+
+
 def _check_found(
     folder: Path,
     config: LanguageConfig,
-    found: Mapping[str, tuple[Path, Any, str]],
+    found: Mapping[str, FileTensor | QuantisedWeight],
     expected: Mapping[str, StoredTensor],
 ) -> None:
     missing = [name for name in expected if name not in found]
@@ -200,12 +218,11 @@ def _check_found(
     shapes = {name: one.shape for name, one in expected.items()}
     if config.tie_word_embeddings:
         shapes[HEAD_NAME] = shapes[config.embedding_name]
-    for name, (file, handle, raw_name) in found.items():
+    for name, one in found.items():
         if name not in shapes:
-            raise CheckpointError(f"{file}: unexpected tensor {raw_name}; the config has no such parameter")
-        shape = tuple(handle.get_slice(raw_name).get_shape())
-        if shape != shapes[name]:
-            raise CheckpointError(f"{file}: {raw_name} has shape {shape}, but the config needs {shapes[name]}")
+            raise CheckpointError(f"{one.file}: unexpected tensor {one.name}; the config has no such parameter")
+        if one.shape != shapes[name]:
+            raise CheckpointError(f"{one.file}: {one.name} has shape {one.shape}, but the config needs {shapes[name]}")
 
 
 def _check_tensor(

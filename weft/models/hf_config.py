@@ -14,6 +14,8 @@ from typing import Any
 
 from weft.architectures import DecoderConfig, GPT2Config, LanguageConfig
 from weft.errors import CheckpointError, ConfigError
+from weft.models.hf_quantisation import TABLE as QUANTISATION
+from weft.models.hf_quantisation import Quantisation, read_quantisation
 from weft.schema import build_dataclass
 
 CONFIG_FILE = "config.json"
@@ -105,10 +107,24 @@ def read_config(folder: Path) -> LanguageConfig:
         raise ConfigError(f"{path}: architectures = {names!r} is not supported; weft reads {', '.join(ARCHITECTURES)}")
     architecture = ARCHITECTURES[names[0]]
     try:
+        if read_quantisation(raw) is not None and architecture == "gpt2":
+            raise ConfigError(
+                f"{QUANTISATION} of architecture 'gpt2' is not read; give the model that is not quantised"
+            )
+        raw.pop(QUANTISATION, None)
         values = _mapped_values({OTHER_NAMES.get(key, key): value for key, value in raw.items()}, architecture)
         if architecture == "gpt2":
             return build_dataclass(GPT2Config, values)
         return build_dataclass(DecoderConfig, {**values, **_rope_values(raw)})
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def folder_quantisation(folder: Path) -> Quantisation | None:
+    """How the weights of a Hugging Face folder are quantised; None if they are not. Raises ConfigError."""
+    path = folder / CONFIG_FILE
+    try:
+        return read_quantisation(read_json(path)) if path.is_file() else None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 

@@ -61,10 +61,15 @@ def is_recurrent(folder: Path) -> bool:
     return isinstance(about, dict) and about.get("model_type") == KIND
 
 
+def recurrent_config(folder: Path) -> RecurrentConfig:
+    """The config of a folder for which `is_recurrent` holds. Raises ConfigError."""
+    about = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    return build_dataclass(RecurrentConfig, {key: one for key, one in about.items() if key != "model_type"})
+
+
 def load_recurrent(folder: Path) -> RecurrentModel:
     """The model of a folder, on the CPU. Raises ConfigError or CheckpointError."""
-    about = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    config = build_dataclass(RecurrentConfig, {key: one for key, one in about.items() if key != "model_type"})
+    config = recurrent_config(folder)
     with torch.device("meta"):
         model = RecurrentModel(config)
     path = folder / WEIGHTS_FILE

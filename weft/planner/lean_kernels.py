@@ -26,13 +26,16 @@ from weft.serve.weight_formats import (
 # ends.
 GROUPED_RATE, TOKEN_RATE = {4: 0.88, 8: 0.74}, {4: 0.88, 8: 1.0}
 TOKEN_LAUNCH_SECONDS = 2.2e-6
+PAGE_RATE = {32: 0.72, 64: 0.88, 128: 0.75}  # the same share of attention over pages of 4 bits, by their tokens
 # Bytes that plain functions move for each weight that is decoded, and for each input that is rounded to float8.
 DECODING_BYTES, ROUNDING_BYTES = 14, 16
 # Passes of Loki's choice over the joint scores of a key head (`serve/loki_kernel.py`): they are written, read for each
 # of 16 digits and for the count, and read to write the chosen tokens.
 CHOOSING_PASSES = 1 + 16 + 1 + 1
 SCORE_BYTES = 4
-SORTING_BYTES = 8 * 2 * 12  # torch's sort reads and writes a score and its place for each of 8 digits
+# Of Loki over 4 bits, whose plain functions gather what they decode: bytes for each number (measured on an H200, for 16
+# requests of 32,768 tokens), and for each score that torch sorts with its place, 8 digits one after the other.
+GATHERED_BYTES, SORTING_BYTES = 215, 8 * 2 * 12
 # Kernels of a layer beside its four matmuls: two norms, rotation, attention, and what is between gate and down. For one
 # token, matmuls include norms and what is between. Rotation and attention of few decodes over a plain cache are one.
 SMALL_KERNELS, SMALL_KERNELS_FOR_ONE = 4, 2
@@ -86,10 +89,10 @@ def decode_reads(
         choice = form.loki.choice
         num_chosen = num_cached * _chosen_share(choice, num_cached / num_decodes)
         decoded = num_cached * choice.num_dims(head_dim) + num_chosen * 2 * head_dim
-        moved = num_key_heads * (DECODING_BYTES * decoded + SORTING_BYTES * num_cached)
+        moved = num_key_heads * (GATHERED_BYTES * decoded + SORTING_BYTES * num_cached)
         return moved / kernels.bytes_per_second, num_key_heads * bytes_read(form, head_dim, num_cached, num_chosen)
     if isinstance(form, FourBitFormat):
-        return stored / (kernels.bytes_per_second * GROUPED_RATE[4]), stored
+        return stored / (kernels.bytes_per_second * PAGE_RATE[form.group]), stored
     if not isinstance(form, LokiFormat) or not num_decodes:
         return stored / kernels.bytes_per_second, stored
     share = _chosen_share(form.choice, num_cached / num_decodes)

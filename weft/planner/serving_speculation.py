@@ -3,15 +3,21 @@
 The chance of a draft to be accepted is given, as only the text and the drafter decide it. With a chance of a and g
 drafts, a step gives 1 + a + ... + a^g tokens on average. The engine drafts one token more while that pays, so the
 number of drafts with the highest rate is taken. Tokens are read before the next step is launched, so what the host
-does in between is added to the device's time.
+does in between is added to the device's time. A draft model costs its own decodes, with its weights as its folder has
+them; the folder needs no weights to be priced.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from weft.errors import ConfigError
+from weft.models.hf_config import folder_quantisation
+from weft.plan import Plan
 from weft.planner.serving import HOST_SECONDS, OPERATIONS_PER_LAYER, ServingModel
+from weft.serve.folder_codes import nearest_format
+from weft.serve.generate import model_config
 from weft.serve.speculation import LAYERS, MAX_DRAFTS, early_layers
 
 # What the host does for a step that is replayed as a CUDA graph takes 1.3 ms: of a decode of 4.35 ms without drafts,
@@ -48,25 +54,47 @@ def price_speculation(model: ServingModel, kind: str, chance: float, length: int
     if model.plan.num_ranks > 1:
         raise ConfigError("--speculate is priced on one device; plan for one, as --cluster h200:1x1")
     without = 1 / model.decode_seconds(length)
+    of_draft = _draft_seconds(model, kind, length)
     found = []
     for number in range(MAX_DRAFTS + 1):
         tokens = sum(chance**index for index in range(number + 1))
         seconds = model.draft_check_seconds(number, length) + HOST_STEP_SECONDS
-        seconds += number * _draft_seconds(model, kind, length)
+        seconds += number * of_draft
         found.append(SpeculationPrice(kind, chance, number, tokens, tokens / seconds, without))
     return max(found, key=lambda one: one.tokens_per_second)
 
 
 def _draft_seconds(model: ServingModel, kind: str, length: int) -> float:
-    """Seconds of one draft. The first layers are not a CUDA graph, so the host's calls may take longer than they."""
+    """Seconds of one draft. It is not a CUDA graph, so the host's calls may take longer than the device."""
     if kind == "ngram":
         return 0.0  # a lookup, in the host's time of the step
-    if not kind.startswith(LAYERS):
+    if kind.startswith(LAYERS):
+        number, whole = early_layers(kind).number, model.sizes.num_layers
+        if not 1 <= number < whole:
+            raise ConfigError(f"--speculate {kind}: drafts need at least 1 layer, and fewer than the model's {whole}")
+        seconds = model.decode_seconds(length, number)
+    else:
+        draft = _draft_model(model, kind, length)
+        number, seconds = draft.sizes.num_layers, draft.decode_seconds(length)
+    return max(HOST_STEP_SECONDS + OPERATIONS_PER_LAYER * number * HOST_SECONDS, seconds)
+
+
+def _draft_model(model: ServingModel, kind: str, length: int) -> ServingModel:
+    """The model in a folder, which lies on the device beside the model that it drafts for, with a cache of its own."""
+    folder = Path(kind)
+    if not folder.is_dir():
         raise ConfigError(
-            f"--speculate {kind} is not priced: a folder's model is not known here; give ngram or layers=K"
+            f"--speculate {kind} is no folder; give ngram, layers=K, or the folder of a smaller model (its config.json "
+            f"is enough)"
         )
-    number, whole = early_layers(kind).number, model.sizes.num_layers
-    if not 1 <= number < whole:
-        raise ConfigError(f"--speculate {kind}: drafts need at least 1 layer, and fewer than the model's {whole}")
-    host = HOST_STEP_SECONDS + OPERATIONS_PER_LAYER * number * HOST_SECONDS
-    return max(host, model.decode_seconds(length, number))
+    quantisation = folder_quantisation(folder)
+    weights = None if quantisation is None else nearest_format(quantisation.schemes[0])
+    draft = ServingModel(model_config(folder), model.cluster, Plan(), model.kernels.precision, weights)
+    held = model.weight_bytes + draft.weight_bytes + length * (model.cache_bytes(0) + draft.cache_bytes(0))
+    memory_bytes = model.cluster.node.device.memory_bytes
+    if held > memory_bytes:
+        raise ConfigError(
+            f"--speculate {kind}: both models and a text of {length} tokens take {held / 1e9:.1f} GB, and a device has "
+            f"{memory_bytes / 1e9:.0f}; give a smaller draft model, or --weights for fewer bits"
+        )
+    return draft

@@ -17,7 +17,7 @@ from weft.errors import PlanError
 from weft.planner.step import HOST_LINK_SHARE
 from weft.serve.rank_part import RankPlace, block_bytes
 from weft.serve.streamed_layout import streamed_numbers
-from weft.serve.streamed_traffic import all_block_bytes, pass_calls
+from weft.serve.streamed_traffic import all_block_bytes, copied_bytes, pass_calls
 from weft.serve.streamed_weights import refuse_resident
 from weft.serve.weight_formats import WeightFormat
 from weft.sharding.host_memory import KEPT_FREE_BYTES
@@ -93,12 +93,11 @@ def streamed_stage(
     _refuse_host(host_bytes, min(place.plan.num_ranks, cluster.node.num_devices), cluster)
     saved = sum(block_bytes(config, place, item_bytes, format)) - num_places * max(streamed) - resident_bytes
     sizes = (saved, resident_bytes, host_bytes, blocks, num_resident, num_places)
-    if num_places == len(streamed):  # all stay on the device
-        return StreamedStage(0, 0, *sizes, 0.0, 0.0)
+    copied = sum(copied_bytes(streamed, ahead)) // num_readers
     calls = list(pass_calls(streamed, num_readers, ahead))
     gathers = sum(call_seconds(*key, size) for key, size in calls)
-    seconds = max(host_bytes / (rate * HOST_LINK_SHARE), gathers)
-    return StreamedStage(host_bytes, sum(size for _, size in calls), *sizes, seconds, host_bytes / rate)
+    seconds = max(copied / (rate * HOST_LINK_SHARE), gathers)
+    return StreamedStage(copied, sum(size for _, size in calls), *sizes, seconds, copied / rate)
 
 
 def _refuse_host(host_bytes: int, num_devices: int, cluster: Cluster) -> None:

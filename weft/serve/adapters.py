@@ -20,6 +20,7 @@ from weft.errors import ConfigError
 from weft.models import GPT2, Decoder, build
 from weft.models.adapter import adapter_reader, with_adapter
 from weft.models.lora import A_SUFFIX, B_SUFFIX, Read, add_lora, is_adapter, merged
+from weft.serve.packed_linear import PackedLinear
 from weft.serve.paged_attention import to_device
 
 NO_ADAPTER = -1
@@ -105,7 +106,12 @@ def read_adapter(model: nn.Module, folder: Path) -> tuple[Lora, set[str], Read]:
 
 @torch.no_grad()
 def merge_adapter(model: nn.Module, folder: Path) -> None:
-    """Add an adapter's updates to the weights of a model."""
+    """Add an adapter's updates to the weights of a model. Raises ConfigError if some are in fewer bits."""
+    if any(isinstance(one, PackedLinear) for one in model.modules()):
+        raise ConfigError(
+            "an adapter cannot be merged into weights in fewer bits; leave out --merge-adapter, or give a model whose "
+            "weights have all their bits"
+        )
     lora, names, read = read_adapter(model, folder)
     parameters = dict(model.named_parameters())
     device = next(iter(parameters.values())).device

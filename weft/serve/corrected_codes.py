@@ -79,4 +79,4 @@ def corrected(weight: Tensor, moment: Tensor, format: Grouped) -> tuple[Tensor, 
         scales.append(scale)
         leasts.append(least)
     ranges = joined_ranges(torch.stack(scales, dim=1), torch.stack(leasts, dim=1))
-    return pack(torch.cat(codes, dim=1), format.bits), ranges
+    return pack(torch.cat(codes, dim=1), format.bits, group), ranges

@@ -54,8 +54,8 @@ def arranged(coded: GroupCodes, bits: int, dtype: torch.dtype) -> GroupWeight | 
 
 def group_weight(coded: GroupCodes, bits: int, max_rows: int) -> GroupWeight:
     """The weight that codes [out, in * bits / 8] stand for. Outputs are filled up to a multiple of 16."""
-    codes, scale, least = unpack(coded.codes, bits), coded.scale.float(), coded.least.float()
-    num_out, group = len(codes), codes.shape[1] // scale.shape[1]
+    num_out, group = len(coded.codes), coded.codes.shape[1] * 8 // bits // coded.scale.shape[1]
+    codes, scale, least = unpack(coded.codes, bits, group), coded.scale.float(), coded.least.float()
     padding = (0, 0, 0, -num_out % OUTPUT_MULTIPLE)
     codes, scale, least = (F.pad(one, padding) for one in (codes, scale, least))
     if bits == 4:
@@ -90,7 +90,7 @@ def has_product() -> bool:
     """Has this torch the product, and does it give what it should on this CPU?"""
     codes, one = torch.arange(OUTPUT_MULTIPLE * 32).view(OUTPUT_MULTIPLE, 32) % 16, torch.ones(OUTPUT_MULTIPLE, 1)
     try:
-        coded = GroupCodes(pack(codes.to(torch.uint8), 4), one.half(), one.half())
+        coded = GroupCodes(pack(codes.to(torch.uint8), 4, 32), one.half(), one.half())
         found = group_weight(coded, 4, 1).product(torch.eye(32))
     except (AttributeError, NotImplementedError, RuntimeError):
         return False
@@ -107,6 +107,6 @@ def measured_rows(num_in: int, group: int, bits: int, dtype: torch.dtype, thread
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 2**bits, (num_out, num_in), dtype=torch.uint8, generator=generator)
     ranges = torch.ones(num_out, num_in // group, dtype=torch.float16)
-    coded = GroupCodes(pack(codes, bits), ranges, ranges)
+    coded = GroupCodes(pack(codes, bits, group), ranges, ranges)
     weight = group_weight(coded, bits, 1)
     return most_rows(weight.product, lambda hidden: F.linear(hidden, decode(coded, bits, dtype)), num_in, dtype)

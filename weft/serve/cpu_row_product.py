@@ -58,10 +58,8 @@ class RowWeight:
 
     def _of_rows(self, rows: Tensor) -> Tensor:
         top = rows.abs().amax(1, keepdim=True)
-        exponent = torch.frexp(top).exponent.clamp(min=LEAST_EXPONENT)
-        power = (
-            torch.ldexp(torch.ones_like(top), exponent - MIDDLE.bit_length() + 1) + 0 * top
-        )  # NaN stays, infinity is
+        exponent = torch.frexp(top).exponent.clamp(min=LEAST_EXPONENT) - MIDDLE.bit_length() + 1
+        power = torch.ldexp(torch.ones_like(top), exponent) + 0 * top  # NaN if a row is not finite
         scaled = rows / power
         high = scaled.round()
         digits = torch.cat([high, (scaled - high) * BASE])

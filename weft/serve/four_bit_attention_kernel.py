@@ -284,7 +284,7 @@ def four_bit_attention_by_kernel(
         COLUMNS=max(8, triton.next_power_of_2(num_heads // num_key_heads)),  # tensor cores need 8
         WIDTH=max(16, triton.next_power_of_2(head_dim // 2)),
         BY_PTX=query.is_cuda and torch.version.hip is None,
-        num_warps=_WARPS,
+        num_warps=2 * _WARPS if tails.shape[2] > 64 else _WARPS,  # a page of 128 tokens is too much for one
         num_stages=_STAGES,
     )
     if num_parts > 1:

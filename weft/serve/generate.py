@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +18,9 @@ from weft.checkpoint import Checkpoint
 from weft.cluster.local_gpus import BF16_CAPABILITY
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import ConfigError
-from weft.models import LanguageConfig, read_config, weight_reader
+from weft.models import LanguageConfig, read_config
+from weft.models.hf import FolderWeights
+from weft.models.hf_quantisation import Quantisation
 from weft.models.recurrent import is_recurrent, load_recurrent
 from weft.saved_run import (
     open_checkpoint,
@@ -27,15 +31,32 @@ from weft.saved_run import (
     with_intact_checkpoint,
 )
 from weft.serve.cache_formats import block_size_of
+from weft.serve.corrected_blocks import corrected_parts, make_room_for_corrected
 from weft.serve.engine import Engine, EngineOptions
+from weft.serve.folder_codes import Packed, Quantised, codes_of_folder, make_room_for_codes
 from weft.serve.graph_head import GraphHead
 from weft.serve.layer_cache import CacheFormat, PlainFormat
 from weft.serve.packed_linear import make_room
-from weft.serve.rank_part import PartValues, RankPlace, build_part, build_whole, read_part
+from weft.serve.rank_part import PartValues, RankPlace, build_part, build_whole
 from weft.serve.request import Request, RequestError, Sampling
 from weft.serve.speculation import EarlyLayers
 from weft.serve.streamed_model import Streaming, stream_model
 from weft.serve.weight_formats import WeightFormat
+
+Texts = Callable[[Tokenizer, int], Sequence[Tensor]]  # rows of a calibration text, by tokenizer and context length
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """How a model is to be loaded, as `load_for_generation` is asked."""
+
+    device: torch.device
+    place: RankPlace | None
+    weights: WeightFormat | None
+    on_host: bool
+    streaming: Streaming | None
+    texts: Texts | None
+    say: Callable[[str], None]
 
 
 def generate(
@@ -98,27 +119,30 @@ def load_for_generation(
     weights: WeightFormat | None = None,
     on_host: bool = False,
     streaming: Streaming | None = None,
+    texts: Texts | None = None,
 ) -> tuple[nn.Module, Tokenizer, int]:
     """Load the model, tokenizer and context length of a run folder, a checkpoint folder or a Hugging Face folder. On a
     GPU that supports it, the model computes in bf16. `say` is told of damaged checkpoints that are left out. With a
     `place`, the model is the part of the rank there. `weights` is the format of linears, if not the model's dtype.
     `on_host`: the model stays in host memory, in the dtype in which the device computes. With `streaming`, blocks are
-    read to where they stay, in host memory or on the device.
+    read to where they stay, in host memory or on the device. Weights that a Hugging Face folder has in fewer bits stay
+    so (`folder_codes.py`); `say` is told which do not. By `texts`, the rounding of `weights` is corrected, block by
+    block (`corrected_blocks.py`).
     """
-    device = torch.device(device)
+    wanted = _Wanted(torch.device(device), place, weights, on_host, streaming, texts, say)
     if is_recurrent(path):
-        return _load_recurrent(path, tokenizer, device, place, weights, on_host or streaming is not None)
+        return _load_recurrent(path, tokenizer, wanted)
     if (path / "config.json").is_file():
         config = read_config(path)
-        reader = weight_reader(path, config)
-        model = _load(config, torch.float32, reader, device, place, weights, on_host, streaming)
+        folder = FolderWeights(path, config)
+        quantised = None
+        if folder.quantisation is not None:
+            quantised = _codes(folder, folder.quantisation, weights, say)
+        own = _folder_tokenizer(path, tokenizer)
         context = int(getattr(config, "n_positions", 0) or getattr(config, "max_position_embeddings", 1024))
-        return model, _folder_tokenizer(path, tokenizer), context
-
-    def read(checkpoint: Checkpoint) -> tuple[nn.Module, Tokenizer, int]:
-        return _load_checkpoint(checkpoint, tokenizer, device, place, weights, on_host, streaming)
-
-    return with_intact_checkpoint(path, read, say)
+        rows = None if texts is None else texts(own, context)
+        return _load(config, torch.float32, folder.read, wanted, rows, quantised), own, context
+    return with_intact_checkpoint(path, partial(_load_checkpoint, tokenizer=tokenizer, wanted=wanted), say)
 
 
 def _folder_tokenizer(path: Path, tokenizer: str | None) -> Tokenizer:
@@ -129,20 +153,14 @@ def _folder_tokenizer(path: Path, tokenizer: str | None) -> Tokenizer:
     return load_tokenizer(spec)
 
 
-def _load_recurrent(
-    path: Path,
-    tokenizer: str | None,
-    device: torch.device,
-    place: RankPlace | None,
-    weights: WeightFormat | None,
-    on_host: bool,
-) -> tuple[nn.Module, Tokenizer, int]:
-    if place is not None or weights is not None or on_host:
+def _load_recurrent(path: Path, tokenizer: str | None, wanted: _Wanted) -> tuple[nn.Module, Tokenizer, int]:
+    is_on_host = wanted.on_host or wanted.streaming is not None
+    if wanted.place is not None or wanted.weights is not None or is_on_host:
         raise ConfigError(
             "a recurrent model is served on one rank, with its weights as they are, on the device; leave out --weights "
             "and --stream-weights"
         )
-    model = load_recurrent(path).to(device)
+    model = load_recurrent(path).to(wanted.device)
     return model, _folder_tokenizer(path, tokenizer), model.config.max_position_embeddings
 
 
@@ -152,42 +170,58 @@ def model_config(path: Path) -> LanguageConfig:
 
 
 def _load_checkpoint(
-    checkpoint: Checkpoint,
-    tokenizer: str | None,
-    device: torch.device,
-    place: RankPlace | None,
-    weights: WeightFormat | None,
-    on_host: bool,
-    streaming: Streaming | None,
+    checkpoint: Checkpoint, tokenizer: str | None, wanted: _Wanted
 ) -> tuple[nn.Module, Tokenizer, int]:
     saved, data = saved_model(checkpoint), saved_data(checkpoint)
     dtype = checkpoint.entries("parameter")[0].dtype
-    model = _load(saved, dtype, parameter_reader(checkpoint), device, place, weights, on_host, streaming)
     end_token = data.end_token if tokenizer is None else None  # another tokenizer has its own end token
     own = load_tokenizer(tokenizer or saved_tokenizer(checkpoint), end_token=end_token)
-    return model, own, data.sequence
+    rows = None if wanted.texts is None else wanted.texts(own, data.sequence)
+    return _load(saved, dtype, parameter_reader(checkpoint), wanted, rows), own, data.sequence
 
 
 def _load(
     config: LanguageConfig,
     dtype: torch.dtype,
     read: Callable[[str], Tensor],
-    device: torch.device,
-    place: RankPlace | None,
-    weights: WeightFormat | None,
-    on_host: bool,
-    streaming: Streaming | None,
+    wanted: _Wanted,
+    texts: Sequence[Tensor] | None = None,
+    quantised: Quantised | None = None,
 ) -> nn.Module:
-    """A model, or a rank's part of it, with its weights. It is made without initial values, which would take long."""
+    """A model, or a rank's part of it, with its weights. It is made without initial values, which would take long.
+    `quantised` gives codes that are taken over, `texts` are rows of tokens by which rounding is corrected.
+    """
     if config.architecture == "deepseek_v3":
         raise ConfigError("weft does not serve architecture 'deepseek_v3' yet; serve a model of another architecture")
+    place, weights, device = wanted.place, wanted.weights, wanted.device
     model, cuts = build_whole(config) if place is None else build_part(config, place)
     assert not list(model.buffers()), "buffers would be left without values"
     has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
     model.to(torch.bfloat16 if has_bf16 else dtype)
-    if weights is not None:
+    packed: Packed | None = None
+    if quantised is not None:
+        for reason in make_room_for_codes(model, cuts, quantised):
+            wanted.say(f"{reason}, to {next(model.parameters()).dtype}")
+        packed = partial(codes_of_folder, cuts, quantised)
+    elif weights is not None and texts is not None:
+        make_room_for_corrected(model, cuts, weights)
+        packed = corrected_parts(model, cuts, read, weights, [text.to(device) for text in texts])
+    elif weights is not None:
         make_room(model, weights)
-    if streaming is not None:
-        return stream_model(model, device, streaming, PartValues(model, cuts, read, device))
-    read_part(model, cuts, read, torch.device("cpu") if on_host else device)
+    values = PartValues(model, cuts, read, torch.device("cpu") if wanted.on_host else device, packed)
+    if wanted.streaming is not None:
+        return stream_model(model, device, wanted.streaming, values)
+    values.give_all()
     return model.eval()
+
+
+def _codes(
+    folder: FolderWeights, quantisation: Quantisation, weights: WeightFormat | None, say: Callable[[str], None]
+) -> Quantised | None:
+    """The codes of a folder's weights to take over; None if they are rounded again to another format."""
+    for note in quantisation.notes:
+        say(note)
+    if weights is None:
+        return folder.quantised
+    say(f"the folder's weights ({quantisation.name}) are decoded and rounded a second time, as --weights asks")
+    return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from weft.errors import ConfigError, NumbersError
 from weft.serve.request import Request, RequestError, Sampling
-from weft.serve.vocabulary_graph import VocabularyGraph, search
+from weft.serve.vocabulary_graph import BestTokens, VocabularyGraph, search
 from weft.serve.weight_formats import HEAD_FORMATS
 
 KIND = "weft vocabulary graph 1"
@@ -32,7 +33,8 @@ AGREEMENT = 0.999  # of the likeliest tokens with those of the dense head, by wh
 class GraphHead:
     """Finds the `number` likeliest of the first tokens of a model, by a beam of `beam` tokens.
 
-    `num_scored` is the mean number of logits that a search computed on the text by which the beam was chosen.
+    `num_scored` is the mean number of logits that a search computed on the text by which the beam was chosen;
+    `num_rounds` and `num_edges` are the means of its rounds and of the edges that it followed, 0 in older files.
     """
 
     graph: VocabularyGraph
@@ -40,6 +42,8 @@ class GraphHead:
     number: int = 64
     beam: int = 64
     num_scored: float = 0.0
+    num_rounds: float = 0.0
+    num_edges: float = 0.0
     is_approximate: bool = False  # draws among all tokens are allowed
 
     @property
@@ -81,20 +85,19 @@ class GraphHead:
             return F.linear(hidden, weight, bias)
         logits = torch.full((len(hidden), self.num_tokens), -torch.inf, dtype=torch.float32)
         for row, state in zip(logits, hidden, strict=True):
-            tokens, values, _ = self.best(state, weight, bias)
-            row[tokens] = values
+            found = self.best(state, weight, bias)
+            row[found.tokens] = found.logits
         return logits
 
-    def best(self, state: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, int]:
-        """The tokens with the highest logits after one hidden state, the logits, and how many were computed."""
+    def best(self, state: Tensor, weight: Tensor, bias: Tensor | None) -> BestTokens:
+        """The tokens with the highest logits after one hidden state."""
 
         def logits_of(tokens: Tensor) -> Tensor:
             products = torch.mv(weight.index_select(0, tokens), state)
             products = products if bias is None else products + bias[tokens]
             return products if products.dtype == torch.float64 else products.float()
 
-        found = search(self.graph, logits_of, self.number, self.beam)
-        return found.tokens, found.logits, found.num_scored
+        return search(self.graph, logits_of, self.number, self.beam)
 
 
 def output_matrix(model: nn.Module, num_tokens: int) -> tuple[Tensor, Tensor | None]:
@@ -127,11 +130,12 @@ def with_chosen_beam(
     while True:
         head = replace(head, beam=beam)
         results = [head.best(state, weight, bias) for state in states]
-        equal = sum(int(tokens[0]) == int(likeliest) for (tokens, _, _), likeliest in zip(results, dense, strict=True))
-        scored = sum(number for _, _, number in results) / len(results)
+        equal = sum(int(found.tokens[0]) == int(one) for found, one in zip(results, dense, strict=True))
+        scored = fmean(found.num_scored for found in results)
         tried.append((beam, equal / len(results), scored))
         if tried[-1][1] >= AGREEMENT or beam >= head.num_tokens:
-            return replace(head, num_scored=scored), tried
+            rounds, edges = (fmean(getattr(one, name) for one in results) for name in ("num_rounds", "num_edges"))
+            return replace(head, num_scored=scored, num_rounds=rounds, num_edges=edges), tried
         beam = min(2 * beam, head.num_tokens)
 
 
@@ -139,6 +143,7 @@ def save(path: Path, head: GraphHead) -> None:
     """Write a file that `load` reads."""
     about = {"kind": KIND, "output": head.identity, "scored": str(head.num_scored)}
     about |= {"number": str(head.number), "beam": str(head.beam)}
+    about |= {"rounds": str(head.num_rounds), "edges": str(head.num_edges)}
     tensors = {"edges": head.graph.edges.to(torch.int32), "entries": head.graph.entries.to(torch.int32)}
     try:
         save_file({name: one.contiguous() for name, one in tensors.items()}, str(path), about)
@@ -158,6 +163,7 @@ def load(path: Path) -> GraphHead:
     if not is_graph or any(int(one.min()) < 0 or int(one.max()) >= len(edges) for one in (edges, entries)):
         raise ConfigError(f"--head graph={path} is no file of weft index, or damaged; run weft index")
     numbers = (int(about["number"]), int(about["beam"]), float(about["scored"]))
+    numbers += (float(about.get("rounds", 0)), float(about.get("edges", 0)))  # type: ignore[assignment]
     return GraphHead(VocabularyGraph(edges, entries), about["output"], *numbers)
 
 

@@ -5,7 +5,8 @@
 The least value is rounded down and the scale up, so that every number of a group lies between the first and the last
 code, and |x - x'| is at most half a scale. A group of equal 16-bit numbers is kept exactly. Two codes of 4 bits lie in
 a byte: of each block of 128 numbers, the first half lies in the low halves of bytes, so that a kernel which reads them
-gets neighbours. Where their number is no multiple of 128, a block has the greatest common divisor of both.
+gets neighbours. A block has at most two groups, one in the low and one in the high halves, and where the numbers are no
+multiple of 128, their greatest common divisor.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ def encode(values: Tensor, group: int, bits: int) -> GroupCodes:
     """The codes of numbers [..., n], where n is a multiple of `group`."""
     grouped = values.unflatten(-1, (-1, group))
     scale, least = group_range(grouped, bits)
-    return GroupCodes(pack(codes_of(grouped, scale, least, bits).flatten(-2), bits), scale, least)
+    return GroupCodes(pack(codes_of(grouped, scale, least, bits).flatten(-2), bits, group), scale, least)
 
 
 def decode(coded: GroupCodes, bits: int, dtype: torch.dtype) -> Tensor:
     """The numbers [..., n] that codes stand for."""
-    codes = unpack(coded.codes, bits)
-    grouped = codes.unflatten(-1, (coded.scale.shape[-1], -1)).to(dtype)
+    group = coded.codes.shape[-1] * 8 // bits // coded.scale.shape[-1]
+    grouped = unpack(coded.codes, bits, group).unflatten(-1, (-1, group)).to(dtype)
     numbers: Tensor = grouped * coded.scale[..., None].to(dtype) + coded.least[..., None].to(dtype)
     return numbers.flatten(-2)
 
@@ -69,23 +70,23 @@ def codes_of(grouped: Tensor, scale: Tensor, least: Tensor, bits: int) -> Tensor
     return ((wide - least.to(wide.dtype)[..., None]) / divisor).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
 
 
-def size_of_block(number: int) -> int:
+def size_of_block(number: int, group: int = BLOCK) -> int:
     """Numbers of a block in which codes of 4 bits are packed."""
-    return math.gcd(number, BLOCK)
+    return math.gcd(number, BLOCK, 2 * group)
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
+def pack(codes: Tensor, bits: int, group: int) -> Tensor:
     """Codes end to end in bytes."""
     if bits == 8:
         return codes
-    return pack_halves(codes.unflatten(-1, (-1, size_of_block(codes.shape[-1])))).flatten(-2)
+    return pack_halves(codes.unflatten(-1, (-1, size_of_block(codes.shape[-1], group)))).flatten(-2)
 
 
-def unpack(packed: Tensor, bits: int) -> Tensor:
+def unpack(packed: Tensor, bits: int, group: int) -> Tensor:
     """One code in each element."""
     if bits == 8:
         return packed
-    return unpack_halves(packed.unflatten(-1, (-1, size_of_block(2 * packed.shape[-1]) // 2))).flatten(-2)
+    return unpack_halves(packed.unflatten(-1, (-1, size_of_block(2 * packed.shape[-1], group) // 2))).flatten(-2)
 
 
 def pack_halves(codes: Tensor) -> Tensor:

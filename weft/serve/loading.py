@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +18,7 @@ from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, DataError
 from weft.saved_run import saved_data, saved_tokenizer, with_intact_checkpoint
 from weft.serve.corrected_codes import pack_corrected
-from weft.serve.generate import load_for_generation
+from weft.serve.generate import Texts, load_for_generation
 from weft.serve.grammar import Grammars
 from weft.serve.packed_linear import pack_head
 from weft.serve.rank_part import RankPlace
@@ -103,6 +103,11 @@ class Packing:
         found = None if self.weights is None else weight_format(self.weights, device)
         return found if self.calibration is None else None
 
+    def on_ranks(self, device: torch.device | str) -> tuple[WeightFormat | None, Texts | None]:
+        """The format of a rank's part, and the calibration text, given a tokenizer and a context length."""
+        found = None if self.weights is None else weight_format(self.weights, device)
+        return found, None if self.calibration is None else partial(calibration_texts, Path(self.calibration))
+
     @property
     def needs_whole_model(self) -> bool:
         """Is the whole model read before some of it is packed?"""
@@ -145,17 +150,16 @@ def load_model(
     `place`, the model is the part of the rank there. With `streaming`, blocks are read to where they stay; but if their
     weights are changed when all have been read, by `packing` or because `is_changed`, the model stays in host memory.
     """
-    if packing is not None and packing.calibration is not None and place is not None:
-        raise ConfigError("a calibration text needs the whole model on one rank; leave it out, or serve on one rank")
 
     def read(path: Path) -> tuple[nn.Module, Tokenizer, int]:
-        weights = None if packing is None else packing.at_reading(device)
-        on_host = streaming is not None and (is_changed or (packing is not None and packing.needs_whole_model))
-        given = (place, weights, on_host, None if on_host else streaming)
-        model, own, context = load_for_generation(path, tokenizer, device, lambda message: None, *given)
-        if packing is not None:
-            packing.correct(model, own, context)
-            pack_head(model, packing.head, device)
+        kept = packing or Packing(None)
+        weights, texts = (kept.at_reading(device), None) if place is None else kept.on_ranks(device)
+        on_host = streaming is not None and (is_changed or kept.needs_whole_model)
+        given = (place, weights, on_host, None if on_host else streaming, texts)
+        model, own, context = load_for_generation(path, tokenizer, device, say, *given)
+        if place is None:
+            kept.correct(model, own, context)
+        pack_head(model, kept.head, device)
         return model, own, context
 
     def load(checkpoint: Checkpoint) -> LoadedModel:

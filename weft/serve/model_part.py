@@ -105,16 +105,13 @@ class ModelPart:
         has_shares = ranks is not None and ranks.readers is not None  # of each block's weights
         with nullcontext() if self.streamed is None or has_shares else self.streamed.values():
             _refuse_cache(options, model, ranks)
-        form = options.cache
-        if form is not None and ranks is not None and isinstance(model, Decoder | GPT2):
-            form = form.part(own_layers(model.config, ranks.place), own_key_heads(model.config, ranks.place))
-        axes = ModelAxes() if ranks is None else ranks.axes
-        form = _own_format(form, axes)
         _refuse_head(options, model, ranks, self.device)
         self._head = options.head
+        axes = ModelAxes() if ranks is None else ranks.axes
         if isinstance(model, RecurrentModel):
             self.paged: PagedModel | RecurrentRows = RecurrentRows(model)
         else:
+            form = _own_format(options, model, ranks)
             self.paged = PagedModel(model, self.context_length, axes, form, self.device, self.streamed)
         self._arrange_weights()
         linears = [linear for block in self.paged.blocks for linear in block.linears]
@@ -333,16 +330,16 @@ def _refuse_cache(options: EngineOptions, model: nn.Module, ranks: ServingRanks 
         )
 
 
-def _own_format(form: CacheFormat | None, axes: ModelAxes) -> CacheFormat | None:
+def _own_format(options: EngineOptions, model: nn.Module, ranks: ServingRanks | None) -> CacheFormat | None:
     """How this rank keeps keys and values. Raises ConfigError for what ranks of `context` cannot hold together."""
-    if form is None or axes.context is None:
-        return form
-    found = split_format(form)
+    if options.cache is None or ranks is None or not isinstance(model, Decoder | GPT2):
+        return options.cache
+    found = options.cache if ranks.axes.context is None else split_format(options.cache)
     if found is None:
         raise ConfigError(
-            f"a cache of {form.name} is not split over plan.context; use plan.tensor.x, or leave out --cache"
+            f"a cache of {options.cache.name} is not split over plan.context; use plan.tensor.x, or leave out --cache"
         )
-    return found
+    return found.part(own_layers(model.config, ranks.place), own_key_heads(model.config, ranks.place))
 
 
 def _refuse_recurrent(options: EngineOptions, ranks: ServingRanks | None) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -203,13 +203,15 @@ def source_name(model: Decoder | GPT2, name: str) -> str:
 class PartValues:
     """The values of a part: whole parameters are read one at a time, and cut.
 
-    Linears that are packed (`packed_linear.py`) get theirs in fewer bits, which are found on `device`.
+    Linears that are packed (`packed_linear.py`) get theirs in fewer bits, which are found on `device`, or are given by
+    `packed`, by the name of a weight and the linear.
     """
 
     model: Decoder | GPT2
     cuts: Mapping[str, Cut]
     read: Callable[[str], Tensor]
     device: torch.device | str
+    packed: Callable[[str, PackedLinear], Sequence[Tensor]] | None = None
 
     @torch.no_grad()
     def give(self, modules: Iterable[nn.Module]) -> None:
@@ -222,8 +224,15 @@ class PartValues:
             for name, parameter in module.named_parameters(prefix, recurse=False):
                 if name in self.cuts:  # a tied head is not
                     parameter.copy_(self._own(name))
-            if isinstance(module, PackedLinear):
+            if isinstance(module, PackedLinear) and self.packed is not None:
+                module.take(self.packed(f"{prefix}.weight", module))
+            elif isinstance(module, PackedLinear):
                 module.read(f"{prefix}.weight", self._own(f"{prefix}.weight").to(self.device, dtype))
+
+    def give_all(self) -> None:
+        """Give the part, which is on the meta device, memory on the device and its values."""
+        self.model.to_empty(device=self.device)
+        self.give(self.model.modules())
 
     def _own(self, name: str) -> Tensor:
         return self.cuts[name].take(self.read(source_name(self.model, name)))
@@ -233,8 +242,7 @@ def read_part(
     model: Decoder | GPT2, cuts: Mapping[str, Cut], read: Callable[[str], Tensor], device: torch.device | str
 ) -> None:
     """Give a part on the meta device memory on a device, and its values."""
-    model.to_empty(device=device)
-    PartValues(model, cuts, read, device).give(model.modules())
+    PartValues(model, cuts, read, device).give_all()
 
 
 @lru_cache(maxsize=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from weft.serve.four_bit_cache import FourBitFormat
+from weft.serve.four_bit_loki_cache import FourBitLokiFormat
 from weft.serve.layer_cache import CacheFormat, PlainFormat
 from weft.serve.loki_cache import LokiFormat
 from weft.serve.split_four_bit_cache import SplitFourBitFormat
@@ -13,6 +14,6 @@ def split_format(form: CacheFormat) -> CacheFormat | None:
     """The format of pages that ranks hold together, whose answers are those of `form`; None if there is none."""
     if isinstance(form, PlainFormat):
         return form
-    if type(form) is FourBitFormat:
+    if isinstance(form, FourBitFormat) and not isinstance(form, FourBitLokiFormat):
         return SplitFourBitFormat(form.group)
     return SplitLokiFormat(form.axes, form.choice, form.identity) if isinstance(form, LokiFormat) else None

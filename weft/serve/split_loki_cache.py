@@ -26,6 +26,10 @@ from weft.serve.split_attention import attend_own_prompts, merged, partial_atten
 class SplitLokiFormat(LokiFormat):
     """Keys along calibrated axes, of pages that ranks hold together."""
 
+    def part(self, layers: range, key_heads: range) -> SplitLokiFormat:
+        own = super().part(layers, key_heads)
+        return SplitLokiFormat(own.axes, own.choice, own.identity)
+
     def layer(self, index: int, sizes: CacheSizes) -> LayerCache:
         return SplitLokiLayer(self.axes[index], self.choice, sizes)
 

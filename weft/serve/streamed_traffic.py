@@ -30,9 +30,17 @@ def all_block_bytes(
     return tuple(BlockLayout(modules, place.plan.data).num_bytes for modules in paged.block_modules)
 
 
+def copied_bytes(block_bytes: Sequence[int], ahead: int) -> list[int]:
+    """The bytes of streamed blocks that each pass copies, given those of all: a block that has its place for itself
+    stays there.
+    """
+    num_places, number = min(ahead + 1, len(block_bytes)), len(block_bytes)
+    return [size for index, size in enumerate(block_bytes) if index >= num_places or index + num_places < number]
+
+
 def pass_calls(block_bytes: Sequence[int], num_readers: int, ahead: int) -> Iterator[tuple[Key, int]]:
     """Yields the gathers of one pass through all blocks: (axis, operation) and bytes. `block_bytes` are those of
-    streamed blocks. There are none if all of them have room.
+    streamed blocks.
     """
-    if num_readers > 1 and len(block_bytes) > ahead + 1:
-        yield from ((("data", "all_gather"), size) for size in block_bytes)
+    if num_readers > 1:
+        yield from ((("data", "all_gather"), size) for size in copied_bytes(block_bytes, ahead))

@@ -35,11 +35,15 @@ class VocabularyGraph:
 
 @dataclass(frozen=True)
 class BestTokens:
-    """The best tokens of a search, best first and of equal ones the lowest, and how many logits were computed."""
+    """The best tokens of a search, best first and of equal ones the lowest; how many logits were computed, in how many
+    rounds edges were followed, and how many edges.
+    """
 
     tokens: Tensor
     logits: Tensor
     num_scored: int
+    num_rounds: int
+    num_edges: int
 
 
 def points_of(weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -154,13 +158,14 @@ def search(graph: VocabularyGraph, logits_of: Callable[[Tensor], Tensor], number
     is_seen[tokens] = True
     logits = logits_of(graph.entries).numpy()
     is_open = np.ones(len(tokens), dtype=np.bool_)  # its edges have not been followed
-    num_scored = len(tokens)
+    num_scored, num_rounds, num_edges = len(tokens), 0, 0
     while is_open.any():
         best = is_open.nonzero()[0]
         if len(best) > at_once:
             best = best[np.argpartition(-logits[best], at_once - 1)[:at_once]]
         is_open[best] = False
         following = edges[tokens[best]].ravel()
+        num_rounds, num_edges = num_rounds + 1, num_edges + len(following)
         following = np.unique(following[~is_seen[following]])
         if not len(following):
             continue
@@ -173,4 +178,4 @@ def search(graph: VocabularyGraph, logits_of: Callable[[Tensor], Tensor], number
             kept = np.argpartition(-logits, beam - 1)[:beam]
             tokens, logits, is_open = tokens[kept], logits[kept], is_open[kept]
     best = np.lexsort((tokens, -logits))[:number]
-    return BestTokens(torch.from_numpy(tokens[best]), torch.from_numpy(logits[best]), num_scored)
+    return BestTokens(torch.from_numpy(tokens[best]), torch.from_numpy(logits[best]), num_scored, num_rounds, num_edges)

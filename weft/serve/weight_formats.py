@@ -99,7 +99,8 @@ class Grouped:
     def block(self, num_in: int) -> tuple[int, int, int]:
         """For kernels: bits, inputs of a block and groups of a block. In a block, codes of 4 bits are packed."""
         group = self.size_of_group(num_in)
-        return (4, size_of_block(num_in), size_of_block(num_in) // group) if self.bits == 4 else (8, group, 1)
+        block = size_of_block(num_in, group)
+        return (4, block, block // group) if self.bits == 4 else (8, group, 1)
 
     def product(
         self, hidden: Tensor, parts: Sequence[Tensor], after: AfterProduct, norm: RMSNorm | None = None

@@ -1,0 +1,263 @@
+"""Compares what `weft plan --serve` predicts for decodes on a CPU with decodes on this CPU, measured in the same run.
+
+    python benchmarks/cpu_planned.py                    some minutes; writes benchmarks/results/cpu-planned.json
+    python benchmarks/cpu_planned.py --real-time        on a machine that others use (root): nothing interrupts timings
+    python benchmarks/cpu_planned.py --tiny             a tiny model, to try the benchmark itself; nothing is written
+
+The machine is measured before and after the rows of each model, as `weft bench machine --serve` does, and a prediction
+is the mean of what both say: a machine that others use changes by the minute. What is measured of the machine has no
+part of these models. One thread; times are the least median of some bursts of a decode's steps, in seconds of a core,
+and results medians of the rounds. Weights are random. Searches for likely tokens are in a random matrix of low rank;
+their counts are those of other states than those timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from time import thread_time as clock
+from typing import Any
+
+import torch
+from serve_cpu import LLAMA_200M
+from serve_gpu import TINY
+from torch import nn
+
+from weft.architectures import GPT2Config
+from weft.architectures.recurrent import RecurrentConfig
+from weft.cluster.decode_rates import DecodeRates
+from weft.cluster.topology import cpu_model
+from weft.models import DecoderConfig, build
+from weft.models.recurrent import RecurrentModel
+from weft.planner.serving_cpu import ServedConfig, predict_decode
+from weft.serve.engine import Engine, EngineOptions
+from weft.serve.graph_head import GraphHead
+from weft.serve.measure_decode import measure_decode
+from weft.serve.packed_linear import pack_head, pack_model
+from weft.serve.request import Request, Sampling
+from weft.serve.vocabulary_graph import build_graph
+from weft.serve.weight_formats import FORMATS
+
+RESULT = Path(__file__).parent / "results" / "cpu-planned.json"
+LLAMA_60M = DecoderConfig(
+    vocab_size=16384,
+    hidden_size=512,
+    intermediate_size=1408,
+    num_hidden_layers=12,
+    num_attention_heads=8,
+    max_position_embeddings=256,
+)
+GPT2 = GPT2Config(n_positions=256, tie_word_embeddings=False)
+PROMPT, NUM_BURSTS, NUM_STEPS, REST_SECONDS = 16, 3, 9, 0.5
+# dtype, --weights, --head
+WAYS: tuple[tuple[str, str | None, str | None], ...] = (
+    ("float32", None, None),
+    ("bfloat16", None, None),
+    *(("float32", name, None) for name in FORMATS if name != "fp8"),
+    ("float32", "int8", "int8"),
+    ("float32", "int4", "int8"),
+    ("float32", "int4", "int4"),
+    *(("float32", name, name) for name in FORMATS if name == "int8-row"),
+)
+PLAIN, SOME = WAYS[:1], (*WAYS[:4], *WAYS[-2:])
+MANY_ROWS = 6
+Row = tuple[str, float, Callable[[DecodeRates], float]]  # what, measured seconds, how they are predicted
+
+
+def language_model(config: Any) -> nn.Module:
+    with torch.device("meta"):
+        model = build(config)
+    model = model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(0.0, 0.02, generator=generator)
+    return model
+
+
+def decode_seconds(model: nn.Module, timed: Callable[[], Any]) -> float:
+    """The least median of some bursts of a decode's steps: other users of the machine only make steps slower."""
+    engine = Engine(model, EngineOptions(max_running=1, num_blocks=16, prefix_cache=False))
+    engine.add(Request("one", tuple(range(PROMPT)), NUM_BURSTS * NUM_STEPS + 2, Sampling(temperature=0)))
+    engine.step()
+    found = []
+    for _ in range(NUM_BURSTS):
+        with timed():
+            found.append(median([_seconds(engine.step) for _ in range(NUM_STEPS)][1:]))
+        time.sleep(REST_SECONDS)
+    return min(found)
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    begin = clock()
+    call()
+    return clock() - begin
+
+
+def decodes(name: str, config: ServedConfig, ways: Sequence[Any], timed: Callable[[], Any]) -> Iterator[Row]:
+    """Yields a row for each way to serve a model."""
+    length = PROMPT + NUM_BURSTS * NUM_STEPS // 2
+    for dtype, weights, head in ways:
+        if isinstance(config, RecurrentConfig):
+            torch.manual_seed(0)
+            model: nn.Module = RecurrentModel(config)
+        else:
+            model = language_model(config).to(getattr(torch, dtype))
+        if weights is not None:
+            pack_model(model, FORMATS[weights])
+        pack_head(model, head, "cpu")
+        measured = decode_seconds(model, timed)
+        what = f"{name}, {weights or dtype}" + (f", head {head}" if head else "")
+
+        def predict(rates: DecodeRates, given: Any = (dtype, length, weights, head)) -> float:
+            return predict_decode(config, rates, *given).seconds
+
+        yield what, measured, predict
+
+
+def searches(num_tokens: int, width: int, timed: Callable[[], Any]) -> Iterator[Row]:
+    """Yields a row for each beam of a search for the likeliest tokens."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((48, width), (num_tokens, 48), (120, 48))
+    basis, coordinates, hidden = (torch.randn(*size, generator=generator) for size in sizes)
+    weight, states = coordinates @ basis / width**0.5, hidden @ basis / width**0.5
+    counted, others = states[::2], states[1::2]
+    likely = (states[::3] @ weight.T).topk(10).indices
+    graph = build_graph(weight, None, 32, likely)
+    for beam in (64, 256, 1024):
+        head = GraphHead(graph, "", beam=beam)
+        found = [head.best(state, weight, None) for state in counted]
+        names = ("num_scored", "num_rounds", "num_edges")
+        head = replace(head, **{one: fmean(getattr(each, one) for each in found) for one in names})
+        bursts = []
+        for _ in range(NUM_BURSTS):
+            with timed():
+                bursts.append(median(_seconds(partial(head.best, state, weight, None)) for state in others))
+            time.sleep(REST_SECONDS)
+
+        def predict(rates: DecodeRates, head: GraphHead = head) -> float:
+            return rates.search.seconds(head.num_rounds, head.num_edges, head.num_scored, 4 * width)
+
+        yield f"search of {num_tokens:,} tokens of width {width}, beam {beam}", min(bursts), predict
+
+
+def parts(is_tiny: bool, timed: Callable[[], Any]) -> Iterator[Iterator[Row]]:
+    """Yields the rows of each model."""
+    if is_tiny:
+        yield decodes("tiny Llama", TINY, WAYS, timed)
+        yield searches(600, 32, timed)
+        return
+    yield decodes("Llama 60M", LLAMA_60M, SOME, timed)
+    yield decodes("Llama 200M", LLAMA_200M, WAYS, timed)
+    yield decodes("GPT-2 124M", GPT2, SOME, timed)
+    for kind in ("lstm", "gru"):
+        for size in (128, 256, 512, 1024):
+            config = RecurrentConfig(kind, 257, size)  # type: ignore[arg-type]
+            yield decodes(f"{kind.upper()} {size}, 257 tokens", config, PLAIN, timed)
+    yield decodes("LSTM 512, 32,000 tokens", RecurrentConfig("lstm", 32000, 512), PLAIN, timed)
+    yield decodes("GRU 1024, 32,000 tokens", RecurrentConfig("gru", 32000, 1024), PLAIN, timed)
+    yield searches(8192, 512, timed)
+    yield searches(8192, 1024, timed)
+
+
+@contextmanager
+def real_time() -> Iterator[None]:
+    """Other processes do not interrupt this one."""
+    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(5))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+def let_others_run(*_: int) -> None:
+    """Between two pieces that nothing interrupts."""
+    if os.sched_getscheduler(0) == os.SCHED_FIFO:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        time.sleep(REST_SECONDS)
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(5))
+
+
+@contextmanager
+def as_it_is() -> Iterator[None]:
+    yield
+
+
+def compared(timed: Callable[[], Any], is_tiny: bool) -> Iterator[tuple[str, float, float]]:
+    """Yields what was measured, and seconds predicted by the machine before and after it and measured."""
+
+    def machine() -> DecodeRates:
+        with timed():
+            return measure_decode(let_others_run)
+
+    before = machine()
+    rows: list[Row] = []
+    for own in (*parts(is_tiny, timed), None):
+        rows += own or ()
+        if len(rows) < MANY_ROWS and own is not None:  # the machine is not measured anew for each small model
+            continue
+        after = machine()
+        for what, measured, predict in rows:
+            yield what, fmean([predict(before), predict(after)]), measured
+        before, rows = after, []
+
+
+def summary(found: dict[str, list[tuple[float, float]]]) -> list[dict[str, Any]]:
+    """A row for all rounds of each thing that was measured: medians."""
+    rows = []
+    for what, pairs in found.items():
+        errors = [predicted / measured - 1 for predicted, measured in pairs]
+        predicted, measured = (1e3 * median(column) for column in zip(*pairs, strict=True))
+        rows.append({"what": what, "predicted_ms": predicted, "measured_ms": measured, "error": median(errors)})
+        rows[-1] |= {"errors": errors, "measured_ms_of_rounds": [1e3 * one for _, one in pairs]}
+    return rows
+
+
+def write(found: dict[str, list[tuple[float, float]]], given: argparse.Namespace) -> None:
+    """Write what there is so far."""
+    rows = summary(found)
+    result = {
+        "benchmark": "cpu_planned",
+        "cpu": cpu_model(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "threads": 1,
+        "rounds": given.rounds,
+        "is_real_time": given.real_time,
+        "load_average": os.getloadavg(),
+        "within_10_percent": sum(abs(row["error"]) <= 0.1 for row in rows),
+        "rows": rows,
+    }
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model; results are printed, not written")
+    parser.add_argument("--real-time", action="store_true", help="nothing interrupts what is timed (root)")
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, list[tuple[float, float]]] = {}
+    for _ in range(given.rounds):
+        for what, predicted, measured in compared(real_time if given.real_time else as_it_is, given.tiny):
+            found.setdefault(what, []).append((predicted, measured))
+            print(f"{what}: {1e3 * predicted:.2f} ms predicted, {1e3 * measured:.2f} measured", flush=True)
+            if not given.tiny:
+                write(found, given)
+    print("| | predicted ms | measured ms | error |\n|---|---|---|---|")
+    for row in summary(found):
+        print(f"| {row['what']} | {row['predicted_ms']:.3g} | {row['measured_ms']:.3g} | {row['error']:+.0%} |")
+
+
+if __name__ == "__main__":
+    main()

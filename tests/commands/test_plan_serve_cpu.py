@@ -1,0 +1,147 @@
+"""`weft plan --serve` on a CPU, by the command: presets, folders, JSON and words, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from commands_for_tests import Weft, caller
+from decode_rates_for_tests import made_up_rates, write_machine
+
+from weft.architectures import DecoderConfig
+from weft.architectures.recurrent import RecurrentConfig
+from weft.commands import bench, plan_serve_cpu
+from weft.models.catalog import load_model
+from weft.models.recurrent import RecurrentModel, save_recurrent
+from weft.planner.serving_cpu import predict_decode
+from weft.serve import graph_head, measure_decode
+from weft.serve.graph_head import GraphHead
+from weft.serve.vocabulary_graph import VocabularyGraph
+
+MODEL = "mpt-125m"
+
+
+@pytest.fixture
+def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Weft:
+    return caller(monkeypatch, capfd)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    return write_machine(tmp_path / "machine.toml", made_up_rates())
+
+
+def test_a_preset_is_priced_in_json_and_in_words(weft: Weft, machine: Path) -> None:
+    given = ("plan", "--serve", "--model", MODEL, "--cluster", machine, "--prompt", 100, "--output", 40)
+    found = weft(*given, "--weights", "int4", "--head", "int8", "--json").json
+    expected = predict_decode(load_model(MODEL), made_up_rates(), "float32", 120, "int4", "int8")  # type: ignore[arg-type]
+    assert found["tokens_per_second"] == pytest.approx(expected.tokens_per_second)
+    assert found["seconds_by_cause"] == pytest.approx(dict(expected.seconds_by_cause))
+    assert (found["weights"], found["head"], found["threads"], found["tokens"]) == ("int4", "int8", 1, 120)
+    assert found["read_bytes_per_token"] == expected.read_bytes
+    half = weft(*given, "--precision", "bf16", "--json").json
+    assert half["read_bytes_per_token"] > found["read_bytes_per_token"]
+    words = weft(*given, "--weights", "int4")
+    assert words.status == 0
+    for part in (
+        "One request alone:",
+        "products of layers",
+        "weft serve FOLDER --device cpu --weights int4",
+        "Not priced on a CPU: prompts, several requests at once",
+    ):
+        assert part in words.out
+
+
+def test_folders_are_priced_by_their_config_alone(weft: Weft, machine: Path, tmp_path: Path) -> None:
+    model = RecurrentModel(RecurrentConfig("gru", 300, 64, 2))
+    save_recurrent(tmp_path / "gru", model)
+    (tmp_path / "gru" / "model.safetensors").unlink()
+    given = ("plan", "--serve", "--cluster", machine, "--json", "--model")
+    found = weft(*given, tmp_path / "gru").json
+    assert found["tokens_per_second"] == pytest.approx(
+        predict_decode(model.config, made_up_rates(), "float32", 640).tokens_per_second
+    )
+    (tmp_path / "llama").mkdir()
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    about = {"architectures": ["LlamaForCausalLM"], "vocab_size": 300, "max_position_embeddings": 64, **sizes}
+    about |= {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False, "hidden_act": "silu"}
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(about))
+    expected = predict_decode(DecoderConfig(vocab_size=300, **sizes), made_up_rates(), "float32", 640)  # type: ignore[arg-type]
+    assert weft(*given, tmp_path / "llama").json["tokens_per_second"] == pytest.approx(expected.tokens_per_second)
+
+
+def test_a_graph_is_priced_by_the_counts_in_its_file(weft: Weft, machine: Path, tmp_path: Path) -> None:
+    graph = VocabularyGraph(torch.zeros(50257, 4, dtype=torch.long), torch.zeros(1, dtype=torch.long))
+    head = GraphHead(graph, "", 64, 64, num_scored=1000.0, num_rounds=5.0, num_edges=3000.0)
+    graph_head.save(tmp_path / "graph", head)
+    given = ("plan", "--serve", "--model", MODEL, "--cluster", machine, "--head", f"graph={tmp_path / 'graph'}")
+    seconds = weft(*given, "--json").json["seconds_by_cause"]
+    assert seconds["the search for likely tokens"] == pytest.approx(
+        made_up_rates().search.seconds(5, 3000, 1000, 4 * 768)
+    )
+    graph_head.save(tmp_path / "graph", replace(head, num_scored=40000.0))
+    words = weft(*given).out
+    assert "A search would read more than the dense head, so weft serve uses that one." in words
+    assert "the head" in words
+    graph_head.save(tmp_path / "graph", replace(head, num_rounds=0.0))
+    refused = weft(*given)
+    assert refused.status == 2
+    assert "run weft index again" in refused.err
+    assert "cannot be read" in weft(*given[:-1], "graph=nowhere").err
+
+
+def test_a_cpu_that_was_not_measured_and_options_without_a_price_are_refused(
+    weft: Weft, machine: Path, tmp_path: Path
+) -> None:
+    old = write_machine(tmp_path / "old.toml", None)
+    for cluster in ("local", old, "frontera:1x1"):
+        refused = weft("plan", "--serve", "--model", MODEL, "--cluster", cluster)
+        assert refused.status == 2, cluster
+        assert "weft bench machine --serve --write machine.toml" in refused.err
+    given = ("plan", "--serve", "--model", MODEL, "--cluster", machine)
+    for options, part in (
+        (("--cache", "int4"), "--cache is not priced on a CPU"),
+        (("--stream-weights", 2), "--stream-weights is not priced on a CPU"),
+        (("--speculate", "ngram"), "--speculate is not priced on a CPU"),
+        (("--precision", "fp16"), "--precision fp16 is unknown; give fp32 or bf16"),
+        (("--weights", "int3"), "--weights int3 is unknown"),
+        (("--head", "int3"), "--head int3 is unknown"),
+    ):
+        refused = weft(*given, *options)
+        assert refused.status == 2, options
+        assert part in refused.err
+    assert "unknown model 'nowhere'" in weft("plan", "--serve", "--model", "nowhere", "--cluster", machine).err
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert weft("plan", "--serve", "--model", empty, "--cluster", machine).status == 2
+    large = weft("plan", "--serve", "--model", "llama3-70b", "--cluster", machine)
+    assert "do not fit the machine's 2.0 GB" in large.err
+
+
+def test_what_only_a_cpu_has_is_refused_for_gpus(weft: Weft, tmp_path: Path) -> None:
+    given = ("plan", "--serve", "--cluster", "h200:1x1", "--model")
+    assert "--head int4 is for a CPU" in weft(*given, "llama3-8b", "--head", "int4").err
+    assert "--precision fp32 is for a CPU" in weft(*given, "llama3-8b", "--precision", "fp32").err
+    save_recurrent(tmp_path / "lstm", RecurrentModel(RecurrentConfig("lstm", 300, 64)))
+    assert "is an LSTM or GRU, priced on a CPU only" in weft(*given, tmp_path / "lstm").err
+
+
+def test_bench_machine_measures_decodes_if_asked(monkeypatch: pytest.MonkeyPatch, weft: Weft, tmp_path: Path) -> None:
+    told = list[str]()
+
+    def measured(progress: object) -> object:
+        told.append("measured")
+        progress(1, 1)  # type: ignore[operator]
+        return made_up_rates()
+
+    monkeypatch.setattr(measure_decode, "measure_decode", measured)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert bench._measured_decodes() == made_up_rates()
+    assert told == ["measured"]
+    refused = weft("bench", "machine", "--serve", "--device", "cuda", "--write", tmp_path / "m.toml")
+    assert refused.status == 2
+    assert "--serve measures decodes on a CPU, not with --device cuda" in refused.err
+    assert "machine --serve" in plan_serve_cpu.HOW_TO_MEASURE

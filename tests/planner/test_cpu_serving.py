@@ -1,0 +1,163 @@
+"""`weft plan --serve` on a CPU: decodes by hand on a made-up CPU, what more tokens and fewer bits change, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from decode_rates_for_tests import (
+    ATTENTION_NANOSECONDS,
+    LAYER_SECONDS,
+    SEARCH,
+    START,
+    STEP_SECONDS,
+    VOCABULARY_SECONDS,
+    WEIGHTS_PER_SECOND,
+    made_up_rates,
+)
+
+from weft.architectures import GPT2Config
+from weft.architectures.recurrent import RecurrentConfig
+from weft.cluster.decode_rates import ProductRates
+from weft.errors import ConfigError, PlanError
+from weft.models import DecoderConfig
+from weft.planner.serving_cpu import predict_decode, refuse_size
+from weft.serve.graph_head import GraphHead
+from weft.serve.vocabulary_graph import VocabularyGraph
+from weft.serve.weight_formats import FORMATS, weight_bytes
+
+LAYERS, HIDDEN, INNER, VOCAB = 3, 256, 512, 1000
+LLAMA = DecoderConfig(
+    vocab_size=VOCAB,
+    hidden_size=HIDDEN,
+    intermediate_size=INNER,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+)
+SHAPES = (((8 + 4) * 32, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER))
+NUM_WEIGHTS = sum(outputs * inputs for outputs, inputs in SHAPES)
+GRAPH = GraphHead(
+    VocabularyGraph(torch.zeros(VOCAB, 4, dtype=torch.long), torch.zeros(1, dtype=torch.long)),
+    "",
+    4,
+    8,
+    50.0,
+    3.0,
+    80.0,
+)
+
+
+def test_a_decode_of_a_llama_is_the_sum_of_its_parts() -> None:
+    found = predict_decode(LLAMA, made_up_rates(), "float32", 100)
+    cache_bytes = 2 * 2 * 32 * 4 * 100  # keys and values of two heads
+    assert found.seconds_by_cause == pytest.approx(
+        {
+            "products of layers": LAYERS * NUM_WEIGHTS / WEIGHTS_PER_SECOND["float32"],
+            "small operations of layers": LAYERS * LAYER_SECONDS["decoder"],
+            "attention over the cache": LAYERS * cache_bytes * ATTENTION_NANOSECONDS / 1e9,
+            "the head": VOCAB * HIDDEN / WEIGHTS_PER_SECOND["float32"],
+            "the rest of the step": STEP_SECONDS + VOCAB * VOCABULARY_SECONDS,
+        }
+    )
+    assert found.read_bytes == 4 * (LAYERS * NUM_WEIGHTS + VOCAB * HIDDEN) + LAYERS * cache_bytes
+    assert found.floor_seconds == pytest.approx(found.read_bytes / (4 * WEIGHTS_PER_SECOND["float32"]))
+    assert found.tokens_per_second == pytest.approx(1 / found.seconds)
+    longer = predict_decode(LLAMA, made_up_rates(), "float32", 1000)
+    assert longer.seconds - found.seconds == pytest.approx(9 * LAYERS * cache_bytes * ATTENTION_NANOSECONDS / 1e9)
+    half = predict_decode(LLAMA, made_up_rates(), "bfloat16", 100)
+    assert half.read_bytes == found.read_bytes // 2
+    assert half.seconds_by_cause["the head"] == pytest.approx(found.seconds_by_cause["the head"] / 2)
+
+
+def test_every_format_has_its_own_rate_and_start_and_the_head_another() -> None:
+    rates, plain = made_up_rates(), predict_decode(LLAMA, made_up_rates(), "float32", 100).seconds_by_cause
+    for name, form in FORMATS.items():
+        found = predict_decode(LLAMA, rates, "float32", 100, name)
+        rate = WEIGHTS_PER_SECOND.get(name, 4e9)
+        assert found.seconds_by_cause["products of layers"] == pytest.approx(
+            LAYERS * (len(SHAPES) * START + NUM_WEIGHTS / rate)
+        )
+        assert found.seconds_by_cause["the head"] == plain["the head"]
+        stored = LAYERS * sum(weight_bytes(form, *shape) for shape in SHAPES) + 4 * VOCAB * HIDDEN
+        assert found.read_bytes == stored + LAYERS * 2 * 2 * 32 * 4 * 100
+    both = predict_decode(LLAMA, rates, "float32", 100, "int8", "int4").seconds_by_cause
+    assert both["the head"] == pytest.approx(START + VOCAB * HIDDEN / WEIGHTS_PER_SECOND["int4"])
+
+
+def test_what_a_step_reads_decides_how_fast_it_reads() -> None:
+    """A small model stays in the cache; a large one of the same shape of layers does not."""
+    rates = made_up_rates()
+    fast_and_slow = ProductRates("float32", (256,), (10**6, 10**8), ((4e9, 1e9),))
+    rates = replace(rates, products=(fast_and_slow, *rates.products[1:]))
+    small = predict_decode(replace(LLAMA, num_hidden_layers=1, vocab_size=16), rates, "float32", 1)
+    large = predict_decode(replace(LLAMA, num_hidden_layers=40, vocab_size=10**5), rates, "float32", 1)
+    each = [one.seconds_by_cause["products of layers"] for one in (small, large)]
+    assert each[1] / 40 == pytest.approx(4 * each[0], rel=0.5)
+    assert each[1] / 40 > 2.5 * each[0]
+
+
+def test_a_search_in_the_graph_takes_the_place_of_the_head_where_it_pays() -> None:
+    rates = made_up_rates()
+    found = predict_decode(LLAMA, rates, "float32", 100, head=GRAPH)
+    expected = 3 * SEARCH.round_seconds + 80 * SEARCH.edge_seconds
+    expected += 50 * (SEARCH.logit_seconds + SEARCH.byte_seconds * 4 * HIDDEN)
+    assert found.seconds_by_cause["the search for likely tokens"] == pytest.approx(expected)
+    assert "the head" not in found.seconds_by_cause
+    dense = predict_decode(LLAMA, rates, "float32", 100)
+    assert dense.read_bytes - found.read_bytes == (VOCAB - 50) * 4 * HIDDEN - 80 * 8
+    wide = replace(GRAPH, num_scored=VOCAB / 2)  # weft serve uses the dense head
+    assert predict_decode(LLAMA, rates, "float32", 100, head=wide) == dense
+    with pytest.raises(ConfigError, match="does not say how many edges a search follows; run weft index again"):
+        predict_decode(LLAMA, rates, "float32", 100, head=replace(GRAPH, num_rounds=0.0))
+    with pytest.raises(ConfigError, match="has 1000 tokens and the model 999"):
+        predict_decode(replace(LLAMA, vocab_size=999), rates, "float32", 100, head=GRAPH)
+
+
+def test_recurrent_layers_read_the_weights_of_their_gates_and_the_first_a_table() -> None:
+    rates, size = made_up_rates(), 128
+    for kind, gates in (("lstm", 4), ("gru", 3)):
+        config = RecurrentConfig(kind, VOCAB, size, 2)  # type: ignore[arg-type]
+        found = predict_decode(config, rates, "float32", 100)
+        whole = gates * size * 2 * size
+        assert found.read_bytes == 4 * (whole // 2 + whole + VOCAB * size)
+        assert found.seconds_by_cause["products of layers"] == pytest.approx((whole * 3 / 2) / 1e9)
+        assert found.seconds_by_cause["small operations of layers"] == pytest.approx(2 * LAYER_SECONDS[kind])
+        assert found.seconds_by_cause["attention over the cache"] == 0
+        large = predict_decode(replace(config, vocab_size=10**6), rates, "float32", 100)  # no room for a table
+        assert large.read_bytes == 4 * (2 * whole + 10**6 * size)
+    with pytest.raises(ConfigError, match="LSTM and GRU models are served with their weights as they are"):
+        predict_decode(RecurrentConfig(), rates, "float32", 100, "int8")
+    graph = predict_decode(RecurrentConfig("gru", VOCAB, size), rates, "float32", 100, head=GRAPH)
+    assert "the search for likely tokens" in graph.seconds_by_cause
+
+
+def test_a_gpt2_has_four_products_and_layers_of_its_own() -> None:
+    config = GPT2Config(vocab_size=VOCAB, n_embd=HIDDEN, n_layer=2, n_head=4)
+    found = predict_decode(config, made_up_rates(), "float32", 10).seconds_by_cause
+    assert found["products of layers"] == pytest.approx(2 * 12 * HIDDEN**2 / 1e9)
+    assert found["small operations of layers"] == pytest.approx(2 * LAYER_SECONDS["gpt2"])
+
+
+def test_what_has_no_price_and_what_does_not_fit_is_refused() -> None:
+    rates = made_up_rates()
+    for given, match in (
+        (("float16", 10), "--precision float16 is unknown on a CPU; give fp32 or bf16"),
+        (("float32", 10, "int3"), "--weights int3 is unknown"),
+        (("float32", 10, None, "fp8"), "--head fp8 is unknown"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            predict_decode(LLAMA, rates, *given)  # type: ignore[arg-type]
+    experts = replace(LLAMA, architecture="mixtral", num_experts=4, num_experts_per_tok=2)
+    with pytest.raises(ConfigError, match="models with experts or latent attention are not priced on a CPU"):
+        predict_decode(experts, rates, "float32", 10)
+    odd = replace(LLAMA, hidden_size=240, head_dim=32, num_attention_heads=8)
+    for given in (("int4", None), (None, "int4")):
+        with pytest.raises(
+            ConfigError, match="int4 keeps weights with 240 inputs in groups of 16, which a CPU decodes"
+        ):
+            predict_decode(odd, rates, "float32", 10, *given)
+    refuse_size(LLAMA, "float32", 10**9, 10**6)
+    with pytest.raises(PlanError, match=r"do not fit the machine's 0\.0 GB; take a smaller model, or --weights int4"):
+        refuse_size(LLAMA, "float32", 10**6, 10**6)

@@ -1,0 +1,128 @@
+"""Measuring decodes on a CPU: every format is timed through the engine's own products, ballast is left out of times,
+and fits recover the parts of a search. No time is asserted.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from weft.serve import ballast, measure_decode, measure_layers, measure_products, measure_search
+from weft.serve.ballast import Ballast
+from weft.serve.packed_linear import PackedLinear
+from weft.serve.weight_formats import FORMATS
+
+
+@pytest.fixture
+def few_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure as little as there is."""
+    for module, name, value in (
+        (measure_products, "INPUTS", (64, 128)),
+        (measure_products, "READ_BYTES", (1 << 15, 1 << 16)),
+        (measure_products, "TOKENS", (32,)),
+        (measure_products, "LEAST_SECONDS", 0.0),
+        (measure_products, "LEAST_CALLS", 1),
+        (measure_layers, "READ_BYTES", (1 << 15, 1 << 16)),
+        (measure_layers, "START_BYTES", (1 << 12,)),
+        (measure_products, "START_BYTES", (1 << 12,)),
+        (measure_layers, "LEAST_STEPS", 3),
+        (measure_layers, "LEAST_SECONDS", 0.0),
+        (measure_layers, "LARGE_VOCAB", 2048),
+        (measure_search, "NUM_TOKENS", 256),
+        (measure_search, "NUM_ENTRIES", 8),
+        (measure_search, "GRAPHS", ((4, 128), (4, 4))),
+        (measure_search, "WIDTHS", (8, 16)),
+        (measure_search, "BEAMS", (64, 128)),
+        (measure_search, "NUM_SEARCHES", 1),
+    ):
+        monkeypatch.setattr(module, name, value)
+
+
+def test_all_formats_kinds_of_layers_and_searches_are_measured(
+    few_points: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PackedLinear, "arrange_for_cpu", lambda self, dtype: None)  # it measures for seconds
+    told = list[tuple[int, int]]()
+    rates = measure_decode.measure_decode(lambda done, total: told.append((done, total)))
+    assert [one.weights for one in rates.products] == ["float32", "bfloat16", *FORMATS]
+    assert [(one.kind, one.dtype) for one in rates.layers] == list(measure_layers.KINDS)
+    assert {(one.dtype, one.num_queries) for one in rates.attention} == {
+        (dtype, number) for dtype in ("float32", "bfloat16") for number in (1, 4)
+    }
+    assert rates.threads == torch.get_num_threads()
+    assert told == [(number, len(told)) for number in range(1, len(told) + 1)]  # the bar ends full
+    assert rates.products[0].inputs == (64, 128)
+    assert rates.layers[0].read_bytes == (1 << 15, 1 << 16)
+
+
+def test_a_product_is_that_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every format goes through PackedLinear.product, arranged for this CPU as the engine arranges it."""
+    seen = list[tuple[object, bool]]()
+    plain = PackedLinear.product
+
+    def watched(self: PackedLinear, hidden: torch.Tensor) -> torch.Tensor:
+        seen.append((self.format, self.for_cpu is not None))
+        return plain(self, hidden)
+
+    monkeypatch.setattr(PackedLinear, "product", watched)
+    arranged = list[str]()
+    monkeypatch.setattr(PackedLinear, "arrange_for_cpu", lambda self, dtype: arranged.append(str(dtype)))
+    for name, form in FORMATS.items():
+        out = measure_products._product(name, 64, 64)()
+        assert out.shape == (1, 64)
+        assert seen.pop()[0] is form
+    assert arranged == ["torch.float32"] * len(FORMATS)
+    assert measure_products._product("bfloat16", 64, 32)().dtype == torch.bfloat16
+    assert not seen
+
+
+def test_ballast_reads_as_many_bytes_as_asked_and_its_time_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, rows = Ballast(1 << 16), list[int]()
+    monkeypatch.setattr(torch, "mv", lambda matrix, row: rows.append(len(matrix)))
+    memory.set_bytes(5 * 4096)
+    for _ in range(4):
+        memory.read()
+    assert sum(rows) == 4 * 5  # rows of 4 kB, in pieces where the memory ends
+    assert max(rows) == 5
+    assert len(memory.seconds) == 4
+    memory.clear()
+    assert memory.seconds == memory.begins == []
+
+
+def test_a_slow_ballast_does_not_lengthen_layers_or_steps(few_points: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that only ballast and products move, layers and steps take what products take."""
+    now = [0.0]
+    for module in (ballast, measure_layers):
+        monkeypatch.setattr(module, "clock", lambda: now[0])
+    layer = measure_layers._LargeProduct.product
+
+    def slow_mv(matrix: torch.Tensor, row: torch.Tensor) -> None:
+        now[0] += 1000.0
+
+    def slow_product(self: measure_layers._LargeProduct, hidden: torch.Tensor) -> torch.Tensor:
+        out = layer(self, hidden)
+        now[0] += 1.0  # after the product and its ballast
+        return out
+
+    monkeypatch.setattr(torch, "mv", slow_mv)
+    monkeypatch.setattr(measure_layers._LargeProduct, "product", slow_product)
+    memory = Ballast(1 << 16)
+    engine, num_products = measure_layers._engine("decoder", torch.float32, measure_layers.VOCAB, memory)
+    assert measure_layers._times(engine, memory, num_products, 1 << 16) == (4.0, 1.0)  # four products, and the head
+
+
+def test_the_parts_of_a_search_are_recovered_from_its_times() -> None:
+    counts = np.random.default_rng(0).uniform(1, 100, (12, 4))
+    for times in ([1.0, 2.0, 3.0, 4.0], [1.0, 0.0, 3.0, 4.0]):
+        assert measure_search._least_squares(counts, counts @ np.array(times)) == pytest.approx(times, abs=1e-9)
+    seconds = counts @ np.array([1.0, -0.05, 3.0, 4.0])
+    found = measure_search._least_squares(counts, seconds)
+    assert found[1] == 0
+    assert min(found) >= 0
+
+
+def test_clocks_count_this_thread_alone() -> None:
+    assert measure_products.clock is measure_layers.clock is measure_search.clock is ballast.clock is time.thread_time

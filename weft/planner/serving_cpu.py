@@ -1,0 +1,193 @@
+"""Predicts decodes of one request on a CPU, from what was measured of that CPU (`cluster/decode_rates.py`).
+
+A step is: each layer's products with weights, all else in the layers, attention over what the cache holds, the head or
+a graph search in its place, and all else of the step. The model's shape says how many weights each product has and how
+many bytes a layer and a step read; nothing is fitted to a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from weft.architectures import DecoderConfig, LanguageConfig
+from weft.architectures.recurrent import RecurrentConfig
+from weft.cluster.decode_rates import DecodeRates, LayerKind
+from weft.errors import ConfigError, PlanError
+from weft.serve.cpu_group_product import GROUPS
+from weft.serve.graph_head import GraphHead
+from weft.serve.recurrent import TABLE_BYTES
+from weft.serve.traffic import ServedSizes
+from weft.serve.weight_formats import FORMATS, HEAD_FORMATS, Grouped, weight_bytes
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+Shape = tuple[int, int]  # outputs and inputs of a weight
+ServedConfig = LanguageConfig | RecurrentConfig
+
+
+@dataclass(frozen=True)
+class CpuDecode:
+    """A decode of one request: seconds by cause, bytes that it reads, and the seconds that these take at least."""
+
+    seconds_by_cause: Mapping[str, float]
+    read_bytes: int
+    floor_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.seconds_by_cause.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1 / self.seconds
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """The weights of each layer of a model, the kind of the layers, and bytes of keys and values of a token in each."""
+
+    kind: LayerKind
+    shapes: tuple[tuple[Shape, ...], ...]
+    head: Shape
+    cache_bytes: int = 0
+    num_queries: int = 1  # that share a key head
+
+
+def predict_decode(
+    config: ServedConfig,
+    rates: DecodeRates,
+    dtype: str,
+    length: int,
+    weights: str | None = None,
+    head: str | GraphHead | None = None,
+) -> CpuDecode:
+    """Predict the decode of a request with `length` tokens. `weights` and `head` are what `weft serve` is given.
+
+    Raises ConfigError for what is not priced.
+    """
+    refuse(config, dtype, weights, head)
+    model, kept = _layers(config, dtype), weights or dtype
+    for _, inputs in model.shapes[0]:
+        _refuse_small_groups(kept, inputs)
+    _refuse_small_groups(head if isinstance(head, str) else dtype, model.head[1])
+    head_kept = head if isinstance(head, str) else dtype
+    graph = head if isinstance(head, GraphHead) and head.pays_for(1) else None
+    by_layer = [sum(kept_bytes(kept, *shape) for shape in shapes) for shapes in model.shapes]
+    row_bytes = kept_bytes(head_kept, 1, model.head[1])
+    head_bytes = round(graph.num_scored * row_bytes + 8 * graph.num_edges) if graph else model.head[0] * row_bytes
+    cached = model.cache_bytes * length * len(model.shapes)
+    read = sum(by_layer) + head_bytes + cached
+    times = rates.layer(model.kind, dtype)
+    products = sum(_product(rates, kept, shape, read) for shapes in model.shapes for shape in shapes)
+    small = sum(times.seconds(max(1, one))[0] for one in by_layer)
+    attention = 0.0
+    if model.cache_bytes:
+        each = rates.attention_seconds(dtype, model.num_queries, model.cache_bytes * length)
+        attention = each * len(by_layer)
+    if graph is None:
+        last = {"the head": _product(rates, head_kept, model.head, read)}
+    else:
+        last = {"the search for likely tokens": _search_seconds(rates, graph, row_bytes)}
+    step = times.seconds(max(1, sum(by_layer) / len(by_layer)))[1] + rates.vocabulary_seconds * model.head[0]
+    causes = {
+        "products of layers": products,
+        "small operations of layers": small,
+        "attention over the cache": attention,
+        **last,
+        "the rest of the step": step,
+    }
+    return CpuDecode(causes, read, read / _best_rate(rates, read))
+
+
+def kept_bytes(kept: str, outputs: int, inputs: int) -> int:
+    """Bytes of a weight of a dtype or format."""
+    return outputs * inputs * ITEM_BYTES[kept] if kept in ITEM_BYTES else weight_bytes(FORMATS[kept], outputs, inputs)
+
+
+def refuse(config: ServedConfig, dtype: str, weights: str | None, head: str | GraphHead | None) -> None:
+    """Raise ConfigError for a model or option that has no price on a CPU."""
+    if dtype not in ITEM_BYTES:
+        raise ConfigError(f"--precision {dtype} is unknown on a CPU; give fp32 or bf16")
+    if weights is not None and weights not in FORMATS:
+        raise ConfigError(f"--weights {weights} is unknown; give one of {', '.join(FORMATS)}")
+    if isinstance(head, str) and head not in HEAD_FORMATS:
+        raise ConfigError(f"--head {head} is unknown; give graph=FILE or one of {', '.join(HEAD_FORMATS)}")
+    if isinstance(config, RecurrentConfig):
+        if weights is not None or isinstance(head, str):
+            raise ConfigError(
+                "LSTM and GRU models are served with their weights as they are; leave out --weights, --head"
+            )
+    elif isinstance(config, DecoderConfig) and (any(ServedSizes.of(config).expert_layers) or config.kv_lora_rank):
+        raise ConfigError("models with experts or latent attention are not priced on a CPU; plan for GPUs")
+    if isinstance(head, GraphHead):
+        if head.num_tokens > config.vocab_size:
+            raise ConfigError(
+                f"the graph of --head has {head.num_tokens} tokens and the model {config.vocab_size}; run weft index "
+                f"on this model"
+            )
+        if not head.num_rounds:
+            raise ConfigError("the file of --head does not say how many edges a search follows; run weft index again")
+
+
+def _refuse_small_groups(kept: str, inputs: int) -> None:
+    """Raise ConfigError if a CPU decodes weights with so many inputs, for which nothing was measured."""
+    form = FORMATS.get(kept)
+    if isinstance(form, Grouped) and form.size_of_group(inputs) not in GROUPS:
+        raise ConfigError(
+            f"{kept} keeps weights with {inputs} inputs in groups of {form.size_of_group(inputs)}, which a CPU decodes "
+            f"for each product; this is slow and not priced"
+        )
+
+
+def refuse_size(config: ServedConfig, dtype: str, host_memory_bytes: int, read_bytes: int) -> None:
+    """Raise PlanError if the weights do not fit the machine."""
+    hidden = config.n_embd if not isinstance(config, DecoderConfig | RecurrentConfig) else config.hidden_size
+    kept = read_bytes + config.vocab_size * hidden * ITEM_BYTES[dtype] * (not config.tie_word_embeddings)
+    if kept > host_memory_bytes:
+        raise PlanError(
+            f"{kept / 1e9:.1f} GB of weights do not fit the machine's {host_memory_bytes / 1e9:.1f} GB; take a smaller "
+            f"model, or --weights int4"
+        )
+
+
+def _layers(config: ServedConfig, dtype: str) -> _Layers:
+    if isinstance(config, RecurrentConfig):
+        return _recurrent_layers(config, dtype)
+    sizes = ServedSizes.of(config)
+    shapes: tuple[Shape, ...] = (
+        (sizes.projected(1), sizes.hidden),
+        (sizes.hidden, sizes.num_heads * sizes.head_dim),
+        ((1 + sizes.is_gated) * sizes.inner, sizes.hidden),
+        (sizes.hidden, sizes.inner),
+    )
+    cached = 2 * sizes.num_key_heads * sizes.head_dim * ITEM_BYTES[dtype]
+    kind: LayerKind = "decoder" if isinstance(config, DecoderConfig) else "gpt2"
+    queries = sizes.num_heads // sizes.num_key_heads
+    return _Layers(kind, (shapes,) * sizes.num_layers, (sizes.vocab, sizes.hidden), cached, queries)
+
+
+def _recurrent_layers(config: RecurrentConfig, dtype: str) -> _Layers:
+    """With a table of the first layer's products with inputs where it is small enough (`serve/recurrent.py`)."""
+    size, is_lstm = config.hidden_size, config.architecture == "lstm"
+    gates = 4 if is_lstm else 3
+    whole: tuple[Shape, ...] = ((gates * size, 2 * size),) if is_lstm else ((gates * size, size),) * 2
+    has_table = gates * size * config.vocab_size * ITEM_BYTES[dtype] <= TABLE_BYTES
+    first: tuple[Shape, ...] = ((gates * size, size),) if has_table else whole
+    shapes = (first, *(whole,) * (config.num_hidden_layers - 1))
+    return _Layers(config.architecture, shapes, (config.vocab_size, size))
+
+
+def _product(rates: DecodeRates, kept: str, shape: Shape, read: float) -> float:
+    """Seconds of a product beyond the start of a plain one, which is among small operations."""
+    own = rates.product(kept)
+    return own.start(kept_bytes(kept, *shape)) + own.seconds(*shape, read)
+
+
+def _search_seconds(rates: DecodeRates, graph: GraphHead, row_bytes: int) -> float:
+    return rates.search.seconds(graph.num_rounds, graph.num_edges, graph.num_scored, row_bytes)
+
+
+def _best_rate(rates: DecodeRates, read: float) -> float:
+    """Bytes a second that plain products read of so many."""
+    plain = rates.product("float32")
+    return max(ITEM_BYTES["float32"] / plain.seconds(1, one, read) * one for one in plain.inputs)
