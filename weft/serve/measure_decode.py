@@ -1,43 +1,33 @@
-"""Measures all that `weft plan --serve` needs of this CPU, in less than a minute."""
+"""Measures all that `weft plan --serve` needs of this CPU, in about a minute."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
 from weft.cluster.decode_rates import DecodeRates
-from weft.serve.measure_layers import KINDS, measured_layers, product_starts, vocabulary_seconds
-from weft.serve.measure_products import DTYPES, QUERIES, measured_attention, measured_products
+from weft.serve import measure_layers, measure_products
 from weft.serve.measure_search import measured_search
-from weft.serve.weight_formats import FORMATS
 
 
 @torch.inference_mode()
 def measure_decode(progress: Callable[[int, int], None] = lambda done, total: None) -> DecodeRates:
     """Measure with the threads that torch has. `progress` is told how much is done, and of how much."""
-    total = len(DTYPES) + len(FORMATS) + len(KINDS) + len(DTYPES) * len(QUERIES) + 2
-    done = 0
+    layers = measure_layers.PASSES * len(measure_layers.KINDS)
+    total, done = measure_products.NUM_TOLD + measure_products.PASSES + layers + 2, 0
 
     def tell() -> None:
         nonlocal done
         done += 1
         progress(done, total)
 
-    found: dict[str, list[object]] = {"products": [], "layers": [], "attention": []}
-    parts = {
-        "products": partial(measured_products, product_starts),
-        "layers": measured_layers,
-        "attention": measured_attention,
-    }
-    for name, measure in parts.items():
-        for one in measure():  # type: ignore[operator]
-            found[name].append(one)
-            tell()
-    per_token = vocabulary_seconds()
+    products = measure_products.measured_products(measure_layers.product_starts, tell)
+    times = measure_layers.measured_layers(tell)
+    attention = measure_products.measured_attention(tell)
+    per_token = measure_layers.vocabulary_seconds()
     tell()
     search = measured_search()
     tell()
-    tables = {name: tuple(rows) for name, rows in found.items()}
-    return DecodeRates(torch.get_num_threads(), per_token, search=search, **tables)  # type: ignore[arg-type]
+    threads = torch.get_num_threads()
+    return DecodeRates(threads, per_token, tuple(products), tuple(times), tuple(attention), search)

@@ -7,7 +7,7 @@ other memory is read as a large weight would be; the time of that is taken off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from time import thread_time as clock
 from typing import cast
@@ -93,17 +93,25 @@ class _LargeLayer:
         self._ballast.read()
 
 
-def measured_layers() -> Iterator[LayerTimes]:
-    """Yields the times of each kind of layer and dtype that is measured: the fastest of some passes."""
+def measured_layers(tell: Callable[[], None]) -> list[LayerTimes]:
+    """The times of each kind of layer and dtype that is measured: the fastest of PASSES passes. Calls `tell` after each
+    kind of each pass.
+    """
     ballast = Ballast(READ_BYTES[-1])
-    for kind, dtype in KINDS:
-        engine, num_products = _engine(kind, DTYPES[dtype], VOCAB, ballast)
-        found: list[list[tuple[float, float]]] = [[] for _ in READ_BYTES]
-        for _ in range(PASSES):
-            for times, read_bytes in zip(found, (0, *READ_BYTES[1:]), strict=True):
-                times.append(_times(engine, ballast, num_products, read_bytes))
-        layers, steps = (tuple(min(one[index] for one in times) for times in found) for index in range(2))
-        yield LayerTimes(kind, dtype, READ_BYTES, layers, steps)
+    engines = [_engine(kind, DTYPES[dtype], VOCAB, ballast) for kind, dtype in KINDS]
+    passes = list[list[list[tuple[float, float]]]]()
+    for _ in range(PASSES):
+        passes.append([])
+        for engine, number in engines:
+            passes[-1].append([_times(engine, ballast, number, size) for size in (0, *READ_BYTES[1:])])
+            tell()
+    times = list[LayerTimes]()
+    for (kind, dtype), found in zip(KINDS, zip(*passes, strict=True), strict=True):
+        layers, steps = (
+            tuple(min(one[index] for one in point) for point in zip(*found, strict=True)) for index in range(2)
+        )
+        times.append(LayerTimes(kind, dtype, READ_BYTES, layers, steps))
+    return times
 
 
 def vocabulary_seconds() -> float:

@@ -7,7 +7,8 @@ had a core, so that other processes lengthen them little.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from itertools import product as product_of
 from statistics import median
 from time import thread_time as clock
 
@@ -28,6 +29,7 @@ MOST_WEIGHTS = 1 << 21  # of a weight
 START_BYTES = tuple(1 << power for power in (16, 19, 21, 23))  # that each product of a layer reads
 START_SIDE = 64  # inputs and outputs of a weight that takes no time
 PASSES, LEAST_SECONDS, LEAST_CALLS, MOST_CALLS = 3, 0.01, 3, 30
+NUM_TOLD = len(DTYPES) + len(FORMATS) + PASSES
 FEW_TOKENS, TOKENS = 16, (64, 256, 1024, 4096)
 QUERIES = (1, 4)  # that share a key head
 KEY_HEADS, HEAD_DIM = 4, 64
@@ -46,14 +48,17 @@ class Timings:
         """Time a call after so many bytes of other memory were read."""
         self._calls.append((call, read_bytes))
 
-    def seconds(self) -> list[float]:
-        """The least median of the passes for each call, in the order in which calls were added."""
+    def seconds(self, tell: Callable[[], None]) -> list[float]:
+        """The least median of the passes for each call, in the order in which calls were added. Calls `tell` after each
+        pass.
+        """
         passes = list[list[float]]()
         for _ in range(PASSES):
             passes.append([])
             for call, read_bytes in self._calls:
                 self._ballast.set_bytes(read_bytes)
                 passes[-1].append(median(self._times(call)))
+            tell()
         return [min(found) for found in zip(*passes, strict=True)]
 
     def _times(self, call: Callable[[], object]) -> list[float]:
@@ -67,13 +72,20 @@ class Timings:
         return seconds
 
 
-def measured_products(starts: Callable[[str], tuple[float, ...]]) -> Iterator[ProductRates]:
-    """Yields the rates of each dtype and of each format of weights; inputs are those of float32 for formats. `starts`
-    measures by which a format's products start later than plain ones, for each of START_BYTES.
+def measured_products(starts: Callable[[str], tuple[float, ...]], tell: Callable[[], None]) -> list[ProductRates]:
+    """The rates of each dtype and of each format of weights; inputs are those of float32 for formats. `starts` measures
+    by which a format's products start later than plain ones, for each of START_BYTES. Calls `tell` NUM_TOLD times.
     """
+    timings, numbers, own = Timings(), dict[str, list[int]](), dict[str, tuple[tuple[float, ...], ...]]()
     for name in (*DTYPES, *FORMATS):
-        own = () if name in DTYPES else (START_BYTES, starts(name))
-        yield ProductRates(name, INPUTS, READ_BYTES, _rates(name), *own)
+        numbers[name] = _add_products(name, timings)
+        own[name] = () if name in DTYPES else (START_BYTES, starts(name))
+        tell()
+    found, rates = timings.seconds(tell), list[ProductRates]()
+    for name, weights in numbers.items():
+        seconds, found = found[: len(weights)], found[len(weights) :]
+        rates.append(ProductRates(name, INPUTS, READ_BYTES, _rates(weights, seconds), *own[name]))  # type: ignore[arg-type]
+    return rates
 
 
 def kept_bytes(name: str, outputs: int, inputs: int) -> int:
@@ -83,10 +95,9 @@ def kept_bytes(name: str, outputs: int, inputs: int) -> int:
     return weight_bytes(FORMATS[name], outputs, inputs)
 
 
-def _rates(name: str) -> tuple[tuple[float, ...], ...]:
-    """Weights a second by inputs, and by the bytes that are read from one product with a weight to the next with it."""
-    timings, numbers = Timings(), list[int]()
-    small = _product(name, START_SIDE, START_SIDE)
+def _add_products(name: str, timings: Timings) -> list[int]:
+    """Time products with a weight of no size and with large ones, each for READ_BYTES. Returns the weights of each."""
+    small, numbers = _product(name, START_SIDE, START_SIDE), [0] * len(READ_BYTES)
     for read_bytes in READ_BYTES:
         timings.add(small, read_bytes)
     for inputs in INPUTS:
@@ -98,12 +109,17 @@ def _rates(name: str) -> tuple[tuple[float, ...], ...]:
                 products[outputs] = _product(name, outputs, inputs)
             timings.add(products[outputs], max(0, read_bytes - kept_bytes(name, outputs, inputs)))
             numbers.append(outputs * inputs)
-    found, width = timings.seconds(), len(READ_BYTES)
-    starts, seconds = found[:width] * len(INPUTS), found[width:]
+    return numbers
+
+
+def _rates(numbers: Sequence[int], seconds: Sequence[float]) -> tuple[tuple[float, ...], ...]:
+    """Weights a second by inputs, and by the bytes that are read from one product with a weight to the next with it."""
+    width = len(READ_BYTES)
     rates = [
-        number / max(whole - start, 0.1 * whole) for number, whole, start in zip(numbers, seconds, starts, strict=True)
+        number / max(whole - seconds[index % width], 0.1 * whole)
+        for index, (number, whole) in enumerate(zip(numbers, seconds, strict=True))
     ]
-    return tuple(tuple(rates[first : first + width]) for first in range(0, len(rates), width))
+    return tuple(tuple(rates[first : first + width]) for first in range(width, len(rates), width))
 
 
 def _product(name: str, outputs: int, inputs: int) -> Callable[[], Tensor]:
@@ -125,17 +141,20 @@ def _layer(name: str, weight: Tensor) -> nn.Linear:
     return packed
 
 
-def measured_attention() -> Iterator[AttentionTimes]:
-    """Yields what attention takes beside that over few tokens, by dtype and queries that share a key head."""
-    for name, dtype in DTYPES.items():
-        for num_queries in QUERIES:
-            timings = Timings()
-            for number in (FEW_TOKENS, *TOKENS):
-                timings.add(_attention(dtype, num_queries, number), READ_BYTES[-2])
-            few, *more = timings.seconds()
-            sizes = [2 * number * KEY_HEADS * HEAD_DIM * dtype.itemsize for number in TOKENS]
-            longer = [max(seconds - few, 1e-9) for seconds in more]
-            yield AttentionTimes(name, num_queries, tuple(sizes), tuple(longer))
+def measured_attention(tell: Callable[[], None]) -> list[AttentionTimes]:
+    """What attention takes beside that over few tokens, by dtype and queries that share a key head. Calls `tell` PASSES
+    times.
+    """
+    timings, cases = Timings(), list(product_of(DTYPES.items(), QUERIES))
+    for (_, dtype), num_queries in cases:
+        for number in (FEW_TOKENS, *TOKENS):
+            timings.add(_attention(dtype, num_queries, number), READ_BYTES[-2])
+    found, width, times = timings.seconds(tell), 1 + len(TOKENS), list[AttentionTimes]()
+    for index, ((name, dtype), num_queries) in enumerate(cases):
+        few, *more = found[index * width : (index + 1) * width]
+        sizes = tuple(2 * number * KEY_HEADS * HEAD_DIM * dtype.itemsize for number in TOKENS)
+        times.append(AttentionTimes(name, num_queries, sizes, tuple(max(one - few, 1e-9) for one in more)))
+    return times
 
 
 def _attention(dtype: torch.dtype, num_queries: int, num_tokens: int) -> Callable[[], Tensor]:
