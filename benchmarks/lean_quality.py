@@ -3,6 +3,12 @@
     weft train examples/quickstart.toml data.sequence=256
     python benchmarks/lean_quality.py runs/quickstart [--rows 32] [--out benchmarks/results/lean-quality-cpu.json]
 
+The same for a model with experts, in benchmarks/results/lean-quality-experts-cpu.json:
+
+    weft train examples/quickstart.toml name=experts data.sequence=256 model.architecture=mixtral model.num_experts=8 \\
+      model.num_experts_per_tok=2 model.intermediate_size=128 plan.data=1 plan.shard.degree=1 plan.micro_batch=16 \\
+      train.batch=16 train.steps=300
+
 Texts are Python source: that of tests/ calibrates, that of weft/ is measured. Where decodes attend to
 chosen tokens (Loki), every token is computed by a decode; elsewhere a row is computed at once.
 Speculative decoding changes no token; its acceptance and CPU time are measured on greedy answers.
@@ -34,6 +40,7 @@ from weft.serve.loki_cache import LokiFormat
 from weft.serve.loki_calibration import calibrate
 from weft.serve.loki_choice import LokiChoice
 from weft.serve.model_part import ModelPart
+from weft.serve.packed_experts import PackedStack
 from weft.serve.packed_linear import PackedLinear, pack_head, pack_model
 from weft.serve.request import Request, Sampling
 from weft.serve.step_inputs import StepInputs, text_inputs
@@ -63,6 +70,8 @@ def perplexity(model: nn.Module, rows: Tensor, form: CacheFormat, by_codes: bool
         if isinstance(linear, PackedLinear):
             assert linear.for_cpu is not None or not by_codes, "this CPU has no products with codes"
             linear.for_cpu = replace(linear.for_cpu, max_rows=width) if by_codes and linear.for_cpu else None
+    for stack in (one for one in model.modules() if isinstance(one, PackedStack)):
+        stack.for_cpu = [replace(one, max_rows=width) for one in stack.for_cpu if one is not None] if by_codes else []
     if not form.answers_choose:
         losses = [float(row_loss(part, row)) for row in rows]
         return math.exp(sum(losses) / (number * (width - 1)))

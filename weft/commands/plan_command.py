@@ -15,6 +15,7 @@ EXAMPLE = (
     "Example: weft plan --model llama3-70b --cluster h100:32x8 --tokens-per-step 4M --report plan.html; or: "
     "weft plan run.toml plan.data=2 plan.shard=4 cluster=h100:1x8 --json"
 )
+WAYS = ("weights", "cache", "head", "precision", "ahead", "resident")  # to serve a model; see plan_serving
 WhereOption = Annotated[
     list[str] | None, typer.Option(help="what must hold: 'pipe=4', 'tensor.x<=8', 'no recompute', 'exact only'")
 ]

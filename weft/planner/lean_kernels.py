@@ -13,7 +13,9 @@ from weft.serve.layer_cache import MAX_WHOLE_DECODES, CacheFormat
 from weft.serve.loki_cache import LokiFormat
 from weft.serve.loki_choice import LokiChoice
 from weft.serve.weight_formats import (
+    FEW_ROWS,
     MAX_KERNEL_ROWS,
+    MAX_ROUTED_TOKENS,
     MAX_TOKEN_BYTES,
     Grouped,
     RowFp8,
@@ -26,6 +28,12 @@ from weft.serve.weight_formats import (
 # ends.
 GROUPED_RATE, TOKEN_RATE = {4: 0.88, 8: 0.74}, {4: 0.88, 8: 1.0}
 TOKEN_LAUNCH_SECONDS = 2.2e-6
+# The same of experts: torch's grouped matmul of 16 bits; by bits, tiles of rows with codes, which are in
+# `serve/packed_expert_kernel.py`. Measured on an H200 with 8 experts, 2 used, and 64, 6 used, for 1 and 16 tokens.
+GROUPED_MATMUL_RATE, TILE_RATE = 0.71, {4: 0.55, 8: 0.95}
+# Kernels of a layer of experts beside its products: in 16 bits the router, the order of rows, rows and sums; the same
+# without rows of many tokens with codes; of few tokens, the router, the order if there are several, and sums.
+EXPERT_KERNELS, MANY_PACKED_KERNELS, FEW_PACKED_KERNELS = 22, 18, 2
 PAGE_RATE = {32: 0.72, 64: 0.88, 128: 0.75}  # the same share of attention over pages of 4 bits, by their tokens
 # Bytes that plain functions move for each weight that is decoded, and for each input that is rounded to float8.
 DECODING_BYTES, ROUNDING_BYTES = 14, 16
@@ -62,6 +70,34 @@ def packed_product(kernels: Kernels, form: WeightFormat, rows: int, inner: int, 
         return kernels.product(rows, inner, columns) / 2 + rounding, stored
     decoding = (stored + DECODING_BYTES * inner * columns) / kernels.bytes_per_second
     return kernels.product(rows, inner, columns) + decoding, stored
+
+
+def expert_products(
+    kernels: Kernels, form: WeightFormat | None, num_tokens: int, rows: float, inner: int, columns: int, used: float
+) -> tuple[float, float]:
+    """Seconds of a product with each of `used` experts, which are one kernel, and the bytes of their weights. Each has
+    so many rows in the mean; `num_tokens` are those of the step.
+    """
+    if form is None:
+        stored, share = kernels.item_bytes * inner * columns, GROUPED_MATMUL_RATE
+    else:
+        bits = form.bits if isinstance(form, Grouped) else 8
+        stored, share = weight_bytes(form, columns, inner), TILE_RATE[bits]
+        if isinstance(form, Grouped) and num_tokens == 1 and inner * bits <= 8 * MAX_TOKEN_BYTES:
+            share = TOKEN_RATE[bits]
+        elif isinstance(form, Grouped) and 2 * rows <= FEW_ROWS:
+            share = GROUPED_RATE[bits]
+    compute = kernels.product(max(1, round(rows)), inner, columns) - LAUNCH_SECONDS
+    flops_bound = compute if rows > MAX_KERNEL_ROWS else 2 * rows * inner * columns / kernels.peak
+    read = stored / (kernels.bytes_per_second * share)
+    return used * max(flops_bound, read) + LAUNCH_SECONDS, used * stored
+
+
+def expert_kernels(form: WeightFormat | None, num_tokens: int) -> int:
+    """Kernels of a layer of experts beside those of any layer and its products."""
+    if form is None:
+        return EXPERT_KERNELS
+    return MANY_PACKED_KERNELS if num_tokens > MAX_ROUTED_TOKENS else FEW_PACKED_KERNELS + (num_tokens > 1)
 
 
 def small_kernels(form: CacheFormat, num_tokens: int, num_decodes: int) -> int:

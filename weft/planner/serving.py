@@ -20,7 +20,14 @@ from weft.cluster.hardware import Cluster, ring_seconds
 from weft.errors import PlanError
 from weft.plan import Plan
 from weft.planner.kernels import LAUNCH_SECONDS, Kernels
-from weft.planner.lean_kernels import SPLIT_KERNELS, decode_reads, packed_product, small_kernels
+from weft.planner.lean_kernels import (
+    SPLIT_KERNELS,
+    decode_reads,
+    expert_kernels,
+    expert_products,
+    packed_product,
+    small_kernels,
+)
 from weft.planner.micro_batch import LINK_SHARE
 from weft.planner.serving_streaming import StreamedStage, StreamingPrice, streamed_stage
 from weft.profiling.software import software_for_text
@@ -252,11 +259,13 @@ class ServingModel:
         is_last = stage == plan.pipe.degree - 1
         matmul, flops, num_read = 0.0, 0.0, 0.0
         for has_experts, number in self._layer_kinds[stage].items():
-            for rows, inner, columns, times, is_packed in self._products(num_tokens, has_experts):
-                copies = number * times
-                seconds, stored = self._product(max(1, round(rows)), inner, columns, is_packed)
-                matmul, num_read = matmul + copies * seconds, num_read + copies * stored
-                flops += 2 * copies * rows * inner * columns
+            for rows, inner, columns, times, are_experts in self._products(num_tokens, has_experts):
+                if are_experts:
+                    seconds, stored = expert_products(kernels, self._format, num_tokens, rows, inner, columns, times)
+                else:
+                    seconds, stored = self._product(max(1, round(rows)), inner, columns)
+                matmul, num_read = matmul + number * seconds, num_read + number * stored
+                flops += 2 * number * times * rows * inner * columns
         if is_last and num_sampled:
             columns = -(-sizes.vocab // x)
             matmul += kernels.product(num_sampled, sizes.hidden // plan.tensor.y, columns)
@@ -275,7 +284,9 @@ class ServingModel:
         moved += SAMPLING_PASSES * 4 * num_sampled * sizes.vocab * is_last
         of_context = SPLIT_KERNELS * (plan.context.degree > 1)
         launches = small_kernels(self._cache_format, num_tokens, num_decodes) + of_context
-        small = moved / kernels.bytes_per_second + (launches * len(layers) + STEP_KERNELS) * LAUNCH_SECONDS
+        of_experts = self._layer_kinds[stage][True] * expert_kernels(self._format, num_tokens)
+        starts = launches * len(layers) + of_experts + STEP_KERNELS
+        small = moved / kernels.bytes_per_second + starts * LAUNCH_SECONDS
         by_cause = {
             "weights and matmuls": matmul,
             "attention and its cache": attention,
@@ -295,33 +306,33 @@ class ServingModel:
             read = max(read, streamed.floor_seconds)
         return _StageStep(by_cause, max(read, flops / kernels.peak))
 
-    def _product(self, rows: int, inner: int, columns: int, is_packed: bool) -> tuple[float, int]:
+    def _product(self, rows: int, inner: int, columns: int) -> tuple[float, int]:
         """Seconds of a matmul, and the bytes of its weight."""
         kernels = self.kernels
-        if self._format is None or not is_packed:
+        if self._format is None:
             seconds, stored = kernels.product(rows, inner, columns), kernels.item_bytes * inner * columns
             starts_early = rows == 1 and kernels.device.is_newer  # while the kernel before it ends
             return seconds - LAUNCH_SECONDS * starts_early, stored
         return packed_product(kernels, self._format, rows, inner, columns)
 
     def _products(self, num_tokens: int, has_experts: bool) -> Iterable[tuple[float, int, int, float, bool]]:
-        """The matmuls of a layer on one rank: (rows, inner, columns, how many, are their weights packed)."""
+        """The matmuls of a layer on one rank: (rows, inner, columns, how many, are they those of experts)."""
         sizes, x, y = self.sizes, self.plan.tensor.x, self.plan.tensor.y
-        yield num_tokens, sizes.hidden // y, sizes.projected(x), 1, True
-        yield num_tokens, sizes.num_heads // x * sizes.head_dim, sizes.hidden // y, 1, True
+        yield num_tokens, sizes.hidden // y, sizes.projected(x), 1, False
+        yield num_tokens, sizes.num_heads // x * sizes.head_dim, sizes.hidden // y, 1, False
         if not has_experts:
-            yield num_tokens, sizes.hidden // y, (1 + sizes.is_gated) * sizes.inner // x, 1, True
-            yield num_tokens, sizes.inner // x, sizes.hidden // y, 1, True
+            yield num_tokens, sizes.hidden // y, (1 + sizes.is_gated) * sizes.inner // x, 1, False
+            yield num_tokens, sizes.inner // x, sizes.hidden // y, 1, False
             return
         missed = (1 - sizes.num_experts_per_tok / sizes.num_experts) ** num_tokens
         used = max(1.0, sizes.num_experts * (1 - missed) / self.plan.expert)  # experts that get a token
         rows = num_tokens * sizes.num_experts_per_tok / self.plan.expert / used
         inner = self._expert_inner
-        yield rows, sizes.hidden, 2 * inner, used, False
-        yield rows, inner, sizes.hidden, used, False
+        yield rows, sizes.hidden, 2 * inner, used, True
+        yield rows, inner, sizes.hidden, used, True
         if sizes.shared_inner:
-            yield num_tokens, sizes.hidden, 2 * sizes.shared_inner // x, 1, True
-            yield num_tokens, sizes.shared_inner // x, sizes.hidden, 1, True
+            yield num_tokens, sizes.hidden, 2 * sizes.shared_inner // x, 1, False
+            yield num_tokens, sizes.shared_inner // x, sizes.hidden, 1, False
 
     @property
     def _expert_inner(self) -> int:
