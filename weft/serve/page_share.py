@@ -36,6 +36,11 @@ class PageShare:
         in_block = (lengths % self.block_size - self.index * self.page_size).clamp(0, self.page_size)
         return lengths // self.block_size * self.page_size + in_block
 
+    def positions(self, number: int, device: torch.device) -> Tensor:
+        """The positions of the first `number` own tokens."""
+        own = torch.arange(number, device=device)
+        return (own // self.page_size * self.degree + self.index) * self.page_size + own % self.page_size
+
     def sees(self, ends: Tensor, number: int, window: int | None) -> Tensor:
         """Which of the first `number` own tokens a query sees that attends to the last `window` tokens before each of
         `ends`: [ends, number].

@@ -57,17 +57,31 @@ def attend_own_pages(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBa
 
     Where it has no key for a query: zeros, and minus infinity.
     """
-    number = batch.num_decodes
-    wide = torch.promote_types(query.dtype, torch.float32)
-    out = torch.empty(*query.shape[:2], query.shape[2] + 1, dtype=wide, device=query.device)
-    has_kernels = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256
+    number, out = batch.num_decodes, room_for_parts(query)
     if number:
-        decode = _decodes_by_kernel if has_kernels and window is None else _decodes
+        decode = _decodes_by_kernel if _has_kernels(query) and window is None else _decodes
         decode(query[:number], keys, values, batch, window, out[:number])
     if batch.prompt_queries:
-        prompt = _prompts_by_kernel if has_kernels else _prompts
-        prompt(query[number:], keys, values, batch, window, out[number:])
+        attend_own_prompts(query[number:], keys, values, batch, window, out[number:])
     return out
+
+
+def attend_own_prompts(
+    query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None, out: Tensor
+) -> None:
+    """`attend_own_pages` of the tokens of prompts alone, into `out`."""
+    prompt = _prompts_by_kernel if _has_kernels(query) else _prompts
+    prompt(query, keys, values, batch, window, out)
+
+
+def room_for_parts(query: Tensor) -> Tensor:
+    """An empty tensor for a rank's part of the attention of queries."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return torch.empty(*query.shape[:2], query.shape[2] + 1, dtype=wide, device=query.device)
+
+
+def _has_kernels(query: Tensor) -> bool:
+    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256
 
 
 def _decodes(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None, out: Tensor) -> None:
@@ -93,12 +107,13 @@ def _prompts(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, win
 def partial_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     """The part [batch, tokens, heads, head_dim + 1] of attention to some of the keys.
 
-    Each query sees those that the mask [batch, tokens, keys] names.
+    Each query sees those that the mask [batch, tokens, keys], or [batch, tokens, key heads, keys], names.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     grouped = query.to(wide).unflatten(2, (key.shape[2], -1))
     scores = torch.einsum("bqhgd,bkhd->bqhgk", grouped, key.to(wide)) / query.shape[-1] ** 0.5
-    scores = scores.masked_fill(~mask[:, :, None, None], -torch.inf)
+    mask = mask[:, :, None] if mask.dim() == 3 else mask
+    scores = scores.masked_fill(~mask[:, :, :, None], -torch.inf)
     logs = scores.logsumexp(-1, keepdim=True)
     weights = (scores - logs.masked_fill(logs.isinf(), 0.0)).exp()
     mixed = torch.einsum("bqhgk,bkhd->bqhgd", weights, value.to(wide))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from weft.serve.four_bit_cache import FourBitFormat
 from weft.serve.four_bit_loki_cache import FourBitLokiFormat
 from weft.serve.layer_cache import CacheFormat, PlainFormat
+from weft.serve.loki_cache import LokiFormat
 from weft.serve.split_four_bit_cache import SplitFourBitFormat
+from weft.serve.split_loki_cache import SplitLokiFormat
 
 
 def split_format(form: CacheFormat) -> CacheFormat | None:
@@ -14,4 +16,4 @@ def split_format(form: CacheFormat) -> CacheFormat | None:
         return form
     if isinstance(form, FourBitFormat) and not isinstance(form, FourBitLokiFormat):
         return SplitFourBitFormat(form.group)
-    return None
+    return SplitLokiFormat(form.axes, form.choice, form.identity) if isinstance(form, LokiFormat) else None
