@@ -1,4 +1,4 @@
-"""What a decode of one request takes on a CPU, measured once (`serve/decode_measure.py`) and kept in the cluster file.
+"""What a decode of one request takes on a CPU, measured once (`serve/measure_decode.py`) and kept in the cluster file.
 
     product with a weight    start + weights / rate; the rate depends on how long rows are and on what caches hold
     layer                    all but reading its weights: small operations, whose code products push out of the caches
