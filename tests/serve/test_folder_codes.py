@@ -26,6 +26,7 @@ from weft.serve.generate import load_for_generation
 from weft.serve.model_part import ModelPart
 from weft.serve.ranks import ServingRanks
 from weft.serve.request import Request
+from weft.serve.streamed_model import StreamedModel, Streaming
 from weft.serve.weight_formats import FORMATS, Grouped
 
 DECODED = {"gptq-order", "packed-order", "int8-asymmetric"}
@@ -129,6 +130,17 @@ def test_linears_that_are_computed_as_one_have_one_format(tmp_path: Path) -> Non
     assert "neighbouring" in said[0]
     assert "as one linear" in said[1]
     assert served(model) == served(reference)
+
+
+@pytest.mark.parametrize("name", ["gptq", "fp8-tensor"])
+def test_codes_are_read_to_host_memory(name: str, tmp_path: Path) -> None:
+    write_folder(tmp_path, CASES[name])
+    plain = load_for_generation(tmp_path, "bytes")[0]
+    streamed = load_for_generation(tmp_path, "bytes", streaming=Streaming(1))[0]
+    assert isinstance(streamed, StreamedModel)
+    assert len(dict(packed_linears(streamed))) == 14
+    engine = make_engine(streamed, stream_weights=1)
+    assert tokens_of(serve_all(engine, requests())) == served(plain)
 
 
 def test_weights_that_are_asked_for_are_rounded_again_and_adapters_refused(tmp_path: Path) -> None:

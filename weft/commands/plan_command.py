@@ -29,6 +29,8 @@ TimelineOption = Annotated[
     typer.Option("--timeline", help="draw the pipeline's schedule, here or to the FILE.svg (.png, .txt) given"),
 ]
 
+WAYS = ("weights", "cache", "head", "precision", "ahead", "resident")  # in which a model may be served
+
 
 @paused_collector()
 def plan_command(
@@ -59,7 +61,7 @@ def plan_command(
     weights: Annotated[str | None, typer.Option(help="with --serve: fp8, int8, int4, int4-128, fp16, int8-row")] = None,
     head: Annotated[str | None, typer.Option(help="with --serve on a CPU: as for --weights, or graph=FILE")] = None,
     precision: Annotated[str | None, typer.Option(help="with --serve on a CPU: fp32 (if not given) or bf16")] = None,
-    cache: Annotated[str | None, typer.Option(help="with --serve: keys and values as int4, or loki=FILE")] = None,
+    cache: Annotated[str | None, typer.Option(help="with --serve: keys and values as int4, loki=FILE, or both")] = None,
     stream_weights: Annotated[int, typer.Option(help="with --serve: blocks copied ahead from host memory", min=0)] = 0,
     resident_blocks: Annotated[int, typer.Option(help="with --stream-weights: blocks kept on the device", min=0)] = 0,
     speculate: Annotated[str | None, typer.Option(help="with --serve: ngram, layers=K or FOLDER")] = None,
@@ -78,15 +80,13 @@ def plan_command(
     changes, path = _changes(overrides or [], cluster, timeline, run_file)
     from weft.commands.console import make_console
     from weft.commands.jobs import command_fork_server
-    from weft.commands.plan import JobFile, PlanOptions, named_run, predict_plan, search_plans
+    from weft.commands.plan import JobFile, PlanOptions, predict_plan, search_plans
     from weft.commands.run_planning import has_layout
-    from weft.run_file import load_run
 
     job = None if write_job is None else JobFile(write_job, run_file, changes)
     options = PlanOptions(where or [], best, write, report, mtbf, mtbf_cluster, what_if, job, roles)
     with command_fork_server(_no_rank, warms=False):
-        sizes = (tokens_per_step, sequence, images_per_step, size)
-        run = named_run(str(model), str(cluster), *sizes) if run_file is None else load_run(run_file, changes)
+        run = _run_to_plan(run_file, changes, (model, cluster, tokens_per_step, sequence, images_per_step, size))
         if model is not None or options.is_search or search or not has_layout(run):
             search_plans(run, options, make_console(as_json), as_json)
         else:
@@ -122,6 +122,14 @@ def _changes(
     if run_file is not None:
         check_run_file(run_file, changes)
     return changes, path
+
+
+def _run_to_plan(run_file: Path | None, changes: list[str], named: tuple[Any, ...]) -> Any:
+    """The run of a run file, or one of a model and a cluster by their names and sizes."""
+    from weft.commands.plan import named_run
+    from weft.run_file import load_run
+
+    return named_run(*named) if run_file is None else load_run(run_file, changes)
 
 
 def _plan_serving(

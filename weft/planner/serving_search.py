@@ -12,7 +12,7 @@ from weft.errors import PlanError
 from weft.plan import Context, Pipe, Plan, Tensor
 from weft.planner.serving import ServingModel, ServingPrediction, ServingWorkload, predict_serving
 from weft.serve.cache_formats import cache_format
-from weft.serve.split_formats import split_format
+from weft.serve.layer_cache import PlainFormat
 from weft.serve.traffic import ServedSizes
 
 LONG_SHARE = 0.1  # of the weights' bytes, that the cache of one request takes for which `context` is tried
@@ -42,13 +42,14 @@ def search_serving(
 ) -> tuple[list[ServingPrediction], list[str]]:
     """Returns the layouts that fit, most tokens per second first, and why others do not.
 
-    `context` splits the cache alone, so it is tried where the cache of one request is much beside the weights.
+    `context` splits the cache alone, so it is tried where the cache of one request is much beside the weights, and only
+    over plain caches, because others have no kernels for it.
     """
     found, refused = list[ServingPrediction](), list[str]()
     whole = ServingModel(config, cluster, Plan(), precision, weights, cache)
     longest = max(map(sum, workload.lengths))
     is_long = longest * whole.cache_bytes(0) > LONG_SHARE * whole.weight_bytes
-    for plan in serving_plans(config, cluster.num_devices, is_long and split_format(cache_format(cache)) is not None):
+    for plan in serving_plans(config, cluster.num_devices, is_long and isinstance(cache_format(cache), PlainFormat)):
         try:
             found.append(predict_serving(config, cluster, plan, workload, precision, weights, cache, ahead, resident))
         except PlanError as error:
