@@ -211,7 +211,7 @@ def compared(timed: Callable[[], Any], is_tiny: bool) -> Iterator[tuple[str, flo
 
 
 def summary(found: dict[str, list[tuple[float, float]]]) -> list[dict[str, Any]]:
-    """A row for all rounds of each thing that was measured: the least of what was predicted and of what was measured."""
+    """A row for all rounds of each thing: the least of what was predicted and of what was measured."""
     rows = []
     for what, pairs in found.items():
         errors = [predicted / measured - 1 for predicted, measured in pairs]
