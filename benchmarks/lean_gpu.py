@@ -11,7 +11,9 @@ decode adds to the cache. Decodes are those of the engine, of one request. Floor
 the measured rate of a copy. Speculation has a model whose likeliest next token follows from the last one, in cycles
 of 32 tokens, with blocks as large as the others'. A model of 70B has weights in int4 from the start. Streaming has all
 weights of the blocks of the 8B model in host memory and two blocks copied ahead; its floor is the time to copy them at
-the measured rate of a copy from pinned memory. Writes benchmarks/results/lean-gpu.json after every part.
+the measured rate of a copy from pinned memory. Models with experts have fewer layers; their floor is that of the chosen
+experts' bytes. Writes benchmarks/results/lean-gpu.json after every part; benchmarks/results/lean-gpu-experts.json is of
+an earlier version of the kernels for experts, as it says.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lean_gpu_checks import check_kernels
+from lean_gpu_checks import TINY_EXPERTS, check_kernels
 from serve_gpu import LLAMA_8B, TINY, copy_rate, random_model, synchronize
 from torch import Tensor, nn
 
-from weft.models import Decoder, build
+from weft.models import Decoder, DecoderConfig, build
 from weft.serve import four_bit_attention_kernel
 from weft.serve.cache_formats import DEFAULT_BLOCK_SIZE
 from weft.serve.decode_graph import GraphRecorder
@@ -38,7 +40,8 @@ from weft.serve.engine import Engine, EngineOptions
 from weft.serve.four_bit_cache import FourBitFormat
 from weft.serve.group_codes import joined_ranges
 from weft.serve.layer_cache import CacheFormat, CacheSizes, PlainFormat
-from weft.serve.loki_cache import LokiChoice, LokiFormat
+from weft.serve.loki_cache import LokiFormat
+from weft.serve.loki_choice import LokiChoice
 from weft.serve.packed_linear import PackedLinear, make_room, pack_model
 from weft.serve.paged_attention import PagedBatch
 from weft.serve.request import Request, Sampling
@@ -48,8 +51,19 @@ from weft.serve.weight_formats import FORMATS
 RESULT = Path(__file__).parent / "results" / "lean-gpu.json"
 GREEDY = Sampling(temperature=0)
 EARLY = 16  # one of so many layers drafts
-PARTS = ("four_bits", "loki", "weights", "speculation", "llama_70b_int4", "streaming")
+PARTS = ("four_bits", "loki", "weights", "experts", "speculation", "llama_70b_int4", "streaming")
 LLAMA_70B = replace(LLAMA_8B, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64)
+# Shapes of Mixtral 8x7B, and of models with 16B weights of which 3B are used, with fewer layers.
+EXPERT_SHAPES = {
+    "8 experts of 14336, 2 used, 8 layers": replace(
+        LLAMA_8B, architecture="mixtral", vocab_size=32000, num_hidden_layers=8, num_experts=8, num_experts_per_tok=2
+    ),
+    "64 experts of 1408, 6 used, 16 layers": DecoderConfig(
+        "qwen3_moe", vocab_size=32000, hidden_size=2048, num_hidden_layers=16, head_dim=128, num_attention_heads=16,
+        num_key_value_heads=4, num_experts=64, num_experts_per_tok=6, moe_intermediate_size=1408,
+        max_position_embeddings=8192,
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -202,6 +216,57 @@ def measure_weights(config: Any, sizes: Sizes, device: torch.device, rate: float
     return found
 
 
+def measure_experts(shapes: dict[str, Any], sizes: Sizes, device: torch.device, rate: float) -> dict[str, Any]:
+    """Decodes of 1 and of 16 requests, of models with experts. Weights are random, so experts are chosen evenly."""
+    found: dict[str, Any] = {}
+    for shape, config in shapes.items():
+        of_shape = found[shape] = dict[str, Any]()
+        for name in (None, "int4", "fp8"):
+            model = random_model(config, device)
+            if name is not None:
+                pack_model(model, FORMATS[name])
+            of_shape[name or "bf16"] = {}
+            for number in (1, 16):
+                one = of_shape[name or "bf16"][f"{number} requests"] = batch_rate(model, number, sizes.outputs)
+                read = bytes_of_chosen(model, number)
+                per_second = one["steps_per_second"] * read
+                one |= {"bytes_read_per_step": read, "share_of_floor": per_second / rate}
+                plain = of_shape["bf16"][f"{number} requests"]["tokens_per_second"]
+                one["times_as_fast"] = one["tokens_per_second"] / plain
+            del model
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    return found
+
+
+def batch_rate(model: nn.Module, number: int, num_out: int) -> dict[str, float]:
+    """Steps and tokens a second of so many requests that decode together. The same ones come before, and compile."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*cannot be captured")
+        engine = Engine(model, EngineOptions(max_running=number, num_blocks=64 * number, prefix_cache=False))
+        for _ in range(2):
+            for index in range(number):
+                engine.add(Request(str(index), tuple(range(index, index + 16)), num_out, GREEDY))
+            times: list[float] = []
+            while engine.has_work():
+                if len(engine.step()) == number:
+                    times.append(time.perf_counter())
+    steps = (len(times) - 1) / (times[-1] - times[0])
+    return {"steps_per_second": steps, "tokens_per_second": number * steps}
+
+
+def bytes_of_chosen(model: nn.Module, num_tokens: int) -> int:
+    """Bytes of weights that a step reads: all but the embedding, and of experts those that a token chose, in the
+    mean if all choices are equally likely.
+    """
+    config, total = model.config, 0.0
+    share = 1 - (1 - config.num_experts_per_tok / config.num_experts) ** num_tokens  # type: ignore[union-attr, operator]
+    for name, one in (*model.named_parameters(), *model.named_buffers()):
+        if "embed_tokens" not in name:
+            total += one.numel() * one.element_size() * (share if ".experts." in name else 1.0)
+    return round(total)
+
+
 def random_packed_model(config: Any, device: torch.device) -> Decoder:
     """A model of random weights in int4, which are never held in 16 bits."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -317,6 +382,9 @@ def main() -> None:
         "four_bits": lambda: measure_four_bits(sizes, device),
         "loki": lambda: measure_loki(sizes, device),
         "weights": lambda: measure_weights(config, sizes, device, rate),
+        "experts": lambda: measure_experts(
+            {"tiny": TINY_EXPERTS} if given.tiny else EXPERT_SHAPES, sizes, device, rate
+        ),
         "speculation": lambda: measure_speculation(config, sizes, device),
         "llama_70b_int4": lambda: measure_large(TINY if given.tiny else LLAMA_70B, sizes, device, rate),
         "streaming": lambda: measure_streaming(config, device),

@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
+from serve_gpu import TINY
 from torch import Tensor
 
+from weft.models.attention import RMSNorm
+from weft.models.expert_rows import sort_by_expert
+from weft.models.experts import StackedExperts
+from weft.models.router import Router
 from weft.serve.decode_attention_kernel import decode_attention_by_kernel
 from weft.serve.decode_graph import GraphRecorder
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.four_bit_cache import FourBitFormat, FourBitLayer
 from weft.serve.fused import rotate_and_store
 from weft.serve.layer_cache import CacheSizes
-from weft.serve.loki_cache import LokiChoice, LokiFormat, chosen_attention, chosen_attention_by_kernel, first_dims
+from weft.serve.loki_cache import LokiFormat, chosen_attention, chosen_attention_by_kernel, first_dims
+from weft.serve.loki_choice import LokiChoice
+from weft.serve.packed_experts import PackedExperts
 from weft.serve.packed_linear import pack_model
 from weft.serve.paged_attention import PagedBatch, decode_attention
 from weft.serve.request import Request, Sampling
+from weft.serve.router_kernel import order_by_kernel, route_by_kernel
 from weft.serve.weight_formats import FORMATS, AfterProduct
 from weft.serve.whole_attention_kernel import whole_attention_by_kernel
 
+TINY_EXPERTS = replace(
+    TINY, architecture="mixtral", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=TINY.intermediate_size
+)
 Found = Iterator[tuple[str, float, float]]  # what is compared, the largest difference of the largest number, the most
 
 
@@ -73,21 +85,24 @@ def whole_attention(device: torch.device) -> Found:
 
 def four_bits(device: torch.device) -> Found:
     """A decode by kernels and one by plain functions, from the same pages: what they give and what they keep."""
-    for dtype, heads, window in (
-        (torch.bfloat16, (32, 8, 128), None),
-        (torch.float16, (32, 8, 128), 300),
-        (torch.bfloat16, (8, 2, 64), None),
-        (torch.bfloat16, (4, 4, 96), None),
+    for dtype, heads, window, page in (
+        (torch.bfloat16, (32, 8, 128), None, 64),
+        (torch.float16, (32, 8, 128), 300, 64),
+        (torch.bfloat16, (8, 2, 64), None, 64),
+        (torch.bfloat16, (4, 4, 96), None, 64),
+        (torch.bfloat16, (32, 8, 128), 300, 32),
+        (torch.bfloat16, (32, 8, 128), None, 128),
+        (torch.float16, (8, 2, 64), 300, 128),
     ):
-        lengths = torch.tensor([1, 64, 700, 1024, 2000], dtype=torch.int32, device=device)
-        tables, slots = pages_of(lengths, 64)
-        sizes = CacheSizes(tables.numel() + 1, 64, 5, *heads[1:], dtype, device)
+        lengths = torch.tensor([1, page, 700, 1024, 2000], dtype=torch.int32, device=device)
+        tables, slots = pages_of(lengths, page)
+        sizes = CacheSizes(tables.numel() + 1, page, 5, *heads[1:], dtype, device)
         layers = [FourBitLayer(sizes) for _ in range(2)]
         for mine, other in zip((*layers[0].pages, layers[0]._tails), (*layers[1].pages, layers[1]._tails), strict=True):
             mine.random_(0, 256) if mine.dtype == torch.uint8 else mine.uniform_(-0.5, 1)
             other.copy_(mine)
         rows = torch.tensor([3, 0, 4, 1, 2], dtype=torch.int32, device=device)
-        batch = PagedBatch(lengths - 1, lengths - 1, slots, tables, lengths, rows, 64, 5)
+        batch = PagedBatch(lengths - 1, lengths - 1, slots, tables, lengths, rows, page, 5)
         query = torch.randn(5, heads[0], heads[2], dtype=dtype, device=device)
         key, value = (torch.randn(5, *heads[1:], dtype=dtype, device=device) for _ in range(2))
         recorded, replay = GraphRecorder()(
@@ -100,7 +115,7 @@ def four_bits(device: torch.device) -> Found:
         kept = zip(layers[0].pages, layers[1].pages, strict=True)
         wrong = sum(int((one[:-1] != two[:-1]).sum()) for one, two in kept)
         wrong += int((layers[0]._tails != layers[1]._tails).sum())
-        name = f"four bits {dtype} {heads} {window}"
+        name = f"four bits {dtype} {heads} {window} {page}"
         yield name, difference(recorded, expected), 0.02
         yield name + ", kept bits that differ", float(wrong), 0.0
 
@@ -137,21 +152,74 @@ def products(device: torch.device) -> Found:
             )
 
 
+def packed_experts(device: torch.device, kind: str, sizes: tuple[int, int, int]) -> PackedExperts:
+    """So many experts, with so many features and inner features, of random weights."""
+    num_experts, hidden, inner = sizes
+    config = replace(TINY_EXPERTS, hidden_size=hidden, intermediate_size=inner, moe_intermediate_size=inner)
+    with torch.device("meta"):
+        stacked = StackedExperts(config, num_experts)
+    packed = PackedExperts(FORMATS[kind], stacked, device)
+    for name, stack in packed.stacks.items():
+        stack.take(name, torch.randn(stack.shape, device=device) * 0.02, torch.bfloat16)
+    return packed
+
+
+def experts(device: torch.device) -> Found:
+    """Tokens through chosen experts: one and many, in a graph that is replayed for other choices."""
+    for kind in FORMATS:
+        for sizes, k in (((16, 1024, 1408), 4), ((8, 4096, 1536), 2)):
+            packed = packed_experts(device, kind, sizes)
+            for num_tokens in (1, 3, 16, 300):
+                tokens = torch.randn(num_tokens, sizes[1], dtype=torch.bfloat16, device=device)
+                weights = torch.rand(num_tokens, k, device=device)
+                chosen = torch.rand(num_tokens, sizes[0], device=device).topk(k).indices
+                given = (tokens, weights, chosen)
+                recorded, replay = GraphRecorder()(lambda given=given, packed=packed: packed.of_tokens(*given))
+                chosen.copy_((chosen + 1) % sizes[0])
+                replay()
+                expected = packed.of_tokens(tokens.double(), weights.double(), chosen)
+                name = f"experts {kind} {sizes}, {k} of them, {num_tokens} tokens"
+                yield name, difference(recorded, expected), 0.04
+            others = packed.of_tokens(tokens, weights, (chosen + 1) % sizes[0])
+            yield f"{name}: 1 over the difference to other experts", 1 / max(difference(others, expected), 1e-9), 25
+
+
+def routers(device: torch.device) -> Found:
+    """Norm, router and order of rows by kernels."""
+    for num_experts, size, k in ((8, 4096, 2), (64, 2048, 6), (128, 2048, 8)):
+        config = replace(TINY_EXPERTS, hidden_size=size, num_experts=num_experts, num_experts_per_tok=k)
+        router, norm = Router(config, num_experts).eval().to(device, torch.bfloat16), RMSNorm(size, 1e-6).to(device)
+        norm.bfloat16().weight.data.uniform_(0.5, 1.5)
+        router.weight.data.normal_(0, 0.05)
+        for num_tokens in (1, 16):
+            hidden = torch.randn(num_tokens, size, dtype=torch.bfloat16, device=device)
+            normed, weights, chosen = route_by_kernel(hidden, norm, router)
+            expected, most_likely = router(normed[None])
+            name = f"router {num_experts} {size}, {num_tokens} tokens"
+            yield f"{name}: norm", difference(normed, norm(hidden)), 0.01
+            yield f"{name}: weights", difference(weights, expected), 0.01
+            yield f"{name}: choices that differ", float((chosen != most_likely).sum()), 0.02 * chosen.numel()
+            order, sorted_order = order_by_kernel(chosen, num_experts), sort_by_expert(chosen, num_experts)
+            wrong = (order.places != sorted_order.places).sum() + (order.ends != sorted_order.ends).sum()
+            yield f"{name}: order", float(wrong + (order.sources != sorted_order.sources).sum()), 0.0
+
+
 def engines(device: torch.device) -> Found:
     """Tokens of engines with CUDA graphs against those without; whether graphs were recorded."""
-    from serve_gpu import TINY, random_model
+    from serve_gpu import random_model
 
     axes = torch.linalg.qr(torch.randn(2, 2, 16, 16))[0]
     for name, options in (
         ("int4", {"cache": FourBitFormat(), "block_size": 64}),
         ("loki", {"cache": LokiFormat(axes, LokiChoice(newest=4, dense_below=16))}),
         *((kind, {}) for kind in FORMATS),
+        *((f"experts {kind}", {}) for kind in FORMATS),
     ):
         tokens = []
         for graphs in (False, True):
-            model = random_model(TINY, device)
-            if name in FORMATS:
-                pack_model(model, FORMATS[name])
+            model = random_model(TINY_EXPERTS if name.startswith("experts") else TINY, device)
+            if name.removeprefix("experts ") in FORMATS and not options:
+                pack_model(model, FORMATS[name.removeprefix("experts ")])
             engine = Engine(model, EngineOptions(num_blocks=40, graphs=graphs, **options))  # type: ignore[arg-type]
             for index in range(4):  # a batch that graphs do not pad
                 engine.add(Request(str(index), tuple(range(3, 60 + index)), 20, Sampling(temperature=0)))
@@ -172,7 +240,7 @@ def check_kernels(device: torch.device) -> None:
     """Print each comparison; SystemExit if one is off."""
     torch.manual_seed(0)
     begin, num_bad = time.perf_counter(), 0
-    for compare in (attention, whole_attention, four_bits, chosen, products, engines):
+    for compare in (attention, whole_attention, four_bits, chosen, products, routers, experts, engines):
         try:
             for name, found, most in compare(device):
                 num_bad += not found <= most

@@ -30,7 +30,10 @@ pytestmark = pytest.mark.xdist_group("serving")
         {"architecture": "llama", "weights": "fp8"},
         {"architecture": "llama", "weights": "int8"},
         {"architecture": "llama", "weights": "int4"},
+        {"architecture": "mixtral", "weights": "fp8"},
         {"architecture": "llama", "cache": "int4"},
+        {"architecture": "llama", "cache": "int4-32"},
+        {"architecture": "llama", "cache": "int4-128"},
         {"architecture": "llama", "speculate": "ngram"},
         {"architecture": "llama", "speculate": "layers=1"},
         {"architecture": "lstm"},
@@ -44,9 +47,10 @@ def test_an_engine_on_the_gpu_answers_as_on_a_cpu(options: dict[str, str], fork_
     assert len({tuple(tokens) for tokens in here.values()}) == len(here)  # requests differ in their answers
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3", "mixtral"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3", "mixtral", "mixtral int4", "mixtral fp8"])
 def test_graphs_of_kernels_choose_the_likeliest_tokens(architecture: str, fork_server: ForkServer) -> None:
-    found = fork_server.call("lost_logits", architecture=architecture)
+    architecture, _, weights = architecture.partition(" ")
+    found = fork_server.call("lost_logits", architecture=architecture, weights=weights or None)
     assert found["graphs"] > 1
     # By rounding, a router of Mixtral sends a few tokens to another expert.
     assert found["lost"] < (0.5 if architecture == "mixtral" else 0.25) < 1 < found["one place off"]
@@ -98,7 +102,9 @@ def test_weft_calibrate_and_loki(run: Path) -> None:
     text = run.parent / "text.txt"
     text.write_text("def main():\n    return 0\n" * 400)
     succeeded(weft("calibrate", run, "--data", text, "--out", axes, "--dense-below", 8))
-    assert succeeded(weft("generate", run, "--tokens", 60, "--json", "--cache", f"loki={axes}")).json["text"]
+    for more in (["--cache", f"loki={axes}"], ["--cache", f"loki={axes}", "--speculate", "ngram"],
+                 ["--cache", f"int4-32,loki={axes}"]):  # fmt: skip
+        assert succeeded(weft("generate", run, "--tokens", 60, "--json", *more)).json["text"]
 
 
 @pytest.fixture(scope="module")

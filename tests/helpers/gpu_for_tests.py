@@ -247,16 +247,22 @@ def _small_model(architecture: str) -> nn.Module:
     return model.eval()
 
 
-def _lost_logits(architecture: str) -> dict[str, float]:
+def _lost_logits(architecture: str, weights: str | None = None) -> dict[str, float]:
     """By how much the tokens of an engine in bf16 on the GPU, whose steps are CUDA graphs, are less likely than the
     likeliest, by a plain forward in fp32: the highest difference of logits; that of tokens one place off as a control.
+    Both with weights in a format if one is named.
     """
     from serving_for_tests import GREEDY, serve_all, tokens_of
 
     from weft.serve.engine import Engine, EngineOptions
+    from weft.serve.packed_linear import pack_model
     from weft.serve.request import Request
+    from weft.serve.weight_formats import FORMATS
 
-    plain, model = _small_model(architecture), _small_model(architecture).to("cuda", torch.bfloat16)
+    plain, model = _small_model(architecture), _small_model(architecture)
+    for one in (plain, model) if weights else ():
+        pack_model(one, FORMATS[weights])  # type: ignore[index]
+    model.to("cuda", torch.bfloat16)
     requests = [Request(str(i), tuple((7 * i + j * j) % 512 for j in range(1 + 23 * i)), 40, GREEDY) for i in range(5)]
     engine = Engine(model, EngineOptions(context_length=256, token_budget=64))
     assert engine._mixed_graphs is not None

@@ -18,11 +18,13 @@ from weft.plan import Plan
 from weft.serve.engine import Engine
 from weft.serve.follow_steps import follow_steps
 from weft.serve.model_part import EngineOptions, ModelPart
+from weft.serve.packed_linear import make_room
 from weft.serve.rank_part import RankPlace, build_part, read_part, refuse_plan
 from weft.serve.ranks import ServingRanks
 from weft.serve.replicas import ReplicaFront, serve_replica
 from weft.serve.request import Request, Sampling
 from weft.serve.step_inputs import StepInputs
+from weft.serve.weight_formats import FORMATS
 
 LIMIT_SECONDS = 300.0
 SCORED = Request("scored", (3, 1, 4, 1, 5), 1)  # how likely its tokens are is asked for
@@ -32,11 +34,13 @@ def whole_model(name: str) -> nn.Module:
     return tiny_model(name).double()
 
 
-def part_of(name: str, place: RankPlace) -> nn.Module:
-    """The part of a tiny model at a place."""
+def part_of(name: str, place: RankPlace, weights: str | None = None) -> nn.Module:
+    """The part of a tiny model at a place, with weights in a format if one is named."""
     values = dict(whole_model(name).named_parameters())
     model, cuts = build_part(CONFIGS[name], place)
     model.double()
+    if weights is not None:
+        make_room(model, FORMATS[weights])
     read_part(model, cuts, lambda one: values[one].detach(), "cpu")
     return model
 
@@ -48,13 +52,14 @@ def tokens_on_ranks(
     options: EngineOptions,
     place: RankPlace | None = None,
     ranks: ServingRanks | None = None,
+    weights: str | None = None,
 ) -> dict[str, Any] | None:
     """On each rank of a mesh: serve requests. Returns what rank 0 found; None on others. With a `place`, this rank
     holds the part of another.
     """
     ranks = ranks or ServingRanks(mesh)
     axis = mesh.with_own_group("data", "requests") if mesh.plan.data > 1 else mesh["data"]
-    model = part_of(name, place or ranks.place)
+    model = part_of(name, place or ranks.place, weights)
     mesh.ledger.clear()
     if not ranks.is_lead:
         follow_steps(ModelPart(model, options, ranks))

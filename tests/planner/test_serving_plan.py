@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.cluster.hardware import load
 from weft.commands.plan_serve import explain
@@ -21,13 +23,28 @@ from weft.planner.serving import ServingModel, ServingWorkload, predict_serving
 from weft.planner.serving_search import search_serving, serving_plans
 from weft.planner.serving_speculation import price_speculation
 from weft.serve.four_bit_cache import FourBitFormat
-from weft.serve.layer_cache import PlainFormat
+from weft.serve.four_bit_loki_cache import FourBitLokiFormat
+from weft.serve.layer_cache import CacheSizes, PlainFormat
 from weft.serve.loki_cache import LokiFormat
+from weft.serve.loki_calibration import save
+from weft.serve.paged_attention import PagedBatch
 from weft.serve.speculation import MAX_DRAFTS
 
 MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks/results/serve-gpu.json").read_text())
 LEAN = json.loads((Path(__file__).parents[2] / "benchmarks/results/lean-gpu.json").read_text())
 LARGER = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "larger-than-gpu.json").read_text())
+LEAN_EXPERTS = json.loads((Path(__file__).parents[2] / "benchmarks/results/lean-gpu-experts.json").read_text())
+EXPERTS = {  # of benchmarks/lean_gpu.py
+    "8 experts of 14336, 2 used, 8 layers": {
+        "architecture": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2,
+    },
+    "64 experts of 1408, 6 used, 16 layers": {
+        "architecture": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 16, "head_dim": 128,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "num_experts": 64, "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1408,
+    },
+}  # fmt: skip
 LLAMA_8B = DecoderConfig(  # of benchmarks/serve_gpu.py
     vocab_size=128256,
     hidden_size=4096,
@@ -74,8 +91,66 @@ def test_attention_over_lean_caches_is_predicted_as_measured_on_an_h200() -> Non
         assert found[name] == pytest.approx(measured[name], rel=0.1), name
         assert read == num_cached * 8 * {"plain": 512, "int4": 144, "loki": 192}[name]  # the page's table
     assert found["int4"] < found["loki"] < found["plain"]
+    both = FourBitLokiFormat(LokiFormat(torch.zeros(1)))
+    for form, of_token in ((FourBitFormat(32), 152), (FourBitFormat(128), 136), (both, 32 + 8 + (64 + 128 + 8) / 4)):
+        seconds, read = decode_reads(kernels, form, four_bits["requests"], num_cached, (32, 8, 128))
+        assert read == num_cached * 8 * of_token
+        measured_ms = {152: 0.223, 136: 0.190}.get(int(of_token), 22.0)  # docs/lean_inference.md
+        seconds += MORE_KERNELS["int4 and loki" if form is both else "int4"] * LAUNCH_SECONDS
+        assert 1e3 * seconds == pytest.approx(measured_ms, rel=0.1)
     short = [decode_reads(kernels, form, 1, 500, (32, 8, 128))[0] for form in formats.values()]
     assert short[2] > short[0]  # all of a short request's tokens are chosen, after they are scored
+
+
+class CountedKernels(TorchDispatchMode):
+    """Counts operations that compute, but views and empty tensors."""
+
+    others = (
+        "view",
+        "expand",
+        "unsqueeze",
+        "select",
+        "slice",
+        "permute",
+        "transpose",
+        "unbind",
+        "split",
+        "empty",
+        "_un",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += not str(func).partition(".")[2].startswith(self.others)
+        return func(*args, **(kwargs or {}))
+
+
+def test_plain_functions_are_as_many_kernels_as_stated() -> None:
+    sizes = CacheSizes(13, 64, 4, 2, 16, torch.float32, torch.device("cpu"))
+    layer = FourBitLokiFormat(LokiFormat(torch.eye(16).expand(1, 2, 16, 16))).layer(0, sizes)
+    query, keys, values = torch.randn(4, 4, 16), torch.randn(4, 2, 16), torch.randn(4, 2, 16)
+    tables, lengths = torch.arange(12, dtype=torch.int32).view(4, 3), torch.full((4,), 150, dtype=torch.int32)
+    rows, slots = torch.arange(4, dtype=torch.int32), tables[:, 2].long() * 64 + 21
+    batch = PagedBatch(lengths - 1, lengths - 1, slots, tables, lengths, rows, 64, 4)
+    with CountedKernels() as counted:
+        layer.attend(query, keys, values, batch, None)
+    assert counted.number == pytest.approx(MORE_KERNELS["int4 and loki"], rel=0.1)
+
+
+def test_drafts_over_chosen_tokens_are_decodes_without_a_graph(tmp_path: Path) -> None:
+    path = tmp_path / "axes"
+    save(path, LokiFormat(torch.eye(128).expand(32, 8, 128, 128), identity="any"))
+    plain, loki = (
+        ServingModel(LLAMA_8B, load("h200:1x1"), Plan(), "bf16", cache=one) for one in (None, f"loki={path}")
+    )
+    assert loki.draft_check_seconds(4, 8000) > loki.decode_seconds(8000)
+    assert loki.cache_bytes(0) == 32 * 8 * 576
+    assert loki.bytes_beside_pages(0) == 32 * 8 * 128 * 128 * 4
+    assert plain.bytes_beside_pages(0) == 0
+    assert plain.cache_tokens > loki.cache_tokens
 
 
 def test_drafts_are_priced_by_their_chance() -> None:
@@ -175,6 +250,37 @@ def test_weights_in_fewer_bits_hold_what_does_not_fit_in_sixteen() -> None:
     assert found.weight_bytes == linears * 9 // 16 + 2 * rest
     with pytest.raises(ConfigError, match="--weights int3 is unknown"):
         predict_serving(model, cluster, Plan(), workload, weights="int3")  # type: ignore[arg-type]
+
+
+def test_experts_in_fewer_bits_are_priced_by_the_bytes_of_the_chosen_ones() -> None:
+    config, cluster, workload = load_model("mixtral-8x7b"), load("h200:1x1"), ServingWorkload.of(1, 256, 64)
+    found = predict_serving(config, cluster, Plan(), workload, weights="int4")  # type: ignore[arg-type]
+    packed = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 8 * 3 * 4096 * 14336)
+    rest = 2 * 32000 * 4096 + 65 * 4096 + 32 * 8 * 4096  # embeddings, head, norms and routers
+    assert found.weight_bytes == packed * 9 // 16 + 2 * rest
+    plain = ServingModel(config, cluster, Plan(), "bf16")  # type: ignore[arg-type]
+    lean = ServingModel(config, cluster, Plan(), "bf16", "int4")  # type: ignore[arg-type]
+    read = 32 * 2 * 3 * 4096 * 14336  # by one token, of two experts a layer
+    saved = [model._step(0, 1, 0, (), 1).floor_seconds for model in (plain, lean)]
+    bandwidth = cluster.node.device.memory_bandwidth_bytes_per_second
+    assert bandwidth is not None
+    attention = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024)
+    assert saved[0] - saved[1] == pytest.approx((read + attention) * (2 - 9 / 16) / bandwidth)
+    halves = predict_serving(config, load("h200:1x2"), Plan(expert=2), workload, weights="int4")  # type: ignore[arg-type]
+    assert halves.weight_bytes == found.weight_bytes - 32 * 4 * 3 * 4096 * 14336 * 9 // 16
+
+
+@pytest.mark.parametrize("number", [1, 16])
+@pytest.mark.parametrize("shape", EXPERTS)
+def test_decodes_of_experts_are_predicted_as_measured_on_an_h200(shape: str, number: int) -> None:
+    measured = LEAN_EXPERTS["experts"][shape]
+    sizes = {"vocab_size": 32000, "max_position_embeddings": 8192}
+    config = DecoderConfig(**sizes, **EXPERTS[shape])  # type: ignore[arg-type]
+    kinds = ["bf16", "int4", "fp8"] if number == 16 and "8 layers" in shape else ["bf16"]  # others have newer kernels
+    for kind in kinds:
+        model = ServingModel(config, load("h200:1x1"), Plan(), "bf16", None if kind == "bf16" else kind)
+        found = model.simulate([(16, 64)] * number, model.cache_tokens).tokens_per_second
+        assert found == pytest.approx(measured[kind][f"{number} requests"]["tokens_per_second"], rel=0.16), kind
 
 
 def test_a_cache_of_four_bits_holds_more_tokens() -> None:

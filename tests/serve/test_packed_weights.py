@@ -18,6 +18,7 @@ from weft.serve.corrected_codes import corrected, pack_corrected
 from weft.serve.generate import load_for_generation
 from weft.serve.group_codes import GroupCodes, codes_of, decode, encode, group_range, pack, unpack
 from weft.serve.loading import Packing, calibration_texts
+from weft.serve.packed_experts import PackedStack
 from weft.serve.packed_linear import PackedLinear, make_room, pack_model
 from weft.serve.rank_part import RankPlace, build_part, part_bytes, part_numel, read_part
 from weft.serve.request import Request
@@ -50,6 +51,17 @@ def test_equal_numbers_are_kept_and_codes_lie_low_half_first() -> None:
     assert codes_of(halves, *group_range(halves, 4), 4).tolist() == [[0, 0, 2, 2, 15]]  # half to even
 
 
+def give_decoded(plain: torch.nn.Module, packed: torch.nn.Module) -> None:
+    """Give a model the weights that a packed one has decoded."""
+    for name, module in packed.named_modules():
+        if isinstance(module, PackedLinear | PackedStack):
+            weight = plain.get_parameter(name if isinstance(module, PackedStack) else f"{name}.weight").detach()
+            decoded = module.format.decode([part.flatten(0, -2) for part in module.parts], torch.float64)
+            assert 0 < float((decoded.view_as(weight) - weight).abs().max()) < 0.2
+            with torch.no_grad():
+                weight.copy_(decoded.view_as(weight))
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 @pytest.mark.full(3)
@@ -57,13 +69,7 @@ def test_the_engine_computes_with_the_decoded_weights(kind: str, name: str) -> N
     requests = [Request(str(i), (7 * i + 1, 5, 3, i), 9, GREEDY) for i in range(3)]
     plain, packed = tiny_model(name).double(), tiny_model(name).double()
     pack_model(packed, FORMATS[kind])
-    for module_name, module in packed.named_modules():
-        if isinstance(module, PackedLinear):
-            weight = plain.get_parameter(f"{module_name}.weight").detach()
-            decoded = module.format.decode(module.parts, torch.float64)
-            assert 0 < float((decoded - weight).abs().max()) < 0.2
-            with torch.no_grad():
-                weight.copy_(decoded)
+    give_decoded(plain, packed)
     text = torch.tensor([[5, 6, 7, 8]])
     with torch.inference_mode():
         torch.testing.assert_close(packed(text), plain(text), rtol=1e-9, atol=1e-9)

@@ -165,15 +165,16 @@ def test_a_share_that_is_not_given_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("kind", [None, "int4", "fp8"])
-def test_bytes_of_blocks_follow_from_the_config(kind: str | None) -> None:
+@pytest.mark.parametrize("name", ["llama-deep", "mixtral"])
+def test_bytes_of_blocks_follow_from_the_config(name: str, kind: str | None) -> None:
     format, plan = None if kind is None else FORMATS[kind], Plan()
-    model = whole_model("llama-deep")
+    model = whole_model(name)
     if format is not None:
         pack_model(model, format)
     engine = Engine(model, replace(OPTIONS, stream_weights=1))
     assert engine._part.streamed is not None
     place = RankPlace(plan, dict.fromkeys(plan.degrees, 0))
-    predicted = all_block_bytes(CONFIGS["llama-deep"], place, torch.float64, format)
+    predicted = all_block_bytes(CONFIGS[name], place, torch.float64, format)
     assert predicted == engine._part.streamed.block_bytes
     assert list(pass_calls(predicted, 1, 1)) == []  # one rank gathers nothing
     assert list(pass_calls(predicted, 2, 3)) == []  # all blocks have room

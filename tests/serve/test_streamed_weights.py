@@ -18,7 +18,8 @@ REQUESTS = [Request(str(i), (7 * i + 1, 5, 3, i), 6, GREEDY) for i in range(3)]
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("llama", None), ("llama", "int4"), ("qwen2", "fp8"), ("gpt2", None), ("mixtral", None)]
+    ("name", "kind"),
+    [("llama", None), ("llama", "int4"), ("qwen2", "fp8"), ("gpt2", None), ("mixtral", None), ("mixtral", "int4")],
 )
 @pytest.mark.parametrize("ahead", [1, 9])
 @pytest.mark.full(3)

@@ -92,6 +92,15 @@ class SparseMLP(nn.Module):
         weights, experts = self.gate(hidden)
         tokens = hidden.flatten(0, -2)
         out = self.through(tokens, weights, self._order(experts, hidden, keys), self.experts)
+        return self.with_others(out, tokens).view_as(hidden)
+
+    @property
+    def has_others(self) -> bool:
+        """Is something computed beside the experts?"""
+        return self.shared_expert is not None or self.shared_experts is not None or hasattr(self, "coefficient")
+
+    def with_others(self, out: Tensor, tokens: Tensor) -> Tensor:
+        """What the experts give for tokens [tokens, hidden], with what is computed beside them: shared experts, MLP."""
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             out = out + self.shared_expert_gate(tokens).sigmoid() * self.shared_expert(tokens)
         if self.shared_experts is not None:
@@ -99,7 +108,7 @@ class SparseMLP(nn.Module):
         if hasattr(self, "coefficient"):
             mixing = self.coefficient(tokens).softmax(-1)
             out = out * mixing[:, :1] + self.mlp(tokens) * mixing[:, 1:]
-        return out.view_as(hidden)
+        return out
 
     def _order(self, experts: Tensor, hidden: Tensor, keys: Tensor | None) -> RowOrder:
         """Returns the rows of tokens [tokens, k] for their experts."""

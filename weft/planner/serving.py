@@ -20,7 +20,14 @@ from weft.cluster.hardware import Cluster, ring_seconds
 from weft.errors import PlanError
 from weft.plan import Plan
 from weft.planner.kernels import LAUNCH_SECONDS, Kernels
-from weft.planner.lean_kernels import SPLIT_KERNELS, decode_reads, packed_product, small_kernels
+from weft.planner.lean_kernels import (
+    SPLIT_KERNELS,
+    decode_reads,
+    expert_kernels,
+    expert_products,
+    packed_product,
+    small_kernels,
+)
 from weft.planner.micro_batch import LINK_SHARE
 from weft.planner.serving_streaming import StreamedStage, StreamingPrice, streamed_stage
 from weft.profiling.software import software_for_text
@@ -187,9 +194,10 @@ class ServingModel:
         of_layer = self._cache_format.bytes_per_token(*self._heads) / self.plan.context.degree
         return of_layer * len(self.sizes.stage_layers(self.plan, stage))
 
-    def row_bytes(self, stage: int) -> int:
-        """Bytes of a running request beside its pages, on one rank of a stage."""
-        return self._cache_format.bytes_per_row(*self._heads) * len(self.sizes.stage_layers(self.plan, stage))
+    def bytes_beside_pages(self, stage: int) -> int:
+        """Bytes of the cache on one rank of a stage beside pages, for as many requests as may run."""
+        form, num_layers = self._cache_format, len(self.sizes.stage_layers(self.plan, stage))
+        return num_layers * ((MAX_RUNNING + 1) * form.bytes_per_row(*self._heads) + form.bytes_of_layer(*self._heads))
 
     @property
     def _heads(self) -> tuple[int, int, int]:
@@ -206,11 +214,11 @@ class ServingModel:
         return math.floor(min(fits))
 
     def _bytes_beside(self, stage: int) -> int:
-        """Bytes of a step's tensors, and of running requests beside their pages, on one rank of a stage."""
+        """Bytes of a step's tensors, and of the cache beside its pages, on one rank of a stage."""
         sizes, x = self.sizes, self.plan.tensor.x
         widest = max(sizes.projected(x), 2 * sizes.inner // x, sizes.hidden)
         beside = 16 * TOKEN_BUDGET * widest + 24 * MAX_RUNNING * sizes.vocab
-        return beside + (MAX_RUNNING + 1) * self.row_bytes(stage)
+        return beside + self.bytes_beside_pages(stage)
 
     def step(self, chunks: Sequence[ScheduledChunk], stage: int) -> _StageStep:
         decodes = [chunk for chunk in chunks if chunk.end - chunk.start == 1]
@@ -230,10 +238,19 @@ class ServingModel:
         """Seconds of a step of one request that computes a token and so many drafts, and samples after each."""
         if num_drafts == 0:
             return self.decode_seconds(length)
+        if self._cache_format.answers_choose:  # each is a decode of its own, and the step no CUDA graph
+            number = 1 + num_drafts
+            return self._step(0, number, number * length, (), number, may_be_graph=False).seconds
         return self._step(0, 0, 0, ((1 + num_drafts, length + num_drafts),), 1 + num_drafts).seconds
 
     def _step(
-        self, stage: int, num_decodes: int, num_cached: int, prompts: tuple[tuple[int, int], ...], num_sampled: int
+        self,
+        stage: int,
+        num_decodes: int,
+        num_cached: int,
+        prompts: tuple[tuple[int, int], ...],
+        num_sampled: int,
+        may_be_graph: bool = True,
     ) -> _StageStep:
         """Decodes read `num_cached` tokens of the cache; prompts are (tokens computed, tokens up to their end)."""
         sizes, kernels, plan, x = self.sizes, self.kernels, self.plan, self.plan.tensor.x
@@ -242,11 +259,13 @@ class ServingModel:
         is_last = stage == plan.pipe.degree - 1
         matmul, flops, num_read = 0.0, 0.0, 0.0
         for has_experts, number in self._layer_kinds[stage].items():
-            for rows, inner, columns, times, is_packed in self._products(num_tokens, has_experts):
-                copies = number * times
-                seconds, stored = self._product(max(1, round(rows)), inner, columns, is_packed)
-                matmul, num_read = matmul + copies * seconds, num_read + copies * stored
-                flops += 2 * copies * rows * inner * columns
+            for rows, inner, columns, times, are_experts in self._products(num_tokens, has_experts):
+                if are_experts:
+                    seconds, stored = expert_products(kernels, self._format, num_tokens, rows, inner, columns, times)
+                else:
+                    seconds, stored = self._product(max(1, round(rows)), inner, columns)
+                matmul, num_read = matmul + number * seconds, num_read + number * stored
+                flops += 2 * number * times * rows * inner * columns
         if is_last and num_sampled:
             columns = -(-sizes.vocab // x)
             matmul += kernels.product(num_sampled, sizes.hidden // plan.tensor.y, columns)
@@ -265,16 +284,19 @@ class ServingModel:
         moved += SAMPLING_PASSES * 4 * num_sampled * sizes.vocab * is_last
         of_context = SPLIT_KERNELS * (plan.context.degree > 1)
         launches = small_kernels(self._cache_format, num_tokens, num_decodes) + of_context
-        small = moved / kernels.bytes_per_second + (launches * len(layers) + STEP_KERNELS) * LAUNCH_SECONDS
+        of_experts = self._layer_kinds[stage][True] * expert_kernels(self._format, num_tokens)
+        starts = launches * len(layers) + of_experts + STEP_KERNELS
+        small = moved / kernels.bytes_per_second + starts * LAUNCH_SECONDS
         by_cause = {
             "weights and matmuls": matmul,
             "attention and its cache": attention,
             "other kernels": small,
             "communication": self._communication(stage, num_tokens, num_sampled),
         }
-        is_graph = not prompts or (self._cache_format.name == "plain" and num_tokens <= MAX_TOKENS)
-        if not is_graph or plan.num_ranks > plan.data or self._streamed:
-            host = (OPERATIONS_PER_LAYER + of_context) * len(layers) * HOST_SECONDS
+        form = self._cache_format
+        is_graph = form.name == "plain" and num_tokens <= MAX_TOKENS if prompts else form.has_kernel
+        if not (is_graph and may_be_graph) or plan.num_ranks > plan.data or self._streamed:
+            host = (max(OPERATIONS_PER_LAYER, launches) + of_context) * len(layers) * HOST_SECONDS
             by_cause["waiting for the host"] = max(0.0, host - sum(by_cause.values()))
         assert self.cluster.node.device.memory_bandwidth_bytes_per_second is not None
         read = (num_read + cache) / self.cluster.node.device.memory_bandwidth_bytes_per_second
@@ -284,33 +306,33 @@ class ServingModel:
             read = max(read, streamed.floor_seconds)
         return _StageStep(by_cause, max(read, flops / kernels.peak))
 
-    def _product(self, rows: int, inner: int, columns: int, is_packed: bool) -> tuple[float, int]:
+    def _product(self, rows: int, inner: int, columns: int) -> tuple[float, int]:
         """Seconds of a matmul, and the bytes of its weight."""
         kernels = self.kernels
-        if self._format is None or not is_packed:
+        if self._format is None:
             seconds, stored = kernels.product(rows, inner, columns), kernels.item_bytes * inner * columns
             starts_early = rows == 1 and kernels.device.is_newer  # while the kernel before it ends
             return seconds - LAUNCH_SECONDS * starts_early, stored
         return packed_product(kernels, self._format, rows, inner, columns)
 
     def _products(self, num_tokens: int, has_experts: bool) -> Iterable[tuple[float, int, int, float, bool]]:
-        """The matmuls of a layer on one rank: (rows, inner, columns, how many, are their weights packed)."""
+        """The matmuls of a layer on one rank: (rows, inner, columns, how many, are they those of experts)."""
         sizes, x, y = self.sizes, self.plan.tensor.x, self.plan.tensor.y
-        yield num_tokens, sizes.hidden // y, sizes.projected(x), 1, True
-        yield num_tokens, sizes.num_heads // x * sizes.head_dim, sizes.hidden // y, 1, True
+        yield num_tokens, sizes.hidden // y, sizes.projected(x), 1, False
+        yield num_tokens, sizes.num_heads // x * sizes.head_dim, sizes.hidden // y, 1, False
         if not has_experts:
-            yield num_tokens, sizes.hidden // y, (1 + sizes.is_gated) * sizes.inner // x, 1, True
-            yield num_tokens, sizes.inner // x, sizes.hidden // y, 1, True
+            yield num_tokens, sizes.hidden // y, (1 + sizes.is_gated) * sizes.inner // x, 1, False
+            yield num_tokens, sizes.inner // x, sizes.hidden // y, 1, False
             return
         missed = (1 - sizes.num_experts_per_tok / sizes.num_experts) ** num_tokens
         used = max(1.0, sizes.num_experts * (1 - missed) / self.plan.expert)  # experts that get a token
         rows = num_tokens * sizes.num_experts_per_tok / self.plan.expert / used
         inner = self._expert_inner
-        yield rows, sizes.hidden, 2 * inner, used, False
-        yield rows, inner, sizes.hidden, used, False
+        yield rows, sizes.hidden, 2 * inner, used, True
+        yield rows, inner, sizes.hidden, used, True
         if sizes.shared_inner:
-            yield num_tokens, sizes.hidden, 2 * sizes.shared_inner // x, 1, True
-            yield num_tokens, sizes.shared_inner // x, sizes.hidden, 1, True
+            yield num_tokens, sizes.hidden, 2 * sizes.shared_inner // x, 1, False
+            yield num_tokens, sizes.shared_inner // x, sizes.hidden, 1, False
 
     @property
     def _expert_inner(self) -> int:
@@ -414,8 +436,8 @@ def predict_serving(
     )
     held = plan.data * min(MAX_RUNNING, int(cache_tokens / workload.mean_tokens))
     per_token = max(model.cache_bytes(stage) for stage in range(plan.pipe.degree))
-    rows = (MAX_RUNNING + 1) * max(model.row_bytes(stage) for stage in range(plan.pipe.degree))
-    memory = math.ceil(model.weight_bytes + cache_tokens * per_token + rows)
+    beside = max(model.bytes_beside_pages(stage) for stage in range(plan.pipe.degree))
+    memory = math.ceil(model.weight_bytes + cache_tokens * per_token + beside)
     sizes = (model.weight_bytes, per_token, memory, cache_tokens, held)
     num_cached = max(longest, min(MAX_RUNNING, len(per_replica)) * workload.mean_tokens)
     return ServingPrediction(plan, *sizes, alone, every, model.streaming_price(num_cached), model.merged_bytes)

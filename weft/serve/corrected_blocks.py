@@ -18,7 +18,8 @@ from weft.models import GPT2, Decoder, LanguageConfig, build
 from weft.serve.corrected_codes import pack_corrected
 from weft.serve.folder_codes import Packed, cut_codes, local_group, make_room_of, packed_linears
 from weft.serve.group_codes import unpack
-from weft.serve.packed_linear import PackedLinear, linears_to_pack
+from weft.serve.packed_experts import PackedStack
+from weft.serve.packed_linear import PackedLinear, linears_to_pack, make_room_for_experts
 from weft.serve.weight_formats import Grouped, WeightFormat
 
 Read = Callable[[str], Tensor]  # a whole parameter by name
@@ -42,32 +43,46 @@ class _OneBlock(nn.Module):
 
 
 def make_room_for_corrected(model: nn.Module, cuts: Mapping[str, Cut], format: WeightFormat) -> None:
-    """Replace linears of a rank's part, on the meta device, by packed ones without values."""
+    """Replace linears and experts of a rank's part, on the meta device, by packed ones without values."""
     if not isinstance(format, Grouped):
         raise ConfigError("a calibration text corrects int4 and int8 only; leave it out with fp8")
     for name, _ in list(linears_to_pack(model)):
         cut = cuts[f"{name}.weight"]
         make_room_of(model, name, Grouped(format.bits, local_group(format.size_of_group(cut.shape[1]), cut)))
+    make_room_for_experts(model, format)
 
 
 @torch.no_grad()
 def corrected_parts(
     model: nn.Module, cuts: Mapping[str, Cut], read: Read, format: WeightFormat, texts: Sequence[Tensor]
 ) -> Packed:
-    """The parts of packed linears of a rank's part, in host memory. `texts` are rows of tokens on the device that
-    computes them.
+    """The parts of packed linears and experts of a rank's part, in host memory. `texts` are rows of tokens on the
+    device that computes them.
     """
     assert isinstance(model, Decoder | GPT2)
     own, found = dict(packed_linears(model)), dict[str, Sequence[Tensor]]()
-    dtype = next(model.parameters()).dtype
+    dtype, stacks = next(model.parameters()).dtype, dict(packed_stacks(model))
     for prefix, block in _corrected_blocks(model.config, read, format, texts, dtype):
         for name, whole in packed_linears(block):
             linear, weight = own.pop(f"{prefix}.{name}", None), f"{prefix}.{name}.weight"
             if linear is not None:
                 found[weight] = [part.cpu() for part in _part(whole, cuts[weight], linear.format)]
-        if not own:
+        for name, stack in packed_stacks(block):
+            if stacks.pop(f"{prefix}.{name}", None) is not None:
+                found[f"{prefix}.{name}"] = [part.cpu() for part in _own_experts(stack, cuts[f"{prefix}.{name}"])]
+        if not own and not stacks:
             break
     return lambda name, linear: found[name]
+
+
+def packed_stacks(model: nn.Module) -> Iterator[tuple[str, PackedStack]]:
+    """The stacks of packed experts of a model, by name."""
+    return ((name, one) for name, one in model.named_modules() if isinstance(one, PackedStack))
+
+
+def _own_experts(stack: PackedStack, cut: Cut) -> list[Tensor]:
+    """The parts of a rank's experts, of those of all."""
+    return [torch.cat([part[begin:end] for begin, end in cut.intervals[0]]) for part in stack.parts]
 
 
 def _corrected_blocks(

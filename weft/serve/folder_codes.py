@@ -21,6 +21,7 @@ from weft.inspection.parameter_cut import Cut
 from weft.models.hf_quantisation import Scheme
 from weft.models.quantised_weight import QuantisedWeight
 from weft.serve.group_codes import BLOCK, joined_ranges, pack
+from weft.serve.packed_experts import PackedStack
 from weft.serve.packed_linear import PackedLinear, linears_to_pack
 from weft.serve.weight_formats import Grouped, RowFp8, WeightFormat
 
@@ -28,7 +29,8 @@ MAX_ERROR = 1 / 64  # of a scale
 MIN_GROUP = 16  # inputs; the ranges of fewer take too many bytes
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # that an engine computes as one linear
 Quantised = Callable[[str], list[QuantisedWeight]]  # the weights of a folder in fewer bits that a parameter is made of
-Packed = Callable[[str, PackedLinear], Sequence[Tensor]]  # the parts of a packed linear, by the name of its weight
+# The parts of a packed linear or of stacked experts, by the name of the weight.
+Packed = Callable[[str, PackedLinear | PackedStack], Sequence[Tensor]]
 
 
 def make_room_for_codes(model: nn.Module, cuts: Mapping[str, Cut], quantised: Quantised) -> list[str]:
@@ -77,7 +79,9 @@ def packed_linears(model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
     return ((name, one) for name, one in model.named_modules() if isinstance(one, PackedLinear))
 
 
-def codes_of_folder(cuts: Mapping[str, Cut], quantised: Quantised, name: str, linear: PackedLinear) -> Sequence[Tensor]:
+def codes_of_folder(
+    cuts: Mapping[str, Cut], quantised: Quantised, name: str, linear: PackedLinear | PackedStack
+) -> Sequence[Tensor]:
     """The parts of a packed linear of a rank's part, whose weight has this name, of the codes of a folder."""
     (weight,) = quantised(name)
     return parts_of(weight, cuts[name], linear.format)

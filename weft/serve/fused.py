@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.models.attention import RMSNorm
+from weft.models.router import Router
 from weft.serve.layer_cache import MAX_WHOLE_DECODES
 from weft.serve.packed_linear import PackedLinear
 from weft.serve.paged_attention import PagedBatch, angles_at
@@ -85,6 +86,18 @@ def gated(gate_up: Tensor) -> Tensor:
         return gated_by_kernel(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def routed(hidden: Tensor, norm: nn.Module, router: Router) -> tuple[Tensor, Tensor, Tensor]:
+    """norm(hidden) of [tokens, hidden], and what a router gives for it: weights and experts [tokens, k]."""
+    if isinstance(norm, RMSNorm) and _has_kernels(hidden):
+        from weft.serve.router_kernel import can_route, route_by_kernel
+
+        if can_route(len(hidden), router):
+            return route_by_kernel(hidden, norm, router)
+    given = normed(hidden, norm)
+    weights, experts = router(given[None])
+    return given, weights, experts
 
 
 def rotate_and_store(

@@ -1,8 +1,8 @@
 """Linears whose weights are kept in fewer bits (`weight_formats.py`).
 
-Those of attention and MLPs are packed, and the head if asked for. Embeddings, norms, routers and stacked experts stay
-as they are. Parts of a packed weight are buffers of integers, so that casting a model to another dtype does not change
-them.
+Those of attention and MLPs are packed, the head if asked for, and stacked experts (`packed_experts.py`). Embeddings,
+norms and routers stay as they are. Parts of a packed weight are buffers of integers, so that casting a model to another
+dtype does not change them.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from weft.errors import ConfigError, NumbersError
+from weft.errors import ConfigError
 from weft.models import GPT2, Decoder
 from weft.models.attention import RMSNorm
 from weft.models.decoder import Attention
-from weft.models.experts import SwiGLU
+from weft.models.experts import StackedExperts, SwiGLU
 from weft.models.gpt2 import GPT2MLP, GPT2Attention
 from weft.serve.cpu_product import CpuWeight
+from weft.serve.packed_experts import PackedExperts, PackedStack
 from weft.serve.plain_norm import plain_norm
-from weft.serve.weight_formats import HEAD_FORMATS, AfterProduct, WeightFormat, weight_format
+from weft.serve.weight_formats import HEAD_FORMATS, AfterProduct, WeightFormat, refuse_bad_weight, weight_format
 
 PACKED_OWNERS = (Attention, SwiGLU, GPT2Attention, GPT2MLP)
 
@@ -98,26 +99,53 @@ def linears_to_pack(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
                     yield f"{owner_name}.{name}", linear
 
 
-def replace_linear(model: nn.Module, name: str, packed: PackedLinear) -> None:
+def experts_to_pack(model: nn.Module) -> Iterator[tuple[str, StackedExperts]]:
+    """The stacked experts, by name."""
+    for name, module in model.named_modules():
+        if isinstance(module, StackedExperts):
+            yield name, module
+
+
+def names_to_pack(model: nn.Module) -> Iterator[str]:
+    """The names of all parameters that can be packed."""
+    yield from (f"{name}.weight" for name, _ in linears_to_pack(model))
+    for name, experts in experts_to_pack(model):
+        yield from (f"{name}.{own}" for own, _ in experts.named_parameters())
+
+
+def replace_module(model: nn.Module, name: str, packed: PackedLinear | PackedExperts) -> None:
     owner, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(owner), leaf, packed)
 
 
 def make_room(model: nn.Module, format: WeightFormat) -> None:
-    """Replace linears on the meta device by packed ones without values."""
+    """Replace linears and experts on the meta device by packed ones without values."""
     for name, linear in list(linears_to_pack(model)):
         num_out, num_in = linear.weight.shape
         parts = format.empty(num_out, num_in, "meta")
-        replace_linear(model, name, PackedLinear(format, parts, num_in, linear.bias))
+        replace_module(model, name, PackedLinear(format, parts, num_in, linear.bias))
+    make_room_for_experts(model, format)
+
+
+def make_room_for_experts(model: nn.Module, format: WeightFormat) -> None:
+    """Replace experts on the meta device by packed ones without values."""
+    for name, experts in list(experts_to_pack(model)):
+        replace_module(model, name, PackedExperts(format, experts, "meta"))
 
 
 @torch.no_grad()
 def pack_model(model: nn.Module, format: WeightFormat) -> None:
-    """Pack the linears of a model that has its values, each weight by itself."""
+    """Pack the linears and experts of a model that has its values, each weight by itself."""
     for name, linear in list(linears_to_pack(model)):
         refuse_bad_weight(f"{name}.weight", linear.weight)
         packed = PackedLinear(format, format.encode(linear.weight), linear.weight.shape[1], linear.bias)
-        replace_linear(model, name, packed)
+        replace_module(model, name, packed)
+    for name, experts in list(experts_to_pack(model)):
+        stacked = PackedExperts(format, experts, experts.down_proj.device)
+        for own, stack in stacked.stacks.items():
+            weights = experts.get_parameter(own)
+            stack.take(f"{name}.{own}", weights, weights.dtype)
+        replace_module(model, name, stacked)
 
 
 @torch.no_grad()
@@ -138,24 +166,14 @@ def pack_head(model: nn.Module, name: str | None, device: torch.device | str) ->
         model.lm_head = PackedLinear(form, form.encode(head.weight), head.weight.shape[1], head.bias)
 
 
-def refuse_bad_weight(name: str, weight: Tensor) -> None:
-    """Raise NumbersError if a weight is NaN, infinite or too large for a scale of 16 bits."""
-    bad = ~(weight.abs() < 65000)
-    if bool(bad.any()):
-        row, column = bad.nonzero()[0].tolist()
-        raise NumbersError(
-            f"{name}[{row}, {column}] is {float(weight[row, column])}, which cannot be kept in fewer bits; serve "
-            f"without --weights, or an older checkpoint"
-        )
-
-
 def why_decoded(model: nn.Module) -> list[str]:
     """Why a CPU decodes weights of a model for each product, which takes long: a sentence for each reason."""
     dtype = next(model.parameters()).dtype
-    linears = [one for one in model.modules() if isinstance(one, PackedLinear)]
-    reasons = [one.format.why_decoded(one.in_features, dtype) for one in linears]
+    packed = [one for one in model.modules() if isinstance(one, PackedLinear | PackedStack)]
+    what = "linears and stacks of experts" if any(isinstance(one, PackedStack) for one in packed) else "linears"
+    reasons = [one.format.why_decoded(one.in_features, dtype) for one in packed]
     return [
-        f"{reasons.count(reason)} of {len(linears)} linears are decoded for each product, which saves memory and no "
+        f"{reasons.count(reason)} of {len(packed)} {what} are decoded for each product, which saves memory and no "
         f"time: {reason}"
         for reason in dict.fromkeys(reasons)
         if reason is not None

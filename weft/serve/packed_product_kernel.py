@@ -35,28 +35,27 @@ def _decoded(numbers, scale, least, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _product(
-    hidden_ptr, code_ptr, range_ptr, out_ptr, num_rows, num_in, num_out, hidden_stride,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BY_PTX: tl.constexpr,
+def products_of_blocks(
+    given, code_ptr, range_ptr, outputs, inside, exists, begin, end, num_blocks,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    BY_PTX: tl.constexpr,
 ):  # fmt: skip
-    """Inputs come in blocks, of one or two groups; none: codes are float8. Ranges are loaded a block ahead."""
-    part = tl.program_id(1)
-    outputs, rows = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS)
-    inside, exists = outputs < num_out, (rows < num_rows)[:, None]
-    dtype: tl.constexpr = hidden_ptr.dtype.element_ty
+    """The products [ROWS, OUTPUTS] of rows, which begin at `given` [ROWS, 1], by the inputs of blocks from `begin` to
+    `end`. A block has one or two groups; none: codes are float8. Ranges are loaded a block ahead.
+    """
+    dtype: tl.constexpr = given.dtype.element_ty
     width: tl.constexpr = BLOCK * BITS // 8  # bytes of a block
-    num_blocks = num_in // BLOCK
-    begin, end = part * tl.cdiv(num_blocks, PARTS), tl.minimum((part + 1) * tl.cdiv(num_blocks, PARTS), num_blocks)
+    exists = exists[:, None]
     column, groups = tl.arange(0, width), outputs.to(tl.int64) * (num_blocks * GROUPS)
-    given = hidden_ptr + rows.to(tl.int64)[:, None] * hidden_stride + column[None, :]
+    given = given + column[None, :]
     codes_at = code_ptr + outputs.to(tl.int64)[:, None] * (num_blocks * width) + column[None, :]
     total = tl.zeros([ROWS, OUTPUTS], tl.float32)
     if GROUPS > 0:
-        low_scale, low_least = _ranges(range_ptr, groups + begin * GROUPS, inside)
+        first_group = groups + tl.minimum(begin, num_blocks - 1) * GROUPS
+        low_scale, low_least = _ranges(range_ptr, first_group, inside)
         high_scale, high_least = low_scale, low_least
         if GROUPS == 2:
-            high_scale, high_least = _ranges(range_ptr, groups + begin * 2 + 1, inside)
+            high_scale, high_least = _ranges(range_ptr, first_group + 1, inside)
     for block in range(begin, end):
         codes = tl.load(codes_at + block * width, mask=inside[:, None], other=0)
         low_hidden = tl.load(given + block * BLOCK, mask=exists, other=0.0)
@@ -79,8 +78,27 @@ def _product(
                 high_scale, high_least = _ranges(range_ptr, next_group + 1, inside)
     if GROUPS == 0:
         total *= tl.load(range_ptr + outputs, mask=inside, other=0.0)[None, :]
+    return total
+
+
+@triton.jit
+def _product(
+    hidden_ptr, code_ptr, range_ptr, out_ptr, num_rows, num_in, num_out, hidden_stride,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BY_PTX: tl.constexpr,
+):  # fmt: skip
+    """Some outputs of all rows, by a part of the inputs."""
+    part = tl.program_id(1)
+    outputs, rows = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS)
+    inside, exists = outputs < num_out, rows < num_rows
+    num_blocks = num_in // BLOCK
+    begin, end = part * tl.cdiv(num_blocks, PARTS), tl.minimum((part + 1) * tl.cdiv(num_blocks, PARTS), num_blocks)
+    total = products_of_blocks(
+        hidden_ptr + rows.to(tl.int64)[:, None] * hidden_stride, code_ptr, range_ptr, outputs, inside, exists,
+        begin, end, num_blocks, BITS, BLOCK, GROUPS, ROWS, OUTPUTS, BY_PTX,
+    )  # fmt: skip
     out = out_ptr + (part * num_rows + rows).to(tl.int64)[:, None] * num_out + outputs[None, :]
-    tl.store(out, total, mask=exists & inside[None, :])
+    tl.store(out, total, mask=exists[:, None] & inside[None, :])
 
 
 @triton.jit

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.models.attention import RMSNorm
+from weft.serve.expert_tiles_kernel import ExpertRows, rows_of_tile
 from weft.serve.unpacking_kernel import ones_like, raised_four_bit_numbers, small_fp8_numbers
 from weft.serve.weight_formats import AfterProduct
 
@@ -56,16 +57,31 @@ def _normed_inputs(given, norms, exists, factor, DTYPE: tl.constexpr, HAS_NORM: 
 
 
 @triton.jit
+def _given_rows(source_ptr, rows, exists, K: tl.constexpr):
+    """The tokens of rows, if there is a K; otherwise the rows themselves."""
+    if K > 0:
+        rows = tl.load(source_ptr + rows, mask=exists, other=0) // K
+    return rows
+
+
+@triton.jit
+def _inputs_of_rows(
+    hidden_ptr, start, num_rows, num_in, hidden_stride, ROWS: tl.constexpr, SQUARES: tl.constexpr
+):  # fmt: skip
+    """Some inputs of all rows [SQUARES, ROWS]."""
+    rows, column = tl.arange(0, ROWS), start + tl.arange(0, SQUARES)
+    exists = (column < num_in)[:, None] & (rows < num_rows)[None, :]
+    return tl.load(hidden_ptr + rows[None, :] * hidden_stride + column[:, None], mask=exists, other=0.0)
+
+
+@triton.jit
 def _norm_factor(
     hidden_ptr, eps, num_rows, num_in, hidden_stride, ROWS: tl.constexpr, SQUARES: tl.constexpr
 ):  # fmt: skip
     """What the norm multiplies each row by: [1, ROWS]."""
-    rows, column = tl.arange(0, ROWS), tl.arange(0, SQUARES)
     squares = tl.zeros([SQUARES, ROWS], tl.float32)
     for start in range(0, num_in, SQUARES):
-        exists = (start + column < num_in)[:, None] & (rows < num_rows)[None, :]
-        place = hidden_ptr + rows[None, :] * hidden_stride + start + column[:, None]
-        inputs = tl.load(place, mask=exists, other=0.0).to(tl.float32)
+        inputs = _inputs_of_rows(hidden_ptr, start, num_rows, num_in, hidden_stride, ROWS, SQUARES).to(tl.float32)
         squares += inputs * inputs
     return tl.rsqrt(tl.sum(squares, 0) / num_in + eps)[None, :]
 
@@ -136,32 +152,38 @@ def _add_block(
 
 @triton.jit
 def _product_of_rows(
-    hidden_ptr, norm_ptr, code_ptr, range_ptr, bias_ptr, residual_ptr, out_ptr, eps, num_rows, num_in, num_results,
-    hidden_stride, residual_stride, BITS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
+    hidden_ptr, norm_ptr, code_ptr, range_ptr, bias_ptr, residual_ptr, end_ptr, source_ptr, out_ptr, eps, num_rows,
+    num_in, num_results, hidden_stride, residual_stride, num_experts,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_GATED: tl.constexpr,
     ROWS: tl.constexpr, CHUNKS: tl.constexpr, OUTPUTS: tl.constexpr, SQUARES: tl.constexpr, STAGES: tl.constexpr,
-    IS_EARLY: tl.constexpr, BY_PTX: tl.constexpr,
+    IS_EARLY: tl.constexpr, BY_PTX: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, IS_SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """Inputs come in blocks, of one or two groups; none: codes are float8. Codes past the last are multiplied by 0."""
+    """Inputs come in blocks, of one or two groups; none: codes are float8. Codes past the last are multiplied by 0. If
+    there are EXPERTS, the rows are those of a tile (`rows_of_tile`), and of tokens if there is a K.
+    """
     dtype: tl.constexpr = hidden_ptr.dtype.element_ty
     width: tl.constexpr = BLOCK * BITS // 8  # bytes of a block
     results: tl.constexpr = OUTPUTS // 2 if IS_GATED else OUTPUTS
-    num_blocks, begin = num_in // BLOCK, tl.program_id(0) * results
+    num_blocks, begin, first_row = num_in // BLOCK, tl.program_id(0) * results, 0
     place, column, byte = tl.arange(0, CHUNKS * OUTPUTS), tl.arange(0, CHUNKS * ROWS), tl.arange(0, width)
     output, own = place // CHUNKS, place % CHUNKS
     output = tl.minimum(begin + output % results, num_results - 1) + output // results * num_results
-    chunk, row = column // ROWS, column % ROWS
+    chunk, row, end_block = column // ROWS, column % ROWS, num_blocks
+    if EXPERTS > 0:
+        expert, first_row, behind = rows_of_tile(end_ptr, tl.program_id(1), num_experts, EXPERTS, ROWS, IS_SINGLE)
+        num_rows = behind - first_row
+        end_block = tl.where(num_rows > 0, num_blocks, 0)
+        output = output + expert.to(tl.int64) * (num_results * (2 if IS_GATED else 1))
     codes_at = code_ptr + output.to(tl.int64)[:, None] * (num_blocks * width) + byte[None, :]
     ranges_at = range_ptr + output.to(tl.int64) * (1 if GROUPS == 0 else num_blocks)  # both groups of a block in one
-    given = hidden_ptr + row[None, :] * hidden_stride + byte[:, None]
-    norms = norm_ptr + byte[:, None]
+    given = hidden_ptr + _given_rows(source_ptr, first_row + row, row < num_rows, K)[None, :] * hidden_stride
+    given, norms = given + byte[:, None], norm_ptr + byte[:, None]
     early = tl.zeros([SQUARES, ROWS], dtype)
     if HAS_NORM and IS_EARLY:  # loaded in front of the codes, and squared behind them: nothing waits for it
-        inside = (tl.arange(0, SQUARES) < num_in)[:, None] & (tl.arange(0, ROWS) < num_rows)[None, :]
-        at = hidden_ptr + tl.arange(0, ROWS)[None, :] * hidden_stride + tl.arange(0, SQUARES)[:, None]
-        early = tl.load(at, mask=inside, other=0.0)
+        early = _inputs_of_rows(hidden_ptr, 0, num_rows, num_in, hidden_stride, ROWS, SQUARES)
     total = tl.zeros([CHUNKS * OUTPUTS, CHUNKS * ROWS], tl.float32)
-    for first in tl.range(0, num_blocks, CHUNKS, num_stages=STAGES):  # said here, so that ranges are loaded ahead too
+    for first in tl.range(0, end_block, CHUNKS, num_stages=STAGES):  # said here, so that ranges are loaded ahead too
         block = tl.minimum(first + own, num_blocks - 1)
         exists = ((first + chunk < num_blocks) & (row < num_rows))[None, :]
         start = ((first + chunk) * BLOCK)[None, :]
@@ -187,7 +209,7 @@ def _product_of_rows(
         total, bias_ptr, residual_ptr, outs, rows, exists, num_results, residual_stride,
         HAS_BIAS, HAS_RESIDUAL, IS_GATED, results, ROWS,
     )  # fmt: skip
-    out_place = out_ptr + rows[None, :] * num_results + outs[:, None]
+    out_place = out_ptr + (first_row + rows)[None, :] * num_results + outs[:, None]
     tl.store(out_place, total.to(out_ptr.dtype.element_ty), mask=exists)
 
 
@@ -198,37 +220,39 @@ def product_of_rows_by_kernel(
     sizes: tuple[int, int, int],
     after: AfterProduct = AfterProduct(),  # noqa: B008
     norm: RMSNorm | None = None,
+    experts: ExpertRows | None = None,
 ) -> Tensor:
     """norm(hidden) [rows, in] @ weight.T, and what follows, of at most 8 rows.
 
     `sizes` are bits, inputs of a block and groups of a block. `ranges` are scales and least values as they are kept
-    (`weight_formats.py`); of float8, whose blocks have no groups, scales [out] in float32.
+    (`weight_formats.py`); of float8, whose blocks have no groups, scales [out] in float32. With `experts`, weights are
+    those of the rows' experts, of which `codes` [experts, out, in * bits / 8] has all, and each has few rows.
     """
-    (num_rows, num_in), num_out = hidden.shape, len(codes)
+    num_in, num_out = hidden.shape[1], codes.shape[-2]
     assert hidden.stride(1) == 1, "the inputs of a row lie end to end"
-    bits, block, groups = sizes
-    bias, residual, is_gated = after
+    (bits, block, groups), (bias, residual, is_gated) = sizes, after
     num_results = num_out // 2 if is_gated else num_out
-    rows = triton.next_power_of_2(num_rows)
-    chunks = max(1, min(_MAX_CHUNKS, 2 * _MAX_CHUNKS // rows))
-    tile = _LARGE_TILE if num_out * chunks >= _MANY_PROGRAMS * _LARGE_TILE else _TILE
-    outputs = tile // chunks
+    num_rows = len(hidden) if experts is None else experts.num_rows
+    rows, num_tiles, chunks, outputs = _launch(num_rows, num_out, experts)
     squares = min(_SQUARES, triton.next_power_of_2(num_in)) // rows
     out = hidden.new_empty(num_rows, num_results)
-    _product_of_rows[(triton.cdiv(num_results, outputs // 2 if is_gated else outputs),)](
+    _product_of_rows[(triton.cdiv(num_results, outputs // 2 if is_gated else outputs), num_tiles)](
         hidden,
         hidden if norm is None else norm.weight,
         codes,
         ranges.view(torch.int64) if groups == 2 else ranges,
         hidden if bias is None else bias,
         hidden if residual is None else residual,
+        hidden if experts is None else experts.ends,
+        hidden if experts is None or experts.sources is None else experts.sources,
         out,
         0.0 if norm is None else norm.eps,
         num_rows,
         num_in,
         num_results,
-        hidden.stride(0),
+        0 if len(hidden) == 1 else hidden.stride(0),  # experts of one token
         0 if residual is None else residual.stride(0),
+        0 if experts is None else experts.num_experts,
         BITS=bits,
         BLOCK=block,
         GROUPS=groups,
@@ -243,6 +267,20 @@ def product_of_rows_by_kernel(
         STAGES=_STAGES,
         IS_EARLY=num_in <= squares,
         BY_PTX=hidden.is_cuda and torch.version.hip is None,
+        EXPERTS=0 if experts is None else triton.next_power_of_2(experts.num_experts),
+        K=0 if experts is None or experts.sources is None else experts.k,
+        IS_SINGLE=experts is not None and experts.is_single,
         num_warps=_WARPS,
     )
     return out
+
+
+def _launch(num_rows: int, num_out: int, experts: ExpertRows | None) -> tuple[int, int, int, int]:
+    """How many rows a program has, how many tiles of rows there are, and the chunks and outputs of a program."""
+    rows, num_tiles = triton.next_power_of_2(num_rows), 1
+    if experts is not None:
+        rows = 1 if experts.is_single else 2 * experts.rows_each
+        num_tiles = experts.num_tiles(rows)
+    chunks = max(1, min(_MAX_CHUNKS, 2 * _MAX_CHUNKS // rows))
+    tile = _LARGE_TILE if num_tiles * num_out * chunks >= _MANY_PROGRAMS * _LARGE_TILE else _TILE
+    return rows, num_tiles, chunks, tile // chunks

@@ -136,6 +136,30 @@ def _both_inputs(place, exists, WIDTH: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def _prepared(
+    rows_at, norms_at, exists,
+    DTYPE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, HAS_NORM: tl.constexpr, IS_FLOAT: tl.constexpr,
+    UNITS: tl.constexpr, UNIT: tl.constexpr, BY_PTX: tl.constexpr, IS_EARLY: tl.constexpr,
+):  # fmt: skip
+    """The inputs, scales and sums (`_inputs`) of the low halves of words' bytes and of the high ones, and the sum of
+    all squares. They are loaded behind the first codes, which are so issued at once.
+    """
+    norm, high_norm = exists, exists
+    if HAS_NORM:
+        norm, high_norm = _both_inputs(norms_at, exists, WIDTH, BITS)
+    wait_for_results(IS_EARLY)
+    inputs, high_inputs = _both_inputs(rows_at, exists, WIDTH, BITS)
+    low, low_scale, low_sums, squares = _inputs(inputs, norm, DTYPE, HAS_NORM, IS_FLOAT, UNITS, UNIT, BY_PTX)
+    high, high_scale, high_sums = low, low_scale, low_sums
+    if BITS == 4:  # codes in the high halves of bytes are 16 times as large
+        high, high_scale, high_sums, more_squares = _inputs(
+            high_inputs, high_norm, DTYPE, HAS_NORM, IS_FLOAT, UNITS, UNIT, BY_PTX
+        )
+        high_scale, squares = high_scale / 16, squares + more_squares
+    return low, low_scale, low_sums, high, high_scale, high_sums, squares
+
+
+@triton.jit
 def _store(
     total, bias_ptr, residual_ptr, out_ptr, first,
     NUM_OUT: tl.constexpr, RESULTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
@@ -155,21 +179,27 @@ def _store(
 
 @triton.jit
 def _product_of_token(
-    row_ptr, norm_ptr, code_ptr, range_ptr, bias_ptr, residual_ptr, out_ptr, eps,
+    row_ptr, norm_ptr, code_ptr, range_ptr, bias_ptr, residual_ptr, expert_ptr, out_ptr, eps, row_stride,
     NUM_IN: tl.constexpr, NUM_OUT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_GATED: tl.constexpr,
     OUTPUTS: tl.constexpr, AHEAD: tl.constexpr, WORDS: tl.constexpr, UNIT: tl.constexpr, BY_PTX: tl.constexpr,
-    IS_EARLY: tl.constexpr,
+    IS_EARLY: tl.constexpr, HAS_EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """NUM_OUT are results. If IS_GATED, a result is of two outputs, the second of which is NUM_OUT behind the first."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     width: tl.constexpr = BLOCK * BITS // 32  # words of a block
     row_words: tl.constexpr = NUM_IN * BITS // 32
     row_blocks: tl.constexpr = NUM_IN // BLOCK
+    row_ranges: tl.constexpr = row_blocks if GROUPS > 0 else 1
     units: tl.constexpr = WORDS // UNIT
     results: tl.constexpr = OUTPUTS // 2 if IS_GATED else OUTPUTS
     word, unit, first = tl.arange(0, WORDS), tl.arange(0, units), tl.program_id(0) * results
     exists, block = word < row_words, tl.minimum(unit * UNIT // width, row_blocks - 1)
+    if HAS_EXPERTS:
+        wait_for_results(IS_EARLY)
+        of_expert = tl.load(expert_ptr + tl.program_id(1)).to(tl.int64) * (NUM_OUT * (2 if IS_GATED else 1))
+        code_ptr, range_ptr = code_ptr + of_expert * row_words, range_ptr + of_expert * row_ranges
+        row_ptr, out_ptr = row_ptr + tl.program_id(1) * row_stride, out_ptr + tl.program_id(1) * NUM_OUT
     codes, ranges = (), ()
     for index in tl.static_range(AHEAD):
         some_codes, some_ranges = _loaded(
@@ -179,20 +209,10 @@ def _product_of_token(
         codes += (some_codes,)  # type: ignore[assignment]
         ranges += (some_ranges,)  # type: ignore[assignment]
     place = word // width * (BLOCK // 4) + word % width  # of the inputs of a word, by fours
-    norm, high_norm = place, place
-    if HAS_NORM:
-        norm, high_norm = _both_inputs(norm_ptr + place, exists, width, BITS)
-    wait_for_results(IS_EARLY)
-    inputs, high_inputs = _both_inputs(row_ptr + place, exists, width, BITS)
-    is_float: tl.constexpr = GROUPS == 0
-    low, low_scale, low_sums, squares = _inputs(inputs, norm, dtype, HAS_NORM, is_float, units, UNIT, BY_PTX)
-    high, high_scale, high_sums = low, low_scale, low_sums
-    if BITS == 4:  # codes in the high halves of bytes are 16 times as large
-        high, high_scale, high_sums, more_squares = _inputs(
-            high_inputs, high_norm, dtype, HAS_NORM, is_float, units, UNIT, BY_PTX
-        )
-        high_scale, squares = high_scale / 16, squares + more_squares
-
+    low, low_scale, low_sums, high, high_scale, high_sums, squares = _prepared(
+        row_ptr + place, norm_ptr + place, exists,
+        dtype, width, BITS, HAS_NORM, GROUPS == 0, units, UNIT, BY_PTX, IS_EARLY,
+    )  # fmt: skip
     column = tl.arange(0, OUTPUTS)[None, :]
     total = tl.zeros([units, OUTPUTS], tl.float32)
     for index in tl.static_range(OUTPUTS):
@@ -222,27 +242,32 @@ def product_of_token_by_kernel(
     after: AfterProduct = AfterProduct(),  # noqa: B008
     norm: RMSNorm | None = None,
     launch: TokenLaunch | None = None,
+    experts: Tensor | None = None,
 ) -> Tensor:
     """norm(hidden) [1, in] @ weight.T, and what follows.
 
     `sizes` are bits, inputs of a block and groups of a block. `ranges` are scales and least values as they are kept
-    (`weight_formats.py`); of float8, whose blocks have no groups, scales [out] in float32.
+    (`weight_formats.py`); of float8, whose blocks have no groups, scales [out] in float32. With `experts` [k], there
+    are results [k, out] of these of the stacked weights `codes` [experts, out, in * bits / 8]; `hidden` may have a row
+    for each of them.
     """
     bits, block, groups = sizes
     bias, residual, is_gated = after
-    num_in, num_out = hidden.shape[1], len(codes) // (2 if is_gated else 1)
+    num_in, num_out = hidden.shape[1], codes.shape[-2] // (2 if is_gated else 1)
     words = codes.view(torch.int32)
-    outputs, ahead, warps = launch or _launch(words.shape[1])
-    out = hidden.new_empty(1, num_out)
-    _product_of_token[(triton.cdiv(num_out, outputs // 2 if is_gated else outputs),)](
+    outputs, ahead, warps = launch or _launch(words.shape[-1])
+    out = hidden.new_empty(1 if experts is None else len(experts), num_out)
+    _product_of_token[(triton.cdiv(num_out, outputs // 2 if is_gated else outputs), len(out))](
         hidden.view(torch.int64),
         hidden if norm is None else norm.weight.view(torch.int64),
         words,
         ranges.view(torch.int64) if groups == 2 else ranges,
         hidden if bias is None else bias,
         hidden if residual is None else residual,
+        hidden if experts is None else experts,
         out,
         0.0 if norm is None else norm.eps,
+        0 if len(hidden) == 1 else num_in // 4,
         NUM_IN=num_in,
         NUM_OUT=num_out,
         BITS=bits,
@@ -254,9 +279,10 @@ def product_of_token_by_kernel(
         IS_GATED=is_gated,
         OUTPUTS=outputs,
         AHEAD=ahead,
-        WORDS=triton.next_power_of_2(words.shape[1]),
+        WORDS=triton.next_power_of_2(words.shape[-1]),
         UNIT=_UNIT,
         BY_PTX=hidden.is_cuda and torch.version.hip is None,
+        HAS_EXPERTS=experts is not None,
         num_warps=warps,
         **early_launch(hidden),
     )

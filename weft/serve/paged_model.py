@@ -25,13 +25,14 @@ from weft.models.experts import SparseMLP, SwiGLU
 from weft.models.gpt2 import GPT2MLP, GPT2Layer
 from weft.serve.fused import is_for_whole_kernel, rotate_and_store, rotate_by_angles, whole_attention
 from weft.serve.layer_cache import CacheFormat, CacheSizes, LayerCache, PlainFormat
+from weft.serve.packed_experts import PackedStack
 from weft.serve.packed_linear import PackedLinear, end_to_end, join_packed
 from weft.serve.paged_attention import PagedBatch
 from weft.serve.split_layers import (
     ModelAxes,
+    add_experts,
     add_row,
     column,
-    experts_of,
     gathered_features,
     gathered_logits,
     lookup,
@@ -123,11 +124,12 @@ class PagedModel:
         one, item_bytes = self.blocks[0], self.dtype.itemsize
         return len(self.blocks) * self.cache_format.bytes_per_token(one.num_key_heads, one.head_dim, item_bytes)
 
-    @property
-    def bytes_per_row(self) -> int:
-        """Bytes of a running request on this rank, beside its pages."""
+    def bytes_beside_pages(self, num_rows: int) -> int:
+        """Bytes of the cache on this rank beside its pages, if `num_rows` requests may run at once."""
         one, item_bytes = self.blocks[0], self.dtype.itemsize
-        return len(self.blocks) * self.cache_format.bytes_per_row(one.num_key_heads, one.head_dim, item_bytes)
+        sizes = (one.num_key_heads, one.head_dim, item_bytes)
+        of_rows = (num_rows + 1) * self.cache_format.bytes_per_row(*sizes)  # one is that of padding
+        return len(self.blocks) * (of_rows + self.cache_format.bytes_of_layer(*sizes))
 
     @property
     def has_prompt_kernel(self) -> bool:
@@ -188,6 +190,9 @@ class PagedModel:
         for linear in (*(one for block in self.blocks for one in block.linears), self.model.lm_head):
             if isinstance(linear, PackedLinear):
                 linear.arrange_for_cpu(self.dtype)
+        for stack in self.body.modules():
+            if isinstance(stack, PackedStack):
+                stack.arrange_for_cpu(self.dtype)
 
     def logits(self, residual: Tensor) -> Tensor:
         """The logits [rows, vocab] of rows of the residual stream."""
@@ -249,7 +254,7 @@ def _add_mlp(mlp: nn.Module, norm: nn.Module, axes: ModelAxes) -> tuple[Transfor
 
         return add_gelu, (inner, outer)
     assert isinstance(mlp, SparseMLP)
-    return lambda residual: residual + experts_of(norm_of(residual, norm, axes), mlp, axes), ()
+    return lambda residual: add_experts(residual, norm, mlp, axes), ()
 
 
 def _gpt2_block(layer: GPT2Layer, axes: ModelAxes) -> PagedBlock:

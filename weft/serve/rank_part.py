@@ -31,7 +31,9 @@ from weft.plan import Context, Pipe, Plan
 from weft.plan import Tensor as TensorDegrees
 from weft.profiling import Profile
 from weft.profiling.structure import structure
-from weft.serve.packed_linear import PackedLinear, linears_to_pack
+from weft.serve.packed_experts import PackedStack
+from weft.serve.packed_linear import PackedLinear, names_to_pack
+from weft.serve.traffic import ServedSizes
 from weft.serve.weight_formats import WeightFormat, weight_bytes
 
 
@@ -91,29 +93,56 @@ def build_part(config: LanguageConfig, place: RankPlace) -> tuple[Decoder | GPT2
     return model, {name: cuts[source_name(model, name)] for name, _ in model.named_parameters()}
 
 
+def cuts_of(part: Decoder | GPT2, place: RankPlace) -> dict[str, Cut]:
+    """The cut of each parameter of a rank's part, which may have linears in fewer bits."""
+    whole = _inspected(part.config).model
+    assert whole is not None
+    cuts = _cuts(part.config, whole, place)
+    return {name: cuts[source_name(part, name)] for name, _ in part.named_parameters()}
+
+
+def own_layers(config: LanguageConfig, place: RankPlace) -> range:
+    """The layers that a rank holds."""
+    return range(*share(config.num_layers, place.plan.pipe.degree, stage_of(place)))
+
+
+def own_key_heads(config: LanguageConfig, place: RankPlace) -> range:
+    """The key heads that a rank holds; of fewer key heads than ranks, neighbours hold the same."""
+    number, degree, index = ServedSizes.of(config).num_key_heads, place.plan.tensor.x, place.coordinates["x"]
+    repeats = max(1, degree // number)
+    return range(*share(number, degree // repeats, index // repeats))
+
+
 def part_bytes(config: LanguageConfig, place: RankPlace, item_bytes: int, format: WeightFormat | None = None) -> int:
-    """Bytes of the parameters that a rank holds, with linears in a format if one is given, without building them."""
+    """Bytes of the parameters that a rank holds, with linears and experts in a format if one is given, without building
+    them.
+    """
     if format is None:
         return part_numel(config, place) * item_bytes
     saved = {}
     for name, shape in _local_shapes(config, place.plan, tuple(place.coordinates.items())).items():
         if name in _packed_names(config):
-            saved[name] = math.prod(shape) * item_bytes - weight_bytes(format, shape[0], shape[1])
+            saved[name] = math.prod(shape) * item_bytes - _packed_bytes(format, shape)
     return part_numel(config, place) * item_bytes - _of_stage(config, place, saved)
 
 
 def block_bytes(
     config: LanguageConfig, place: RankPlace, item_bytes: int, format: WeightFormat | None = None
 ) -> list[int]:
-    """Bytes of the parameters of each block that a rank holds, with linears in a format if one is given."""
+    """Bytes of the parameters of each block that a rank holds, with linears and experts in a format if one is given."""
     found = [0] * config.num_layers
     for name, shape in _local_shapes(config, place.plan, tuple(place.coordinates.items())).items():
         layer = re.search(r"\.(?:layers|h)\.(\d+)\.", name)
         if layer is not None:
             is_packed = format is not None and name in _packed_names(config)
             plain = math.prod(shape) * item_bytes
-            found[int(layer[1])] += weight_bytes(format, shape[0], shape[1]) if format and is_packed else plain
+            found[int(layer[1])] += _packed_bytes(format, shape) if format and is_packed else plain
     return found[slice(*share(config.num_layers, place.plan.pipe.degree, stage_of(place)))]
+
+
+def _packed_bytes(format: WeightFormat, shape: tuple[int, ...]) -> int:
+    """Bytes of a linear's weight, or of stacked ones, in a format."""
+    return weight_bytes(format, math.prod(shape[:-1]), shape[-1])
 
 
 def part_numel(config: LanguageConfig, place: RankPlace) -> int:
@@ -154,7 +183,7 @@ def _local_shapes(
 @lru_cache(maxsize=4)
 def _packed_names(config: LanguageConfig) -> frozenset[str]:
     """The names of weights that a format can keep in fewer bits."""
-    return frozenset(f"{name}.weight" for name, _ in linears_to_pack(_on_meta(config)))
+    return frozenset(names_to_pack(_on_meta(config)))
 
 
 def _cuts(config: LanguageConfig, model: nn.Module, place: RankPlace) -> dict[str, Cut]:
@@ -182,15 +211,15 @@ def source_name(model: Decoder | GPT2, name: str) -> str:
 class PartValues:
     """The values of a part: whole parameters are read one at a time, and cut.
 
-    Linears that are packed (`packed_linear.py`) get theirs in fewer bits, which are found on `device`, or are given by
-    `packed`, by the name of a weight and the linear.
+    Linears and experts that are packed (`packed_linear.py`) get theirs in fewer bits, which are found on `device`, or
+    are given by `packed`, by the name of a weight and the module.
     """
 
     model: Decoder | GPT2
     cuts: Mapping[str, Cut]
     read: Callable[[str], Tensor]
     device: torch.device | str
-    packed: Callable[[str, PackedLinear], Sequence[Tensor]] | None = None
+    packed: Callable[[str, PackedLinear | PackedStack], Sequence[Tensor]] | None = None
 
     @torch.no_grad()
     def give(self, modules: Iterable[nn.Module]) -> None:
@@ -203,7 +232,12 @@ class PartValues:
             for name, parameter in module.named_parameters(prefix, recurse=False):
                 if name in self.cuts:  # a tied head is not
                     parameter.copy_(self._own(name))
-            if isinstance(module, PackedLinear) and self.packed is not None:
+            if isinstance(module, PackedStack):
+                if self.packed is not None:
+                    module.take_all(self.packed(prefix, module))
+                else:
+                    module.take(prefix, self._own(prefix), dtype, self.device)
+            elif isinstance(module, PackedLinear) and self.packed is not None:
                 module.take(self.packed(f"{prefix}.weight", module))
             elif isinstance(module, PackedLinear):
                 module.read(f"{prefix}.weight", self._own(f"{prefix}.weight").to(self.device, dtype))

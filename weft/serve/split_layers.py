@@ -21,7 +21,8 @@ from weft.inspection.parameter_cut import share
 from weft.models.expert_rows import sort_by_expert, through_experts
 from weft.models.experts import SparseMLP, SwiGLU
 from weft.parallel.tensor.norm import split_norm
-from weft.serve.fused import add_linear, gated, linear, norm_linear, normed, product
+from weft.serve.fused import add_linear, gated, linear, norm_linear, normed, product, routed
+from weft.serve.packed_experts import PackedExperts
 
 
 @dataclass(frozen=True)
@@ -100,27 +101,34 @@ def gathered_features(part: Tensor, axes: ModelAxes) -> Tensor:
     return torch.cat(list(parts), dim=1)
 
 
-def experts_of(hidden: Tensor, mlp: SparseMLP, axes: ModelAxes) -> Tensor:
-    """The results of a layer of experts for hidden states [tokens, hidden], which all ranks have.
+def add_experts(residual: Tensor, norm: nn.Module, mlp: SparseMLP, axes: ModelAxes) -> Tensor:
+    """residual + the results of a layer of experts for the norm of the residual stream, which all ranks have.
 
     Each rank of `expert` computes the rows of its own experts; their sums over the axis are the results.
     """
-    if axes.expert is None and axes.x is None:
-        whole: Tensor = mlp(hidden[None])[0]
-        return whole
-    weights, experts = mlp.gate(hidden[None])
+    if axes.expert is None and isinstance(mlp.experts, PackedExperts):
+        hidden, weights, experts = routed(residual, norm, mlp.gate)
+        if not mlp.has_others:
+            return mlp.experts.of_tokens(hidden, weights, experts, residual)
+        out = mlp.experts.of_tokens(hidden, weights, experts)
+    else:
+        hidden = norm_of(residual, norm, axes)
+        weights, experts = mlp.gate(hidden[None])
 
-    def compute(rows: Tensor, ends: Tensor | None) -> Tensor:
-        assert ends is not None  # there is no capacity in serving
-        return _own_experts(rows, ends, mlp, axes.expert)
+        def compute(rows: Tensor, ends: Tensor | None) -> Tensor:
+            assert ends is not None  # there is no capacity in serving
+            return _own_experts(rows, ends, mlp, axes.expert)
 
-    out = summed(through_experts(hidden, weights, sort_by_expert(experts, mlp.gate.num_experts), compute), axes.expert)
+        order = sort_by_expert(experts, mlp.gate.num_experts)
+        out = summed(through_experts(hidden, weights, order, compute), axes.expert)
+    if axes.x is None:
+        return residual + mlp.with_others(out, hidden)
     if mlp.shared_expert is not None and mlp.shared_expert_gate is not None:
         shared: SwiGLU = mlp.shared_expert
         inner = F.silu(product(hidden, shared.gate_proj)) * product(hidden, shared.up_proj)
         shared_out = summed(product(inner, shared.down_proj), axes.x)
         out = out + mlp.shared_expert_gate(hidden).sigmoid() * shared_out
-    return out
+    return residual + out
 
 
 def _own_experts(rows: Tensor, ends: Tensor, mlp: SparseMLP, axis: Axis | None) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, NumbersError
 from weft.models.attention import RMSNorm
 from weft.serve import cpu_group_product, cpu_half_product, cpu_row_product
 from weft.serve.cpu_product import CpuWeight
@@ -32,6 +32,7 @@ FP8_MAX = 448.0  # the largest number of e4m3
 MAX_KERNEL_ROWS = 64  # of a product by a kernel, which is bound by memory; weights are decoded for more
 MAX_TOKEN_BYTES = 8192  # codes of one output of a product by the kernel for one row, which holds them in registers
 FEW_ROWS = 4  # of a product by the kernel for few rows
+MAX_ROUTED_TOKENS = 64  # that go to experts by the router's kernel, of which each is one program
 DECODED_WEIGHTS = 1 << 19  # that a CPU decodes at a time
 
 
@@ -297,3 +298,14 @@ def weight_format(name: str, device: torch.device | str = "cpu") -> WeightFormat
 def weight_bytes(format: WeightFormat, num_out: int, num_in: int) -> int:
     """Bytes of a weight in a format."""
     return sum(part.numel() * part.itemsize for part in format.empty(num_out, num_in, "meta"))
+
+
+def refuse_bad_weight(name: str, weight: Tensor) -> None:
+    """Raise NumbersError if a weight [out, in] is NaN, infinite or too large for a scale of 16 bits."""
+    bad = ~(weight.abs() < 65000)
+    if bool(bad.any()):
+        row, column = bad.nonzero()[0].tolist()
+        raise NumbersError(
+            f"{name}[{row}, {column}] is {float(weight[row, column])}, which cannot be kept in fewer bits; serve "
+            f"without --weights, or an older checkpoint"
+        )
