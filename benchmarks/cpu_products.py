@@ -24,7 +24,7 @@ from weft.serve.weight_formats import decoded_product, weight_format
 
 RESULT = Path(__file__).parent / "results" / "cpu-products.json"
 SHAPES = ((1024, 1536), (1024, 5632), (2816, 1024), (1024, 32000))  # inputs, outputs
-FORMATS = ("int8-row", "int8", "int4")
+FORMATS = ("fp16", "int8-row", "int8", "int4")
 ROWS = (1, 2, 4, 8, 16, 64, 256)
 COLD_BYTES = 100e6
 FEW_ROWS = 16  # with more, products are not bound by memory, and one copy is enough

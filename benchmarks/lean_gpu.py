@@ -40,7 +40,8 @@ from weft.serve.engine import Engine, EngineOptions
 from weft.serve.four_bit_cache import FourBitFormat
 from weft.serve.group_codes import joined_ranges
 from weft.serve.layer_cache import CacheFormat, CacheSizes, PlainFormat
-from weft.serve.loki_cache import LokiChoice, LokiFormat
+from weft.serve.loki_cache import LokiFormat
+from weft.serve.loki_choice import LokiChoice
 from weft.serve.packed_linear import PackedLinear, make_room, pack_model
 from weft.serve.paged_attention import PagedBatch
 from weft.serve.request import Request, Sampling

@@ -20,7 +20,8 @@ from weft.serve.engine import Engine, EngineOptions
 from weft.serve.four_bit_cache import FourBitFormat, FourBitLayer
 from weft.serve.fused import rotate_and_store
 from weft.serve.layer_cache import CacheSizes
-from weft.serve.loki_cache import LokiChoice, LokiFormat, chosen_attention, chosen_attention_by_kernel, first_dims
+from weft.serve.loki_cache import LokiFormat, chosen_attention, chosen_attention_by_kernel, first_dims
+from weft.serve.loki_choice import LokiChoice
 from weft.serve.packed_experts import PackedExperts
 from weft.serve.packed_linear import pack_model
 from weft.serve.paged_attention import PagedBatch, decode_attention
@@ -85,21 +86,24 @@ def whole_attention(device: torch.device) -> Found:
 
 def four_bits(device: torch.device) -> Found:
     """A decode by kernels and one by plain functions, from the same pages: what they give and what they keep."""
-    for dtype, heads, window in (
-        (torch.bfloat16, (32, 8, 128), None),
-        (torch.float16, (32, 8, 128), 300),
-        (torch.bfloat16, (8, 2, 64), None),
-        (torch.bfloat16, (4, 4, 96), None),
+    for dtype, heads, window, page in (
+        (torch.bfloat16, (32, 8, 128), None, 64),
+        (torch.float16, (32, 8, 128), 300, 64),
+        (torch.bfloat16, (8, 2, 64), None, 64),
+        (torch.bfloat16, (4, 4, 96), None, 64),
+        (torch.bfloat16, (32, 8, 128), 300, 32),
+        (torch.bfloat16, (32, 8, 128), None, 128),
+        (torch.float16, (8, 2, 64), 300, 128),
     ):
-        lengths = torch.tensor([1, 64, 700, 1024, 2000], dtype=torch.int32, device=device)
-        tables, slots = pages_of(lengths, 64)
-        sizes = CacheSizes(tables.numel() + 1, 64, 5, *heads[1:], dtype, device)
+        lengths = torch.tensor([1, page, 700, 1024, 2000], dtype=torch.int32, device=device)
+        tables, slots = pages_of(lengths, page)
+        sizes = CacheSizes(tables.numel() + 1, page, 5, *heads[1:], dtype, device)
         layers = [FourBitLayer(sizes) for _ in range(2)]
         for mine, other in zip((*layers[0].pages, layers[0]._tails), (*layers[1].pages, layers[1]._tails), strict=True):
             mine.random_(0, 256) if mine.dtype == torch.uint8 else mine.uniform_(-0.5, 1)
             other.copy_(mine)
         rows = torch.tensor([3, 0, 4, 1, 2], dtype=torch.int32, device=device)
-        batch = PagedBatch(lengths - 1, lengths - 1, slots, tables, lengths, rows, 64, 5)
+        batch = PagedBatch(lengths - 1, lengths - 1, slots, tables, lengths, rows, page, 5)
         query = torch.randn(5, heads[0], heads[2], dtype=dtype, device=device)
         key, value = (torch.randn(5, *heads[1:], dtype=dtype, device=device) for _ in range(2))
         recorded, replay = GraphRecorder()(
@@ -112,7 +116,7 @@ def four_bits(device: torch.device) -> Found:
         kept = zip(layers[0].pages, layers[1].pages, strict=True)
         wrong = sum(int((one[:-1] != two[:-1]).sum()) for one, two in kept)
         wrong += int((layers[0]._tails != layers[1]._tails).sum())
-        name = f"four bits {dtype} {heads} {window}"
+        name = f"four bits {dtype} {heads} {window} {page}"
         yield name, difference(recorded, expected), 0.02
         yield name + ", kept bits that differ", float(wrong), 0.0
 

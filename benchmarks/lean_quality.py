@@ -9,8 +9,8 @@ The same for a model with experts, in benchmarks/results/lean-quality-experts-cp
       model.num_experts_per_tok=2 model.intermediate_size=128 plan.data=1 plan.shard.degree=1 plan.micro_batch=16 \\
       train.batch=16 train.steps=300
 
-Texts are Python source: that of tests/ calibrates, that of weft/ is measured. Where a format's results depend on which
-tokens are computed together (Loki), every token is computed by a decode; elsewhere a row is computed at once.
+Texts are Python source: that of tests/ calibrates, that of weft/ is measured. Where decodes attend to chosen tokens
+(Loki), every token is computed by a decode; elsewhere a row is computed at once.
 Speculative decoding changes no token; its acceptance and CPU time are measured on greedy answers.
 """
 
@@ -32,11 +32,13 @@ from torch import Tensor, nn
 from weft.data.tokenizer import Tokenizer
 from weft.serve.corrected_codes import pack_corrected
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.four_bit_cache import FourBitFormat
+from weft.serve.four_bit_cache import GROUPS, FourBitFormat
+from weft.serve.four_bit_loki_cache import FourBitLokiFormat
 from weft.serve.generate import load_for_generation
 from weft.serve.layer_cache import CacheFormat, PlainFormat
-from weft.serve.loki_cache import LokiChoice, LokiFormat
+from weft.serve.loki_cache import LokiFormat
 from weft.serve.loki_calibration import calibrate
+from weft.serve.loki_choice import LokiChoice
 from weft.serve.model_part import ModelPart
 from weft.serve.packed_experts import PackedStack
 from weft.serve.packed_linear import PackedLinear, pack_head, pack_model
@@ -70,7 +72,7 @@ def perplexity(model: nn.Module, rows: Tensor, form: CacheFormat, by_codes: bool
             linear.for_cpu = replace(linear.for_cpu, max_rows=width) if by_codes and linear.for_cpu else None
     for stack in (one for one in model.modules() if isinstance(one, PackedStack)):
         stack.for_cpu = [replace(one, max_rows=width) for one in stack.for_cpu if one is not None] if by_codes else []
-    if form.is_chunked_alike:
+    if not form.answers_choose:
         losses = [float(row_loss(part, row)) for row in rows]
         return math.exp(sum(losses) / (number * (width - 1)))
     table = torch.arange(number * blocks, dtype=torch.int32).view(number, blocks)
@@ -146,12 +148,14 @@ def main() -> None:
             pack_model(model, FORMATS[name])
         return model
 
-    loki, explained = calibrate(read(), [calibration], LOKI)
+    loki, explained, is_before = calibrate(read(), [calibration], LOKI)
+    print(f"{int(is_before.sum())} of {is_before.numel()} key heads have axes of keys before rotation")
     cases: dict[str, tuple[nn.Module, CacheFormat]] = {"dense": (read(), PlainFormat())}
     cases |= {f"weights {name}": (packed(name, False), PlainFormat()) for name in FORMATS}
     cases |= {f"weights {name}, corrected": (packed(name, True), PlainFormat()) for name in ("int4", "int4-128")}
-    cases |= {"cache int4": (read(), FourBitFormat()), "cache loki": (read(), loki)}
-    cases["cache loki, random axes"] = (read(), random_axes(loki))
+    cases |= {f"cache {form.name}": (read(), form) for form in map(FourBitFormat, GROUPS)}
+    cases |= {"cache loki": (read(), loki), "cache loki, random axes": (read(), random_axes(loki))}
+    cases |= {f"cache {form.name}": (read(), form) for form in (FourBitLokiFormat(loki), FourBitLokiFormat(loki, 32))}
     cases["weights int4, cache int4"] = (packed("int4", True), FourBitFormat())
     for name in ("fp16", "int8-row", "int8", "int4"):
         cases[f"weights and head {name}, by codes"] = (packed(name, False), PlainFormat())

@@ -32,6 +32,8 @@ pytestmark = pytest.mark.xdist_group("serving")
         {"architecture": "llama", "weights": "int4"},
         {"architecture": "mixtral", "weights": "fp8"},
         {"architecture": "llama", "cache": "int4"},
+        {"architecture": "llama", "cache": "int4-32"},
+        {"architecture": "llama", "cache": "int4-128"},
         {"architecture": "llama", "speculate": "ngram"},
         {"architecture": "llama", "speculate": "layers=1"},
         {"architecture": "lstm"},
@@ -100,7 +102,9 @@ def test_weft_calibrate_and_loki(run: Path) -> None:
     text = run.parent / "text.txt"
     text.write_text("def main():\n    return 0\n" * 400)
     succeeded(weft("calibrate", run, "--data", text, "--out", axes, "--dense-below", 8))
-    assert succeeded(weft("generate", run, "--tokens", 60, "--json", "--cache", f"loki={axes}")).json["text"]
+    for more in (["--cache", f"loki={axes}"], ["--cache", f"loki={axes}", "--speculate", "ngram"],
+                 ["--cache", f"int4-32,loki={axes}"]):  # fmt: skip
+        assert succeeded(weft("generate", run, "--tokens", 60, "--json", *more)).json["text"]
 
 
 @pytest.fixture(scope="module")

@@ -127,9 +127,15 @@ def _times(axis: Any, device: torch.device, size: int) -> dict[str, float]:
     return found
 
 
-def served_on_ranks(table: dict[str, Any], ways: list[list[Any]], device: str = "cuda") -> list[Any]:
+def served_on_ranks(
+    table: dict[str, Any],
+    ways: list[list[Any]],
+    device: str = "cuda",
+    cache: str | None = None,
+    dtype: str = "float32",
+) -> list[Any]:
     """Serve a small model on ranks of a plan, for each (blocks copied ahead, sums). What each rank found: the answers
-    on the first, calls of gathers of weights by bytes, and what was said.
+    on the first, calls of gathers of weights by bytes, and what was said. `cache`: loki or int4,loki.
     """
     from weft.plan import Plan
     from weft.schema import build_dataclass
@@ -137,7 +143,8 @@ def served_on_ranks(table: dict[str, Any], ways: list[list[Any]], device: str = 
     plan = build_dataclass(Plan, table, "plan")
 
     def rank(index: int) -> Any:
-        return [_served(plan, ahead, sums, torch.device(device)) for ahead, sums in ways]
+        form, kind = _chosen_tokens(cache), getattr(torch, dtype)
+        return [_served(plan, ahead, sums, torch.device(device), form, kind) for ahead, sums in ways]
 
     if device == "cuda":
         return _with_mps(rank, plan.num_ranks)
@@ -146,12 +153,25 @@ def served_on_ranks(table: dict[str, Any], ways: list[list[Any]], device: str = 
     return run_local(rank, plan.num_ranks, SECONDS)
 
 
-def _served(plan: Any, ahead: int, sums: Any, device: torch.device) -> Any:
+def _chosen_tokens(cache: str | None) -> Any:
+    """A format of the cache by which decodes choose tokens, with the same axes in every process."""
+    from weft.serve.four_bit_loki_cache import FourBitLokiFormat
+    from weft.serve.loki_cache import LokiFormat
+    from weft.serve.loki_choice import LokiChoice
+
+    generator = torch.Generator().manual_seed(0)
+    axes = torch.linalg.qr(torch.randn(5, 2, 64, 64, generator=generator, dtype=torch.float64))[0]
+    loki = LokiFormat(axes, LokiChoice(0.5, 0.3, newest=2, dense_below=4))
+    return {None: None, "loki": loki, "int4,loki": FourBitLokiFormat(loki)}[cache]
+
+
+def _served(plan: Any, ahead: int, sums: Any, device: torch.device, form: Any, dtype: torch.dtype) -> Any:
     from parallel_serving_for_tests import tokens_on_ranks
     from serving_for_tests import CONFIGS, GREEDY
 
     from weft.mesh import Mesh
     from weft.models import DecoderConfig
+    from weft.serve.cache_formats import block_size_of
     from weft.serve.engine import EngineOptions
     from weft.serve.ranks import ServingRanks
     from weft.serve.request import Request
@@ -161,7 +181,8 @@ def _served(plan: Any, ahead: int, sums: Any, device: torch.device) -> Any:
         "llama", vocab_size=64, hidden_size=256, intermediate_size=384, num_hidden_layers=5, **heads
     )  # type: ignore[arg-type]
     requests = [Request(str(i), tuple((7 * i + j * j) % 61 for j in range(1 + 9 * i)), 12, GREEDY) for i in range(5)]
-    options = EngineOptions(num_blocks=64, max_running=4, dtype=torch.float32, device=device, stream_weights=ahead)
+    size = 16 if form is None else block_size_of(form)
+    options = EngineOptions(size, 64, max_running=4, dtype=dtype, device=device, stream_weights=ahead, cache=form)
     mesh, said = Mesh(plan, device), list[str]()
     ranks = ServingRanks(mesh, sums, ahead > 0, said.append)
     found = tokens_on_ranks("wide", mesh, requests, options, ranks=ranks)

@@ -49,14 +49,8 @@ from weft.serve.fused_kernel import (
     row_linear_by_kernel,
 )
 from weft.serve.layer_cache import CacheSizes
-from weft.serve.loki_cache import (
-    LokiChoice,
-    LokiLayer,
-    chosen_attention,
-    chosen_attention_by_kernel,
-    chosen_tokens,
-    first_dims,
-)
+from weft.serve.loki_cache import LokiLayer, chosen_attention, chosen_attention_by_kernel, first_dims
+from weft.serve.loki_choice import LokiChoice, chosen_tokens
 from weft.serve.loki_kernel import chosen_slots_by_kernel
 from weft.serve.packed_product_kernel import packed_product_by_kernel
 from weft.serve.packed_row_kernel import product_of_rows_by_kernel
@@ -313,15 +307,17 @@ def tiles() -> dict[str, dict[str, float]]:
 def four_bits() -> dict[str, dict[str, float]]:
     """Of attention over a cache of 4 bits, and of what a decode adds to it; without the tail, as a control."""
     found = {}
-    for dtype, (num_heads, num_key_heads, head_dim), window, num_programs in (
-        (torch.float32, (4, 2, 8), None, 1),
-        (torch.float32, (2, 1, 72), 70, 32),
-        (torch.float16, (3, 1, 20), None, 16),  # the interpreter multiplies no matrices of bf16
+    for dtype, (num_heads, num_key_heads, head_dim), window, num_programs, page in (
+        (torch.float32, (4, 2, 8), None, 1, 64),
+        (torch.float32, (2, 1, 72), 70, 32, 64),
+        (torch.float16, (3, 1, 20), None, 16, 64),  # the interpreter multiplies no matrices of bf16
+        (torch.float32, (2, 2, 40), 50, 16, 32),
+        (torch.float32, (2, 1, 72), None, 1, 128),
     ):
         four_bit_attention_kernel._PROGRAMS = num_programs
-        sizes = CacheSizes(13, 64, 4, num_key_heads, head_dim, dtype, torch.device("cpu"))
+        sizes = CacheSizes(13, page, 4, num_key_heads, head_dim, dtype, torch.device("cpu"))
         layers = [FourBitLayer(sizes) for _ in range(2)]
-        lengths = torch.tensor([1, 64, 130, 192], dtype=torch.int32)
+        lengths = torch.tensor([1, page, 2 * page + 2, 3 * page], dtype=torch.int32)
         tables = torch.randperm(12, dtype=torch.int32).reshape(4, 3)
         rows = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
         both = ((*layer.pages, layer._tails) for layer in layers)
@@ -332,10 +328,10 @@ def four_bits() -> dict[str, dict[str, float]]:
         query = torch.randn(4, num_heads, head_dim).to(dtype)
         key, value = (torch.randn(4, num_key_heads, head_dim).to(dtype) for _ in range(2))
         places = lengths - 1
-        slots = tables.gather(1, (places // 64)[:, None].long())[:, 0].long() * 64 + places % 64
-        batch = PagedBatch(places, places, slots, tables, lengths, rows, 64, 4)
+        slots = tables.gather(1, (places // page)[:, None].long())[:, 0].long() * page + places % page
+        batch = PagedBatch(places, places, slots, tables, lengths, rows, page, 4)
         mixed = [layer(query, key, value, batch, window) for layer in (layers[0]._decode_by_kernel, layers[1]._decode)]
-        name = f"{dtype} {num_heads} {num_key_heads} {head_dim} {window} {num_programs}"
+        name = f"{dtype} {num_heads} {num_key_heads} {head_dim} {window} {num_programs} {page}"
         # Plain functions write what is not full, and the other half of a page, to the last page.
         pairs = [(mine[:-1], plain[:-1]) for mine, plain in zip(layers[0].pages, layers[1].pages, strict=True)]
         pairs.append((layers[0]._tails, layers[1]._tails))
@@ -370,7 +366,8 @@ def chosen() -> dict[str, dict[str, float]]:
         numbers = (choice.tokens, choice.newest, choice.dense_below, choice.most_tokens(52))
         slots, counts = chosen_slots_by_kernel(query, first, tables, lengths, window, numbers)
         every = slots_of(tables, 52, 4).long()
-        places, taken = chosen_tokens(query, keys, every, lengths, window, choice)
+        scored = keys[..., : choice.num_dims(head_dim)][every]
+        places, taken = chosen_tokens(query, scored, lengths, window, choice)
         wrong = 0
         for request in range(3):
             for head in range(num_key_heads):

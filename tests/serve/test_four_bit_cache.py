@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from weft.errors import ConfigError
 from weft.models import DecoderConfig, build, initialise
 from weft.serve import four_bit_cache
+from weft.serve.cache_formats import cache_format
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.four_bit_cache import GROUP, FourBitFormat, FourBitLayer
 from weft.serve.layer_cache import CacheSizes
@@ -28,18 +29,22 @@ HEADS, KEY_HEADS, DIM, NUM_BLOCKS = 4, 2, 6, 9
 TABLE = torch.tensor([[5, 2, 7, 0]], dtype=torch.int32)  # the pages of the request, in any order
 
 
-def new_layer(dtype: torch.dtype = torch.float64) -> FourBitLayer:
-    return FourBitLayer(CacheSizes(NUM_BLOCKS, GROUP, 3, KEY_HEADS, DIM, dtype, torch.device("cpu")))
+def sizes_of(size: int = GROUP, dtype: torch.dtype = torch.float64) -> CacheSizes:
+    return CacheSizes(NUM_BLOCKS, size, 3, KEY_HEADS, DIM, dtype, torch.device("cpu"))
 
 
-def batch_of(start: int, end: int) -> PagedBatch:
+def new_layer(size: int = GROUP) -> FourBitLayer:
+    return FourBitLayer(sizes_of(size))
+
+
+def batch_of(start: int, end: int, size: int = GROUP) -> PagedBatch:
     """The tokens `start` to `end` of a request in row 1, as a decode if it is one token."""
     places = torch.arange(start, end)
-    slots = TABLE[0].long()[places // GROUP] * GROUP + places % GROUP
+    slots = TABLE[0].long()[places // size] * size + places % size
     lengths, rows = torch.tensor([end], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
     if end - start == 1:
-        return PagedBatch(places, places, slots, TABLE, lengths, rows, GROUP, 1)
-    return PagedBatch(places, places, slots, TABLE, lengths, rows, GROUP, 0, [end - start], [end])
+        return PagedBatch(places, places, slots, TABLE, lengths, rows, size, 1)
+    return PagedBatch(places, places, slots, TABLE, lengths, rows, size, 0, [end - start], [end])
 
 
 def attended(
@@ -48,7 +53,7 @@ def attended(
     """The results of a request whose tokens come in chunks of these sizes."""
     parts, start = [], 0
     for size in sizes:
-        batch = batch_of(start, start + size)
+        batch = batch_of(start, start + size, layer._size)
         slots, keys, values = layer.room(batch)
         keys[slots], values[slots] = (one[start : start + size] for one in tokens[1:])
         parts.append(layer.attend(tokens[0][start : start + size], keys, values, batch, window))
@@ -69,7 +74,7 @@ def oracle(layer: FourBitLayer, tokens: tuple[Tensor, Tensor, Tensor], window: i
     keys, values = (one.flatten(0, 1) for one in layer.decoded(TABLE[0].long(), torch.float64))
     out = []
     for place in range(len(query)):
-        first = place // GROUP * GROUP
+        first = place // layer._size * layer._size
         mixed = torch.cat([keys[:first], own[first : place + 1]])
         begin = 0 if window is None else max(0, place + 1 - window)
         heads = []
@@ -80,37 +85,40 @@ def oracle(layer: FourBitLayer, tokens: tuple[Tensor, Tensor, Tensor], window: i
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("number", [1, 2, GROUP - 1, GROUP, GROUP + 1, 2 * GROUP, 3 * GROUP + 1])
+@pytest.mark.parametrize(
+    ("size", "number"),
+    [(64, 1), (64, 2), (64, 63), (64, 64), (64, 65), (64, 128), (64, 193), (32, 97), (128, 257)],
+)
 @pytest.mark.full(3)
-def test_tokens_one_by_one_in_chunks_and_at_once_give_the_same_bits(number: int) -> None:
+def test_tokens_one_by_one_in_chunks_and_at_once_give_the_same_bits(size: int, number: int) -> None:
     tokens, rng = random_tokens(number), random.Random(number)
-    at_once, one_by_one, chunked = new_layer(), new_layer(), new_layer()
+    at_once, one_by_one, chunked = new_layer(size), new_layer(size), new_layer(size)
     cuts = sorted({0, number, *(rng.randrange(number + 1) for _ in range(5))})
     results = [
         attended(at_once, tokens, [number]),
         attended(one_by_one, tokens, [1] * number),
         attended(chunked, tokens, [end - begin for begin, end in pairwise(cuts)]),
     ]
-    full = TABLE[0, : number // GROUP].long()
+    full = TABLE[0, : number // size].long()
     for other in (one_by_one, chunked):
         for index, (mine, theirs) in enumerate(zip(at_once.pages, other.pages, strict=True)):
             if index < 2:  # keys: pages that are full
                 assert torch.equal(mine[full], theirs[full])
             else:
                 assert torch.equal(mine[TABLE[0].long()], theirs[TABLE[0].long()])
-        rest = number % GROUP
-        half = number // GROUP % 2
+        rest = number % size
+        half = number // size % 2
         assert torch.equal(at_once._tails[1, half, :rest], other._tails[1, half, :rest])
     for one in results[1:]:
         torch.testing.assert_close(one, results[0], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("window", [None, 70])
-def test_attention_is_that_over_the_decoded_cache(window: int | None) -> None:
-    number = 2 * GROUP + 9
+@pytest.mark.parametrize(("window", "size"), [(None, 64), (70, 64), (None, 32), (70, 128)])
+def test_attention_is_that_over_the_decoded_cache(window: int | None, size: int) -> None:
+    number = 2 * size + 9
     tokens = random_tokens(number)
-    layer = new_layer()
-    found = attended(layer, tokens, [GROUP + 3, 1, 1, number - GROUP - 5], window)
+    layer = new_layer(size)
+    found = attended(layer, tokens, [size + 3, 1, 1, number - size - 5], window)
     torch.testing.assert_close(found, oracle(layer, tokens, window), rtol=0, atol=1e-12)
     exact = torch.nn.functional.scaled_dot_product_attention(
         *(one.repeat_interleave(HEADS // one.shape[1], 1).transpose(0, 1) for one in tokens), is_causal=True
@@ -176,14 +184,18 @@ def test_rejected_drafts_of_the_next_page_leave_no_trace() -> None:
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(2, 6), (8, 128), (4, 64), (3, 96)])
-def test_bytes_of_pages_and_tails_are_as_stated(heads: int, dim: int) -> None:
-    sizes = CacheSizes(5, GROUP, 7, heads, dim, torch.bfloat16, torch.device("cpu"))
-    layer, form = FourBitLayer(sizes), FourBitFormat()
+@pytest.mark.parametrize("size", [32, 64, 128])
+def test_bytes_of_pages_and_tails_are_as_stated(heads: int, dim: int, size: int) -> None:
+    sizes = CacheSizes(5, size, 7, heads, dim, torch.bfloat16, torch.device("cpu"))
+    form = cache_format({32: "int4-32", 64: "int4", 128: "int4-128"}[size])
+    assert form.block_size == size
+    layer = form.layer(0, sizes)
+    assert isinstance(layer, FourBitLayer)
     held = sum(page.numel() * page.itemsize for page in layer.pages)
-    assert held == 5 * GROUP * form.bytes_per_token(heads, dim, 2)
+    assert held == 5 * size * form.bytes_per_token(heads, dim, 2)
     assert layer._tails.numel() * 2 == 8 * form.bytes_per_row(heads, dim, 2)
-    if dim == 128:
-        assert 4 * heads * dim / form.bytes_per_token(heads, dim, 2) == pytest.approx(512 / 144)  # against 16 bits
+    if dim == 128:  # of 512 bytes in 16 bits
+        assert form.bytes_per_token(heads, dim, 2) == heads * {32: 152, 64: 144, 128: 136}[size]
 
 
 def longer_model(seed: int = 0) -> nn.Module:
@@ -253,3 +265,5 @@ def test_sizes_that_it_cannot_keep_are_refused() -> None:
         engine_of(block_size=16)
     with pytest.raises(ConfigError, match="needs heads of an even size"):
         FourBitLayer(CacheSizes(2, GROUP, 1, 1, 5, torch.float32, torch.device("cpu")))
+    with pytest.raises(ConfigError, match="blocks of 32, 64 or 128 tokens, not heads of 6 and blocks of 48"):
+        FourBitLayer(sizes_of(48))

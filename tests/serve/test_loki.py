@@ -15,12 +15,24 @@ from torch import Tensor
 
 from weft.errors import ConfigError
 from weft.models import DecoderConfig, build, initialise, save_folder
+from weft.models.attention import rotate
 from weft.serve.cache_formats import cache_format
 from weft.serve.layer_cache import CacheSizes
-from weft.serve.loki_cache import LokiChoice, LokiFormat, LokiLayer, chosen_attention, chosen_tokens
-from weft.serve.loki_calibration import calibrate, load, save
+from weft.serve.loki_cache import LokiFormat, LokiLayer, chosen_attention
+from weft.serve.loki_calibration import (
+    RecordingFormat,
+    best_axes,
+    calibrate,
+    explained_shares,
+    load,
+    principal_axes,
+    save,
+)
+from weft.serve.loki_choice import LokiChoice, chosen_tokens
+from weft.serve.model_part import EngineOptions, ModelPart
 from weft.serve.paged_attention import PagedBatch, decode_attention, slots_of
 from weft.serve.request import Request
+from weft.serve.step_inputs import text_inputs
 
 HEADS, KEY_HEADS, DIM, SIZE = 4, 2, 8, 4
 ALL = LokiChoice(dims=0.25, tokens=1.0, newest=1, dense_below=1)
@@ -66,7 +78,7 @@ def test_the_chosen_tokens_are_those_of_a_search_through_all() -> None:
     keys[:, :, 0] = keys[:, :, 0].round()  # equal scores are frequent
     keys[:, :, 1:] = 0
     slots = slots_of(tables, 20, SIZE).long()
-    places, counts = chosen_tokens(query, keys, slots, lengths, None, SOME)
+    places, counts = chosen_tokens(query, keys[..., :4][slots], lengths, None, SOME)
     for request, length in enumerate(lengths.tolist()):
         for head in range(HEADS):
             pair = query[request, head // 2 * 2 :][:2, :4]  # the queries that share the key head
@@ -112,7 +124,8 @@ def test_how_tokens_are_added_changes_no_page() -> None:
 def test_an_engine_that_chooses_all_tokens_gives_the_tokens_of_a_plain_one(name: str) -> None:
     model = tiny_model(name).double()
     texts = [torch.randint(0, 61, (3, 24), generator=torch.Generator().manual_seed(0))]
-    found, explained = calibrate(tiny_model(name).double(), texts, ALL)
+    found, explained, is_before = calibrate(tiny_model(name).double(), texts, ALL)
+    assert not bool(is_before.any()) or name != "gpt2"  # which does not rotate
     assert bool((explained.diff(dim=-1) >= -1e-12).all())
     requests = [Request(str(i), (7 * i + 1, 5, 3, i), 14, GREEDY) for i in range(4)]
     engine = make_engine(tiny_model(name).double(), cache=found, num_blocks=12, token_budget=9)
@@ -144,9 +157,65 @@ def test_calibrated_axes_choose_better_than_others() -> None:
     assert error(best) < 0.5 * min(error(axes_of(seed)) for seed in range(5))
 
 
+def rotated_keys(seed: int, lengths: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys near a plane, rotated by position and as they are, and cos and sin; of positions between two."""
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(2, DIM, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    keys = torch.randn(lengths[1] - lengths[0], 2, generator=generator, dtype=torch.float64) @ mixing
+    keys += 0.1 * torch.randn(keys.shape, generator=generator, dtype=torch.float64)
+    places = torch.arange(*lengths, dtype=torch.float64)[:, None] * 0.5 ** torch.arange(DIM // 2, dtype=torch.float64)
+    tables = torch.stack([places.cos().repeat(1, 2), places.sin().repeat(1, 2)])
+    return rotate(keys, *tables), keys, tables
+
+
+def test_axes_after_rotation_explain_most_of_the_text_on_which_they_are_found() -> None:
+    """And those before rotation are taken for heads whose keys on held-out rows they explain more of."""
+    after, before, _ = rotated_keys(0, (0, 300))
+    sums = torch.stack([one.T @ one for one in (after, before)])
+    shares = explained_shares(principal_axes(sums), sums[0].expand_as(sums))
+    assert bool((shares[0] >= shares[1] - 1e-12).all())  # for every number of dims
+    assert float(shares[0, 2] - shares[1, 2]) > 0.05
+    for seed in range(5):
+        others = axes_of(seed)[0]
+        assert bool((explained_shares(others, sums[0]) <= shares[0] + 1e-12).all())
+    near = torch.stack([one.T @ one for one in rotated_keys(1, (0, 300))[:2]])
+    _, is_before = best_axes(sums, near, 3)
+    assert not bool(is_before)
+    # Rotations that the text does not have: its keys are of late positions, and held-out rows of the first ones.
+    late, first = (torch.stack([one.T @ one for one in rotated_keys(2, places)[:2]]) for places in ((2, 8), (0, 2)))
+    axes, is_before = best_axes(late, first, 2)
+    assert bool(is_before)
+    torch.testing.assert_close(axes, principal_axes((late + first)[1]))
+
+
+def test_to_turn_keys_before_they_are_rotated_is_noticed() -> None:
+    """Axes before or after rotation are applied to rotated keys and queries: a rotation does not go through them."""
+    after, before, tables = rotated_keys(3, (0, 20))
+    axes = axes_of()[0]
+    exact = after[-1] @ after.T
+    torch.testing.assert_close((after[-1] @ axes) @ (after @ axes).T, exact, rtol=0, atol=1e-12)
+    wrong = rotate(before @ axes, *tables)
+    assert float((wrong[-1] @ wrong.T - exact).abs().max()) > 0.1
+
+
+def test_calibration_sees_keys_before_rotation() -> None:
+    model, recording = tiny_model("llama").double(), RecordingFormat()
+    row = [3, 1, 4, 1, 5, 9, 2, 6]
+    part = ModelPart(model, EngineOptions(num_blocks=1, max_running=1, cache=recording))
+    recording.rotary = part.paged.rotary  # type: ignore[union-attr]
+    part.hidden_states(text_inputs(row, part.layout.block_size))
+    layer = model.model.layers[0]  # type: ignore[union-attr, index]
+    with torch.no_grad():
+        hidden = layer.input_layernorm(model.model.embed_tokens(torch.tensor(row)))  # type: ignore[union-attr, operator]
+        keys = layer.self_attn.k_proj(hidden).unflatten(-1, (2, -1))  # type: ignore[union-attr, operator]
+    expected = torch.einsum("thd,the->hde", keys, keys)
+    torch.testing.assert_close(recording.sums[0, False][1], expected, rtol=1e-5, atol=1e-5)  # angles are of float32
+    assert float((recording.sums[0, False][0] - expected).abs().max()) > 1e-2
+
+
 def test_a_file_is_read_again_and_refused_for_another_model(tmp_path: Path) -> None:
     path, texts = tmp_path / "axes", [torch.arange(24).view(1, 24)]
-    found, _ = calibrate(tiny_model("llama"), texts, SOME)
+    found = calibrate(tiny_model("llama"), texts, SOME).form
     save(path, found)
     again = load(path)
     assert again.choice == SOME
@@ -157,15 +226,13 @@ def test_a_file_is_read_again_and_refused_for_another_model(tmp_path: Path) -> N
     for other in (tiny_model("llama", seed=1), tiny_model("qwen2")):
         with pytest.raises(ConfigError, match="is of another model; run weft calibrate on the model that is served"):
             make_engine(other, cache=again)
-    with pytest.raises(ConfigError, match="drafts would change answers; leave out --speculate or --cache"):
-        make_engine(tiny_model("llama"), cache=again, speculate="ngram")
     save(path, LokiFormat(found.axes * 1.1, SOME, found.identity))
     with pytest.raises(ConfigError, match="are not orthogonal: the file is damaged"):
         load(path)
     path.write_bytes(b"nonsense")
     with pytest.raises(ConfigError, match="cannot be read"):
         cache_format(f"loki={path}")
-    with pytest.raises(ConfigError, match="--cache int3 is unknown; give int4, or loki=FILE"):
+    with pytest.raises(ConfigError, match="--cache int3 is unknown; give int4, int4-32 or int4-128, loki=FILE"):
         cache_format("int3")
     with pytest.raises(ConfigError, match=r"dims = 0.0 of Loki must be above 0 and at most 1"):
         LokiChoice(dims=0.0)
@@ -197,7 +264,11 @@ def test_commands_use_all_ways_and_refuse_in_one_line(
     assert indexed.status == 0, indexed.err
     assert indexed.json["agreement"] >= 0.999
     assert weft(*generate, "--head", f"graph={graph}").out == plain.out
-    for options in (("--weights", "int4", "--cache", "int4"), ("--weights", "fp8", "--cache", f"loki={axes}")):
+    for options in (
+        ("--weights", "int4", "--cache", "int4"),
+        ("--weights", "fp8", "--cache", f"loki={axes}", "--speculate", "ngram"),
+        ("--cache", f"int4-32,loki={axes}"),
+    ):
         found = weft(*generate, *options)
         assert found.status == 0, found.err
     mistakes = {
@@ -207,7 +278,6 @@ def test_commands_use_all_ways_and_refuse_in_one_line(
         "layers=2 of a model with 2 layers": ("--speculate", "layers=2"),
         "graph=nowhere cannot be read": ("--head", "graph=nowhere"),
         "give temperature 0 or a top_k from 1 to 64": ("--head", f"graph={graph}", "--temperature", 1, "--top-k", 99),
-        "leave out --speculate or --cache": ("--speculate", "ngram", "--cache", f"loki={axes}"),
     }
     for message, options in mistakes.items():
         found = weft(*generate, *options)

@@ -30,19 +30,25 @@ def calibrate_command(
     kind = chosen_device(device)
     from weft.serve.generate import load_for_generation
     from weft.serve.loading import calibration_texts
-    from weft.serve.loki_cache import LokiChoice
     from weft.serve.loki_calibration import calibrate, save
+    from weft.serve.loki_choice import LokiChoice
 
     choice = LokiChoice(dims, tokens, newest, dense_below)
     model, tokens_of, context = load_for_generation(source, tokenizer, kind, lambda text: print(text, file=sys.stderr))
     texts = calibration_texts(data, tokens_of, context)
-    found, explained = calibrate(model, texts, choice)
+    found, explained, is_before = calibrate(model, texts, choice)
     save(out, found)
     number = choice.num_dims(found.axes.shape[-1])
     shares = explained[..., number - 1].mean(-1).tolist()
     if as_json:
-        print(json.dumps({"file": str(out), "dims": number, "explained": shares}))
+        before = is_before.sum(-1).tolist()
+        print(json.dumps({"file": str(out), "dims": number, "explained": shares, "heads_before_rotation": before}))
         return
     layers = ", ".join(f"{share:.3f}" for share in shares)
     print(f"wrote {out}: the first {number} of {found.axes.shape[-1]} dims explain {layers} of the keys of the layers")
+    if bool(is_before.any()):
+        print(
+            f"axes of keys before rotation by position explained more of rows that were held out, and are taken, for "
+            f"{int(is_before.sum())} of {is_before.numel()} key heads"
+        )
     print(f"use it: weft serve {source} --cache loki={out}")

@@ -45,7 +45,7 @@ def generate_command(
     kind = chosen_device(device)
     from rich.console import Console
 
-    from weft.serve.cache_formats import cache_format
+    from weft.serve.cache_formats import cache_format, why_slow
     from weft.serve.generate import generate
     from weft.serve.graph_head import graph_head
     from weft.serve.loading import Packing, load_draft, load_model
@@ -59,6 +59,9 @@ def generate_command(
         model, tokens_of = loaded.model, loaded.tokenizer
         for reason in why_decoded(model) if kind == "cpu" else ():
             _warn(reason)
+        kept = cache_format(cache)
+        for reason in why_slow(kept, kind):
+            _warn(reason)
         text = generate(
             model,
             tokens_of,
@@ -69,7 +72,7 @@ def generate_command(
             seed=seed,
             context=loaded.context_length,
             speculate=load_draft(speculate, tokenizer, tokens_of, kind),
-            cache=cache_format(cache),
+            cache=kept,
             head=graph_head(head),
         )
     if as_json:

@@ -15,6 +15,7 @@ EXAMPLE = (
     "Example: weft plan --model llama3-70b --cluster h100:32x8 --tokens-per-step 4M --report plan.html; or: "
     "weft plan run.toml plan.data=2 plan.shard=4 cluster=h100:1x8 --json"
 )
+WAYS = ("weights", "cache", "head", "precision", "ahead", "resident")  # to serve a model; see plan_serving
 WhereOption = Annotated[
     list[str] | None, typer.Option(help="what must hold: 'pipe=4', 'tensor.x<=8', 'no recompute', 'exact only'")
 ]
@@ -27,6 +28,8 @@ TimelineOption = Annotated[
     bool,
     typer.Option("--timeline", help="draw the pipeline's schedule, here or to the FILE.svg (.png, .txt) given"),
 ]
+
+WAYS = ("weights", "cache", "head", "precision", "ahead", "resident")  # in which a model may be served
 
 
 @paused_collector()
@@ -58,7 +61,7 @@ def plan_command(
     weights: Annotated[str | None, typer.Option(help="with --serve: fp8, int8, int4, int4-128, fp16, int8-row")] = None,
     head: Annotated[str | None, typer.Option(help="with --serve on a CPU: as for --weights, or graph=FILE")] = None,
     precision: Annotated[str | None, typer.Option(help="with --serve on a CPU: fp32 (if not given) or bf16")] = None,
-    cache: Annotated[str | None, typer.Option(help="with --serve: keys and values as int4, or loki=FILE")] = None,
+    cache: Annotated[str | None, typer.Option(help="with --serve: keys and values as int4, loki=FILE, or both")] = None,
     stream_weights: Annotated[int, typer.Option(help="with --serve: blocks copied ahead from host memory", min=0)] = 0,
     resident_blocks: Annotated[int, typer.Option(help="with --stream-weights: blocks kept on the device", min=0)] = 0,
     speculate: Annotated[str | None, typer.Option(help="with --serve: ngram, layers=K or FOLDER")] = None,
@@ -67,8 +70,7 @@ def plan_command(
 ) -> None:
     """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
     if serve:
-        ways: dict[str, Any] = {"weights": weights, "cache": cache, "head": head, "precision": precision}
-        ways |= {"ahead": stream_weights, "resident": resident_blocks}
+        ways = dict(zip(WAYS, (weights, cache, head, precision, stream_weights, resident_blocks), strict=True))
         _plan_serving(model, run_file, cluster, (requests, prompt, output), ways, (speculate, accepted), as_json)
         return
     if like is not None:

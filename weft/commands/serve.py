@@ -51,7 +51,9 @@ BudgetOption = Annotated[
 CacheOption = Annotated[
     int | None,
     typer.Option(
-        help="blocks of 16 tokens (--cache int4: 64) of the key-value cache of a rank; what fits if not given", min=1
+        help="blocks of 16 tokens (--cache int4: 64, or so many as it says) of the key-value cache of a rank; what "
+        "fits if not given",
+        min=1,
     ),
 ]
 SwapOption = Annotated[
@@ -75,7 +77,10 @@ WeightsOption = Annotated[
 ]
 KeysValuesOption = Annotated[
     str | None,
-    typer.Option(help="read fewer bytes of keys and values: int4, or loki=FILE; changes answers", show_default=False),
+    typer.Option(
+        help="fewer bytes of keys and values: int4, int4-32, int4-128, loki=FILE, or int4,loki=FILE; changes answers",
+        show_default=False,
+    ),
 ]
 HeadOption = Annotated[
     str | None,

@@ -7,8 +7,11 @@ from __future__ import annotations
 import math
 
 from weft.planner.kernels import LAUNCH_SECONDS, Kernels
+from weft.serve.four_bit_cache import FourBitFormat
+from weft.serve.four_bit_loki_cache import FourBitLokiFormat, bytes_read
 from weft.serve.layer_cache import MAX_WHOLE_DECODES, CacheFormat
-from weft.serve.loki_cache import LokiChoice, LokiFormat
+from weft.serve.loki_cache import LokiFormat
+from weft.serve.loki_choice import LokiChoice
 from weft.serve.weight_formats import (
     FEW_ROWS,
     MAX_KERNEL_ROWS,
@@ -31,17 +34,22 @@ GROUPED_MATMUL_RATE, TILE_RATE = 0.71, {4: 0.55, 8: 0.95}
 # Kernels of a layer of experts beside its products: in 16 bits the router, the order of rows, rows and sums; the same
 # without rows of many tokens with codes; of few tokens, the router, the order if there are several, and sums.
 EXPERT_KERNELS, MANY_PACKED_KERNELS, FEW_PACKED_KERNELS = 22, 18, 2
+PAGE_RATE = {32: 0.72, 64: 0.88, 128: 0.75}  # the same share of attention over pages of 4 bits, by their tokens
 # Bytes that plain functions move for each weight that is decoded, and for each input that is rounded to float8.
 DECODING_BYTES, ROUNDING_BYTES = 14, 16
 # Passes of Loki's choice over the joint scores of a key head (`serve/loki_kernel.py`): they are written, read for each
 # of 16 digits and for the count, and read to write the chosen tokens.
 CHOOSING_PASSES = 1 + 16 + 1 + 1
 SCORE_BYTES = 4
+# Of Loki over 4 bits, whose plain functions gather what they decode: bytes for each number (measured on an H200, for 16
+# requests of 32,768 tokens), and for each score that torch sorts with its place, 8 digits one after the other.
+GATHERED_BYTES, SORTING_BYTES = 215, 8 * 2 * 12
 # Kernels of a layer beside its four matmuls: two norms, rotation, attention, and what is between gate and down. For one
 # token, matmuls include norms and what is between. Rotation and attention of few decodes over a plain cache are one.
 SMALL_KERNELS, SMALL_KERNELS_FOR_ONE = 4, 2
-# Others have, beside these, a kernel that adds keys and values, and for Loki two that score and choose.
-MORE_KERNELS = {"plain": 0, "int4": 1, "loki": 3}
+# Others have, beside these, a kernel that adds keys and values, and for Loki two that score and choose. Loki over 4
+# bits has plain functions, of which so many were counted.
+MORE_KERNELS = {"plain": 0, "int4": 1, "loki": 3, "int4 and loki": 237}
 # Where ranks hold pages together, rotation and attention are two kernels, and another adds up the parts of all ranks.
 SPLIT_KERNELS = 2
 
@@ -96,7 +104,13 @@ def small_kernels(form: CacheFormat, num_tokens: int, num_decodes: int) -> int:
     """Kernels of a layer beside its matmuls, in a step of so many tokens."""
     is_whole = form.name == "plain" and num_tokens == num_decodes <= MAX_WHOLE_DECODES
     number = SMALL_KERNELS_FOR_ONE if num_tokens == 1 else SMALL_KERNELS
-    return number + MORE_KERNELS[form.name] - is_whole
+    return number + MORE_KERNELS[_kind(form)] - is_whole
+
+
+def _kind(form: CacheFormat) -> str:
+    if isinstance(form, FourBitFormat):
+        return "int4 and loki" if isinstance(form, FourBitLokiFormat) else "int4"
+    return "loki" if isinstance(form, LokiFormat) else "plain"
 
 
 def decode_reads(
@@ -107,8 +121,14 @@ def decode_reads(
     """
     num_heads, num_key_heads, head_dim = heads
     stored = num_cached * form.bytes_per_token(num_key_heads, head_dim, kernels.item_bytes)
-    if form.name == "int4":
-        return stored / (kernels.bytes_per_second * GROUPED_RATE[4]), stored
+    if isinstance(form, FourBitLokiFormat) and num_decodes:
+        choice = form.loki.choice
+        num_chosen = num_cached * _chosen_share(choice, num_cached / num_decodes)
+        decoded = num_cached * choice.num_dims(head_dim) + num_chosen * 2 * head_dim
+        moved = num_key_heads * (GATHERED_BYTES * decoded + SORTING_BYTES * num_cached)
+        return moved / kernels.bytes_per_second, num_key_heads * bytes_read(form, head_dim, num_cached, num_chosen)
+    if isinstance(form, FourBitFormat):
+        return stored / (kernels.bytes_per_second * PAGE_RATE[form.group]), stored
     if not isinstance(form, LokiFormat) or not num_decodes:
         return stored / kernels.bytes_per_second, stored
     share = _chosen_share(form.choice, num_cached / num_decodes)

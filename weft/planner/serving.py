@@ -194,9 +194,10 @@ class ServingModel:
         of_layer = self._cache_format.bytes_per_token(*self._heads) / self.plan.context.degree
         return of_layer * len(self.sizes.stage_layers(self.plan, stage))
 
-    def row_bytes(self, stage: int) -> int:
-        """Bytes of a running request beside its pages, on one rank of a stage."""
-        return self._cache_format.bytes_per_row(*self._heads) * len(self.sizes.stage_layers(self.plan, stage))
+    def bytes_beside_pages(self, stage: int) -> int:
+        """Bytes of the cache on one rank of a stage beside pages, for as many requests as may run."""
+        form, num_layers = self._cache_format, len(self.sizes.stage_layers(self.plan, stage))
+        return num_layers * ((MAX_RUNNING + 1) * form.bytes_per_row(*self._heads) + form.bytes_of_layer(*self._heads))
 
     @property
     def _heads(self) -> tuple[int, int, int]:
@@ -213,11 +214,11 @@ class ServingModel:
         return math.floor(min(fits))
 
     def _bytes_beside(self, stage: int) -> int:
-        """Bytes of a step's tensors, and of running requests beside their pages, on one rank of a stage."""
+        """Bytes of a step's tensors, and of the cache beside its pages, on one rank of a stage."""
         sizes, x = self.sizes, self.plan.tensor.x
         widest = max(sizes.projected(x), 2 * sizes.inner // x, sizes.hidden)
         beside = 16 * TOKEN_BUDGET * widest + 24 * MAX_RUNNING * sizes.vocab
-        return beside + (MAX_RUNNING + 1) * self.row_bytes(stage)
+        return beside + self.bytes_beside_pages(stage)
 
     def step(self, chunks: Sequence[ScheduledChunk], stage: int) -> _StageStep:
         decodes = [chunk for chunk in chunks if chunk.end - chunk.start == 1]
@@ -237,10 +238,19 @@ class ServingModel:
         """Seconds of a step of one request that computes a token and so many drafts, and samples after each."""
         if num_drafts == 0:
             return self.decode_seconds(length)
+        if self._cache_format.answers_choose:  # each is a decode of its own, and the step no CUDA graph
+            number = 1 + num_drafts
+            return self._step(0, number, number * length, (), number, may_be_graph=False).seconds
         return self._step(0, 0, 0, ((1 + num_drafts, length + num_drafts),), 1 + num_drafts).seconds
 
     def _step(
-        self, stage: int, num_decodes: int, num_cached: int, prompts: tuple[tuple[int, int], ...], num_sampled: int
+        self,
+        stage: int,
+        num_decodes: int,
+        num_cached: int,
+        prompts: tuple[tuple[int, int], ...],
+        num_sampled: int,
+        may_be_graph: bool = True,
     ) -> _StageStep:
         """Decodes read `num_cached` tokens of the cache; prompts are (tokens computed, tokens up to their end)."""
         sizes, kernels, plan, x = self.sizes, self.kernels, self.plan, self.plan.tensor.x
@@ -283,9 +293,8 @@ class ServingModel:
             "other kernels": small,
             "communication": self._communication(stage, num_tokens, num_sampled),
         }
-        is_graph = not prompts or (self._cache_format.name == "plain" and num_tokens <= MAX_TOKENS)
-        if not is_graph or plan.num_ranks > plan.data or self._streamed:
-            host = (OPERATIONS_PER_LAYER + of_context) * len(layers) * HOST_SECONDS
+        if not (may_be_graph and self._is_graph(num_tokens, bool(prompts))):
+            host = (max(OPERATIONS_PER_LAYER, launches) + of_context) * len(layers) * HOST_SECONDS
             by_cause["waiting for the host"] = max(0.0, host - sum(by_cause.values()))
         assert self.cluster.node.device.memory_bandwidth_bytes_per_second is not None
         read = (num_read + cache) / self.cluster.node.device.memory_bandwidth_bytes_per_second
@@ -294,6 +303,12 @@ class ServingModel:
             by_cause["copies from host memory"] = max(0.0, streamed.seconds - sum(by_cause.values()))
             read = max(read, streamed.floor_seconds)
         return _StageStep(by_cause, max(read, flops / kernels.peak))
+
+    def _is_graph(self, num_tokens: int, has_prompts: bool) -> bool:
+        """Is a step without drafts a CUDA graph?"""
+        form, has_ranks = self._cache_format, self.plan.num_ranks > self.plan.data
+        is_recorded = form.name == "plain" and num_tokens <= MAX_TOKENS if has_prompts else form.has_kernel
+        return is_recorded and not has_ranks and not self._streamed
 
     def _product(self, rows: int, inner: int, columns: int) -> tuple[float, int]:
         """Seconds of a matmul, and the bytes of its weight."""
@@ -425,8 +440,8 @@ def predict_serving(
     )
     held = plan.data * min(MAX_RUNNING, int(cache_tokens / workload.mean_tokens))
     per_token = max(model.cache_bytes(stage) for stage in range(plan.pipe.degree))
-    rows = (MAX_RUNNING + 1) * max(model.row_bytes(stage) for stage in range(plan.pipe.degree))
-    memory = math.ceil(model.weight_bytes + cache_tokens * per_token + rows)
+    beside = max(model.bytes_beside_pages(stage) for stage in range(plan.pipe.degree))
+    memory = math.ceil(model.weight_bytes + cache_tokens * per_token + beside)
     sizes = (model.weight_bytes, per_token, memory, cache_tokens, held)
     num_cached = max(longest, min(MAX_RUNNING, len(per_replica)) * workload.mean_tokens)
     return ServingPrediction(plan, *sizes, alone, every, model.streaming_price(num_cached), model.merged_bytes)

@@ -26,6 +26,7 @@ class HeldBlocks:
     num_cached: int  # tokens whose keys and values were there already
     digest: bytes  # hash of the tokens of the first `num_hashed` blocks
     num_hashed: int
+    num_shared: int | None = None  # tokens whose blocks may be shared; None: all
 
 
 class CachePolicy(Protocol):
@@ -37,8 +38,12 @@ class CachePolicy(Protocol):
     @property
     def num_free(self) -> int: ...
 
-    def allocate(self, tokens: Sequence[int], tenant: str, reserve: int = 0) -> HeldBlocks | None:
-        """Take blocks for `tokens`; None, and nothing is taken, unless `reserve` blocks stay free."""
+    def allocate(
+        self, tokens: Sequence[int], tenant: str, reserve: int = 0, num_shared: int | None = None
+    ) -> HeldBlocks | None:
+        """Take blocks for `tokens`; None, and nothing is taken, unless `reserve` blocks stay free. Blocks of the first
+        `num_shared` tokens alone, or all, may be shared with other requests.
+        """
 
     def append(self, held: HeldBlocks, num_tokens: int) -> bool:
         """Take more blocks until they hold `num_tokens`; False, and nothing is taken, if too few are free."""
@@ -68,9 +73,12 @@ class PagedBlocks:
     def num_free(self) -> int:
         return len(self._free)
 
-    def allocate(self, tokens: Sequence[int], tenant: str, reserve: int = 0) -> HeldBlocks | None:
+    def allocate(
+        self, tokens: Sequence[int], tenant: str, reserve: int = 0, num_shared: int | None = None
+    ) -> HeldBlocks | None:
         digest, shared = blake2b(tenant.encode(), digest_size=16).digest(), list[int]()
-        while self._has_prefix_cache and (len(shared) + 1) * self.block_size < len(tokens):
+        last = len(tokens) - 1 if num_shared is None else min(len(tokens) - 1, num_shared)
+        while self._has_prefix_cache and (len(shared) + 1) * self.block_size <= last:
             following = self._hash(digest, tokens, len(shared))
             if following not in self._known:
                 break
@@ -84,7 +92,7 @@ class PagedBlocks:
             self._num_users[block] += 1
             self._free.pop(block, None)
         blocks = array("i", [*shared, *(self._take() for _ in range(num_new))])
-        return HeldBlocks(blocks, len(shared) * self.block_size, digest, len(shared))
+        return HeldBlocks(blocks, len(shared) * self.block_size, digest, len(shared), num_shared)
 
     def append(self, held: HeldBlocks, num_tokens: int) -> bool:
         num_new = self._num_needed(num_tokens) - len(held.blocks)
@@ -97,7 +105,8 @@ class PagedBlocks:
     def record(self, held: HeldBlocks, tokens: Sequence[int], num_computed: int) -> None:
         if not self._has_prefix_cache:
             return
-        while (held.num_hashed + 1) * self.block_size <= min(num_computed, len(tokens)):
+        last = min(num_computed, len(tokens) if held.num_shared is None else held.num_shared)
+        while (held.num_hashed + 1) * self.block_size <= last:
             held.digest = self._hash(held.digest, tokens, held.num_hashed)
             block = held.blocks[held.num_hashed]
             if held.digest not in self._known and self._digests[block] is None:

@@ -5,23 +5,36 @@ from __future__ import annotations
 from pathlib import Path
 
 from weft.errors import ConfigError
-from weft.serve.four_bit_cache import FourBitFormat
+from weft.serve.four_bit_cache import GROUP, GROUPS, FourBitFormat
+from weft.serve.four_bit_loki_cache import FourBitLokiFormat
 from weft.serve.layer_cache import CacheFormat, PlainFormat
 from weft.serve.loki_calibration import load
 
 DEFAULT_BLOCK_SIZE = 16
+FOUR_BITS = {"int4" if group == GROUP else f"int4-{group}": group for group in GROUPS}
 
 
 def cache_format(name: str | None) -> CacheFormat:
     """The format of a name; None is that of keys and values as they are. Raises ConfigError."""
     if name is None:
         return PlainFormat()
-    kind, _, path = name.partition("=")
-    if name == "int4":
-        return FourBitFormat()
-    if kind == "loki" and path:
-        return load(Path(path))
-    raise ConfigError(f"--cache {name} is unknown; give int4, or loki=FILE with a file of weft calibrate")
+    if name in FOUR_BITS:
+        return FourBitFormat(FOUR_BITS[name])
+    codes, _, axes = name.rpartition(",loki=") if name.startswith("int4") else ("", "", name.removeprefix("loki="))
+    if axes not in ("", name) and codes in ("", *FOUR_BITS):
+        loki = load(Path(axes))
+        return FourBitLokiFormat(loki, FOUR_BITS[codes]) if codes else loki
+    raise ConfigError(
+        f"--cache {name} is unknown; give int4, int4-32 or int4-128, loki=FILE with a file of weft calibrate, or both "
+        f"with a comma between them"
+    )
+
+
+def why_slow(found: CacheFormat, device: str) -> list[str]:
+    """Why decodes with a cache of this format are slow on a device, if they are."""
+    if device == "cpu" or found.has_kernel:
+        return []
+    return [f"--cache {found.name} has no kernels for GPUs: plain functions decode and attend, which is slow"]
 
 
 def block_size_of(found: CacheFormat) -> int:

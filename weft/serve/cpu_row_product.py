@@ -29,8 +29,17 @@ from weft.serve.cpu_product import DTYPES, MEASURED_WEIGHTS, most_rows, packed_f
 MIDDLE = 64  # of the bytes that stand for digits: the zero point
 BASE = 128  # of the low digit
 LEAST_EXPONENT = -100  # of a row's power of two
-_rooms = threading.local()
 MAX_INPUTS = 2**31 // (2 * MIDDLE * 128)  # whose sums cannot overflow 32 bits
+
+
+class DigitRooms(threading.local):
+    """Memory for the digits of one row, by the number of inputs: a thread's own."""
+
+    def __init__(self) -> None:
+        self.by_size: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+
+_rooms = DigitRooms()
 
 
 @dataclass(frozen=True)
@@ -69,13 +78,13 @@ class RowWeight:
 
 def _room(num_in: int) -> tuple[Tensor, Tensor, Tensor]:
     """Memory of this thread for the digits of a row: both [2, in], and each [in]."""
-    rooms = _rooms.__dict__
+    rooms = _rooms.by_size
     if num_in not in rooms:
         with torch.inference_mode(False):  # what is made in that mode can be changed in it alone
             digits = torch.empty(2, num_in)
-            rooms[num_in] = (digits, *digits.unbind())
-    found: tuple[Tensor, Tensor, Tensor] = rooms[num_in]
-    return found
+            high, low = digits.unbind()
+            rooms[num_in] = digits, high, low
+    return rooms[num_in]
 
 
 def _factors(top: float) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from weft.errors import ConfigError
 from weft.serve.draft_rounds import DraftRounds, Wanted, until_nan
 from weft.serve.model_part import ModelPart
 from weft.serve.scheduler import ScheduledChunk
-from weft.serve.step_inputs import step_inputs
+from weft.serve.step_inputs import runs_of, step_inputs
 
 
 class EarlyLayersDrafter:
@@ -46,5 +46,6 @@ class EarlyLayersDrafter:
 
     def _logits(self, chunks: Sequence[ScheduledChunk], last: Tensor) -> tuple[Tensor, Tensor] | None:
         part = self._part
-        part.adapters.choose(((chunk.active.request.adapter, chunk.num_tokens) for chunk in chunks), part.device)
+        runs = runs_of(chunks, part.layout)
+        part.adapters.choose(((run.active.request.adapter, run.num_tokens) for run in runs), part.device)
         return part.logits(step_inputs(chunks, part.layout), last, self._num_layers)

@@ -38,7 +38,7 @@ from weft.serve.request_rules import check_request
 from weft.serve.sampling import SampledTokens, Sampler
 from weft.serve.scheduler import ActiveRequest, ScheduledChunk, Scheduler
 from weft.serve.speculation import DraftLengths, Speculation
-from weft.serve.step_inputs import StepInputs, is_decode, step_inputs, text_inputs
+from weft.serve.step_inputs import StepInputs, is_decode, runs_of, step_inputs, text_inputs
 
 __all__ = ["Engine", "EngineOptions"]
 
@@ -93,7 +93,7 @@ class Engine:
             every = [page for layer in part.cache for page in layer.pages]
             pages = HostPages(every, options.swap_blocks, part.paged.cache_format.keeps_whole_blocks)
         sizes = (options.token_budget, options.max_running, self._num_stages)
-        self._scheduler = Scheduler(policy, *sizes, pages)
+        self._scheduler = Scheduler(policy, *sizes, pages, shares_answers=not part.layout.answers_choose)
         self._sampler = Sampler(self._scheduler.max_running, self.vocab_size, part.device)
         on_gpu = part.device.type == "cuda" and ranks is None
         self._speculation: Speculation | None = None
@@ -317,10 +317,11 @@ class Engine:
             if chunk.active.has_new_row:
                 self._sampler.admit(chunk.active)
                 chunk.active.has_new_row = False
-        if self._graphs is not None and all(map(is_decode, chunks)):
+        layout = self._part.layout
+        if self._graphs is not None and all(is_decode(chunk, layout) for chunk in chunks):
             return BegunStep(chunks, None)
-        chunks = sorted(chunks, key=lambda chunk: (not chunk.samples, not is_decode(chunk)))
-        inputs = step_inputs(chunks, self._part.layout)
+        chunks = sorted(chunks, key=lambda chunk: (not chunk.samples, not is_decode(chunk, layout)))
+        inputs = step_inputs(chunks, layout)
         if self._ranks is not None:
             self._ranks.tell(RankMessage("step", inputs))
         return BegunStep(chunks, inputs)
@@ -334,8 +335,9 @@ class Engine:
         elif self._mixed_graphs is not None and self._mixed_graphs.can_run(begun.inputs):
             found = self._mixed_graphs.run(begun.inputs)
         else:
-            runs = ((chunk.active.request.adapter, chunk.num_tokens) for chunk in chunks)
-            self._part.adapters.choose(runs, self._part.device)
+            runs = runs_of(chunks, self._part.layout)
+            of_adapters = ((run.active.request.adapter, run.num_tokens) for run in runs)
+            self._part.adapters.choose(of_adapters, self._part.device)
             found = self._part.logits(begun.inputs, self._sampler.last if self._ranks is None else None)
         if found is None:
             return LaunchedStep(chunks, None, None)

@@ -43,8 +43,9 @@ def _codes(numbers, scale, least):
 
 @triton.jit
 def _keep_value(
-    low, high, code_ptr, range_ptr, token, HALF_DIM: tl.constexpr, WIDTH: tl.constexpr, NUM_GROUPS: tl.constexpr
-):
+    low, high, code_ptr, range_ptr, token, PAGE: tl.constexpr, HALF_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+):  # fmt: skip
     """Code both halves of a value into a page, as the token of this number."""
     channel, one = tl.arange(0, WIDTH), tl.zeros([1], tl.int32)
     exists = channel < HALF_DIM
@@ -61,27 +62,29 @@ def _keep_value(
     tl.store(ranges, low_scale)
     tl.store(ranges + 1, low_least)
     if NUM_GROUPS == 2:
-        tl.store(ranges + 128, high_scale)
-        tl.store(ranges + 129, high_least)
-    shift = token // 32 * 4
+        tl.store(ranges + 2 * PAGE, high_scale)
+        tl.store(ranges + 2 * PAGE + 1, high_least)
+    half_page: tl.constexpr = PAGE // 2
+    shift = token // half_page * 4
     kept = 240 >> shift  # the half of a byte of the other token
-    place = code_ptr + channel * 32 + token % 32
+    place = code_ptr + channel * half_page + token % half_page
     old = tl.load(place, mask=exists, other=0).to(tl.int32)
     tl.store(place, ((old & kept) | (_codes(low, low_scale, low_least) << shift)).to(tl.uint8), mask=exists)
-    place += HALF_DIM * 32
+    place += HALF_DIM * half_page
     old = tl.load(place, mask=exists, other=0).to(tl.int32)
     tl.store(place, ((old & kept) | (_codes(high, high_scale, high_least) << shift)).to(tl.uint8), mask=exists)
 
 
 @triton.jit
 def _keep_keys(
-    low_key, high_key, tail_ptr, code_ptr, range_ptr, token_stride, HALF_DIM: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Code a page of keys, from 63 tokens in the tail and the two halves of the last one."""
-    channel, tokens = tl.arange(0, WIDTH), tl.arange(0, 64)
+    low_key, high_key, tail_ptr, code_ptr, range_ptr, token_stride, PAGE: tl.constexpr, HALF_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Code a page of keys, from all tokens but one in the tail and the two halves of the last one."""
+    channel, tokens = tl.arange(0, WIDTH), tl.arange(0, PAGE)
     exists = channel < HALF_DIM
     places = tail_ptr + tokens[:, None] * token_stride + channel[None, :]
-    older = (tokens < 63)[:, None] & exists[None, :]
+    older = (tokens < PAGE - 1)[:, None] & exists[None, :]
     low_keys = tl.where(older, tl.load(places, mask=older, other=0.0), low_key[None, :]).to(tl.float32)
     high_keys = tl.where(older, tl.load(places + HALF_DIM, mask=older, other=0.0), high_key[None, :]).to(tl.float32)
     low_scale, low_least = _scale(tl.min(low_keys, 0), tl.max(low_keys, 0))
@@ -101,7 +104,8 @@ def _keep_keys(
 def _append(
     key_ptr, value_ptr, key_code_ptr, key_range_ptr, value_code_ptr, value_range_ptr, tail_ptr, position_ptr, slot_ptr,
     row_ptr, position_stride, slot_stride, row_stride,
-    NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     request, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half: tl.constexpr = HEAD_DIM // 2
@@ -110,23 +114,23 @@ def _append(
     slot = tl.load(slot_ptr + request * slot_stride).to(tl.int64)
     position = tl.load(position_ptr + request * position_stride)
     row = tl.load(row_ptr + request * row_stride).to(tl.int64)
-    block, token = (slot // 64) * NUM_KEY_HEADS + key_head, (position % 64).to(tl.int32)
+    block, token = (slot // PAGE) * NUM_KEY_HEADS + key_head, (position % PAGE).to(tl.int32)
     given = (request * NUM_KEY_HEADS + key_head) * HEAD_DIM + channel
 
     low = tl.load(value_ptr + given, mask=exists, other=0.0).to(tl.float32)
     high = tl.load(value_ptr + given + half, mask=exists, other=0.0).to(tl.float32)
-    codes, ranges = value_code_ptr + block * HEAD_DIM * 32, value_range_ptr + block * 2 * NUM_GROUPS * 64
-    _keep_value(low, high, codes, ranges, token, half, WIDTH, NUM_GROUPS)
+    codes, ranges = value_code_ptr + block * half * PAGE, value_range_ptr + block * 2 * NUM_GROUPS * PAGE
+    _keep_value(low, high, codes, ranges, token, PAGE, half, WIDTH, NUM_GROUPS)
 
     low_key = tl.load(key_ptr + given, mask=exists, other=0.0)
     high_key = tl.load(key_ptr + given + half, mask=exists, other=0.0)
     stride: tl.constexpr = NUM_KEY_HEADS * HEAD_DIM
-    page = tail_ptr + (row * 2 + position // 64 % 2) * 64 * stride + key_head * HEAD_DIM
+    page = tail_ptr + (row * 2 + position // PAGE % 2) * PAGE * stride + key_head * HEAD_DIM
     tl.store(page + token * stride + channel, low_key, mask=exists)
     tl.store(page + token * stride + half + channel, high_key, mask=exists)
-    if token == 63:
-        codes, ranges = key_code_ptr + block * 64 * half, key_range_ptr + block * 2 * HEAD_DIM
-        _keep_keys(low_key, high_key, page, codes, ranges, stride, half, WIDTH)
+    if token == PAGE - 1:
+        codes, ranges = key_code_ptr + block * PAGE * half, key_range_ptr + block * 2 * HEAD_DIM
+        _keep_keys(low_key, high_key, page, codes, ranges, stride, PAGE, half, WIDTH)
 
 
 def append_by_kernel(
@@ -152,6 +156,7 @@ def append_by_kernel(
         positions.stride(0),
         slots.stride(0),
         rows.stride(0),
+        PAGE=tails.shape[2],
         NUM_KEY_HEADS=num_key_heads,
         HEAD_DIM=head_dim,
         NUM_GROUPS=pages[3].shape[2],

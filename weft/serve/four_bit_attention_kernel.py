@@ -42,11 +42,11 @@ def _ranges(range_ptr, exists):
 
 
 @triton.jit
-def _scaled_weights(first, second, range_ptr, num_valid, DTYPE: tl.constexpr):
+def _scaled_weights(first, second, range_ptr, num_valid, HALF_PAGE: tl.constexpr, DTYPE: tl.constexpr):
     """The weights of a page's halves times the scales of values, and the terms weight * least of both, in one."""
-    token = tl.arange(0, 32)
+    token = tl.arange(0, HALF_PAGE)
     first_scale, first_least = _ranges(range_ptr + token, token < num_valid)
-    second_scale, second_least = _ranges(range_ptr + 32 + token, token + 32 < num_valid)
+    second_scale, second_least = _ranges(range_ptr + HALF_PAGE + token, token + HALF_PAGE < num_valid)
     terms = first * first_least[:, None] + second * second_least[:, None]
     return (first * first_scale[:, None]).to(DTYPE), (second * second_scale[:, None]).to(DTYPE), terms
 
@@ -64,6 +64,7 @@ def _add_page(
     code_ptr,
     range_ptr,
     num_valid,
+    HALF_PAGE: tl.constexpr,
     HALF_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -79,16 +80,17 @@ def _add_page(
     safe = tl.where(above == float("-inf"), 0.0, above)
     kept = tl.exp2(highest - safe)[None, :]
     first, second = tl.exp2(first_scores - safe[None, :]), tl.exp2(second_scores - safe[None, :])
-    token, channel = tl.arange(0, 32), tl.arange(0, WIDTH)
-    inside, place = (channel < HALF_DIM)[:, None], channel[:, None] * 32 + token[None, :]
-    low_codes = tl.load(code_ptr + place, mask=inside, other=0)  # [WIDTH, 32]
-    high_codes = tl.load(code_ptr + HALF_DIM * 32 + place, mask=inside, other=0)
-    first_scaled, second_scaled, low_terms = _scaled_weights(first, second, range_ptr, num_valid, DTYPE)
+    token, channel = tl.arange(0, HALF_PAGE), tl.arange(0, WIDTH)
+    inside, place = (channel < HALF_DIM)[:, None], channel[:, None] * HALF_PAGE + token[None, :]
+    low_codes = tl.load(code_ptr + place, mask=inside, other=0)  # [WIDTH, HALF_PAGE]
+    high_codes = tl.load(code_ptr + HALF_DIM * HALF_PAGE + place, mask=inside, other=0)
+    first_scaled, second_scaled, low_terms = _scaled_weights(first, second, range_ptr, num_valid, HALF_PAGE, DTYPE)
     first_codes, second_codes = four_bit_numbers(low_codes, DTYPE, BY_PTX)
     low = tl.dot(second_codes, second_scaled, tl.dot(first_codes, first_scaled, low * kept))
     high_terms = low_terms
     if NUM_GROUPS == 2:
-        first_scaled, second_scaled, high_terms = _scaled_weights(first, second, range_ptr + 64, num_valid, DTYPE)
+        range_ptr += 2 * HALF_PAGE
+        first_scaled, second_scaled, high_terms = _scaled_weights(first, second, range_ptr, num_valid, HALF_PAGE, DTYPE)
     first_codes, second_codes = four_bit_numbers(high_codes, DTYPE, BY_PTX)
     high = tl.dot(second_codes, second_scaled, tl.dot(first_codes, first_scaled, high * kept))
     total = total * kept + first + second
@@ -101,13 +103,14 @@ def _page_scores(
     high_query,
     code_ptr,
     range_ptr,
+    HALF_PAGE: tl.constexpr,
     HALF_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     DTYPE: tl.constexpr,
     BY_PTX: tl.constexpr,
 ):
-    """The scores of both halves of a page whose keys are coded: [32, queries] each."""
-    channel, token = tl.arange(0, WIDTH), tl.arange(0, 32)
+    """The scores of both halves of a page whose keys are coded: [HALF_PAGE, queries] each."""
+    channel, token = tl.arange(0, WIDTH), tl.arange(0, HALF_PAGE)
     exists = channel < HALF_DIM
     low_scale, low_least = _ranges(range_ptr + channel, exists)
     high_scale, high_least = _ranges(range_ptr + HALF_DIM + channel, exists)
@@ -115,8 +118,8 @@ def _page_scores(
     high_scaled = (high_query * high_scale[:, None]).to(DTYPE)
     least = tl.sum(low_query * low_least[:, None] + high_query * high_least[:, None], 0)[None, :]
     place = code_ptr + token[:, None] * HALF_DIM + channel[None, :]
-    first_codes = tl.load(place, mask=exists[None, :], other=0)  # [32, WIDTH]
-    second_codes = tl.load(place + 32 * HALF_DIM, mask=exists[None, :], other=0)
+    first_codes = tl.load(place, mask=exists[None, :], other=0)  # [HALF_PAGE, WIDTH]
+    second_codes = tl.load(place + HALF_PAGE * HALF_DIM, mask=exists[None, :], other=0)
     low, high = four_bit_numbers(first_codes, DTYPE, BY_PTX)
     first = tl.dot(high, high_scaled, tl.dot(low, low_scaled)) + least
     low, high = four_bit_numbers(second_codes, DTYPE, BY_PTX)
@@ -131,33 +134,34 @@ def _tail_scores(
     page_ptr,
     num_valid,
     token_stride,
+    HALF_PAGE: tl.constexpr,
     HALF_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """The scores of both halves of a page whose keys are as they are: of `num_valid` tokens, -inf of others."""
-    channel, token = tl.arange(0, WIDTH), tl.arange(0, 32)
+    channel, token = tl.arange(0, WIDTH), tl.arange(0, HALF_PAGE)
     exists = (channel < HALF_DIM)[None, :]
     place = page_ptr + token[:, None] * token_stride + channel[None, :]
-    other_place = place + 32 * token_stride
+    other_place = place + HALF_PAGE * token_stride
     low, high = low_query.to(DTYPE), high_query.to(DTYPE)
     loaded = (token < num_valid)[:, None] & exists
     low_keys, high_keys = tl.load(place, mask=loaded, other=0.0), tl.load(place + HALF_DIM, mask=loaded, other=0.0)
     first = tl.dot(high_keys, high, tl.dot(low_keys, low))
-    loaded = (token + 32 < num_valid)[:, None] & exists
+    loaded = (token + HALF_PAGE < num_valid)[:, None] & exists
     low_keys = tl.load(other_place, mask=loaded, other=0.0)
     high_keys = tl.load(other_place + HALF_DIM, mask=loaded, other=0.0)
     second = tl.dot(high_keys, high, tl.dot(low_keys, low))
     first = tl.where((token < num_valid)[:, None], first, float("-inf"))
-    return first, tl.where((token + 32 < num_valid)[:, None], second, float("-inf"))
+    return first, tl.where((token + HALF_PAGE < num_valid)[:, None], second, float("-inf"))
 
 
 @triton.jit
-def _since(first, second, oldest):
+def _since(first, second, oldest, HALF_PAGE: tl.constexpr):
     """Scores of tokens of a page from the one numbered `oldest` on, -inf of others."""
-    token = tl.arange(0, 32)
+    token = tl.arange(0, HALF_PAGE)
     first = tl.where((token >= oldest)[:, None], first, float("-inf"))
-    return first, tl.where((token + 32 >= oldest)[:, None], second, float("-inf"))
+    return first, tl.where((token + HALF_PAGE >= oldest)[:, None], second, float("-inf"))
 
 
 @triton.jit
@@ -174,18 +178,20 @@ def _store(out, log_out, low, high, highest, total, inside, is_row, HALF_DIM: tl
 def _parts(
     query_ptr, key_code_ptr, key_range_ptr, value_code_ptr, value_range_ptr, tail_ptr, table_ptr, length_ptr, row_ptr,
     mixed_ptr, log_ptr, factor, query_stride, table_stride, length_stride, row_stride,
-    NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    WINDOW: tl.constexpr, NUM_PARTS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BY_PTX: tl.constexpr,
+    PAGE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, WINDOW: tl.constexpr, NUM_PARTS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    BY_PTX: tl.constexpr,
 ):  # fmt: skip
     request, key_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     group: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
     half: tl.constexpr = HEAD_DIM // 2
+    half_page: tl.constexpr = PAGE // 2
     dtype: tl.constexpr = query_ptr.dtype.element_ty
     length = tl.load(length_ptr + request * length_stride)
-    own = (length - 1) // 64  # the page whose keys are in the tail
+    own = (length - 1) // PAGE  # the page whose keys are in the tail
     oldest = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
-    size = tl.cdiv(own + 1 - oldest // 64, NUM_PARTS)
-    begin = oldest // 64 + part * size
+    size = tl.cdiv(own + 1 - oldest // PAGE, NUM_PARTS)
+    begin = oldest // PAGE + part * size
     end = tl.minimum(begin + size, own + 1)
 
     columns, channel = tl.arange(0, COLUMNS), tl.arange(0, WIDTH)
@@ -193,36 +199,36 @@ def _parts(
     query_place = query_ptr + request * query_stride + heads[None, :] * HEAD_DIM + channel[:, None]
     low_query = tl.load(query_place, mask=inside, other=0.0).to(tl.float32) * factor
     high_query = tl.load(query_place + half, mask=inside, other=0.0).to(tl.float32) * factor
-    highest, total = tl.full([COLUMNS], float("-inf"), tl.float32), tl.zeros([32, COLUMNS], tl.float32)
+    highest, total = tl.full([COLUMNS], float("-inf"), tl.float32), tl.zeros([half_page, COLUMNS], tl.float32)
     low, high = tl.zeros([WIDTH, COLUMNS], tl.float32), tl.zeros([WIDTH, COLUMNS], tl.float32)
-    low_least, high_least = tl.zeros([32, COLUMNS], tl.float32), tl.zeros([32, COLUMNS], tl.float32)
+    low_least, high_least = tl.zeros([half_page, COLUMNS], tl.float32), tl.zeros([half_page, COLUMNS], tl.float32)
 
     table_ptr += request * table_stride
     next_block = tl.load(table_ptr + tl.minimum(begin, own))  # a page ahead, so that codes are loaded further ahead
     for page in range(begin, tl.minimum(end, own)):
         block = next_block.to(tl.int64) * NUM_KEY_HEADS + key_head
         next_block = tl.load(table_ptr + page + 1)
-        codes, ranges = key_code_ptr + block * 64 * half, key_range_ptr + block * HEAD_DIM
-        first, second = _page_scores(low_query, high_query, codes, ranges, half, WIDTH, dtype, BY_PTX)
+        codes, ranges = key_code_ptr + block * PAGE * half, key_range_ptr + block * HEAD_DIM
+        first, second = _page_scores(low_query, high_query, codes, ranges, half_page, half, WIDTH, dtype, BY_PTX)
         if WINDOW > 0:
-            first, second = _since(first, second, oldest - page * 64)
-        codes, ranges = value_code_ptr + block * HEAD_DIM * 32, value_range_ptr + block * NUM_GROUPS * 64
+            first, second = _since(first, second, oldest - page * PAGE, half_page)
+        codes, ranges = value_code_ptr + block * half * PAGE, value_range_ptr + block * NUM_GROUPS * PAGE
         highest, total, low, high, low_least, high_least = _add_page(
-            highest, total, low, high, low_least, high_least, first, second, codes, ranges, 64,
-            half, WIDTH, NUM_GROUPS, dtype, BY_PTX,
+            highest, total, low, high, low_least, high_least, first, second, codes, ranges, PAGE,
+            half_page, half, WIDTH, NUM_GROUPS, dtype, BY_PTX,
         )  # fmt: skip
     if (begin <= own) & (end == own + 1):
         block = tl.load(table_ptr + own).to(tl.int64) * NUM_KEY_HEADS + key_head
         row = tl.load(row_ptr + request * row_stride).to(tl.int64)
-        page_ptr = tail_ptr + ((row * 2 + own % 2) * 64 * NUM_KEY_HEADS + key_head) * HEAD_DIM
-        num_valid, stride = length - own * 64, NUM_KEY_HEADS * HEAD_DIM
-        first, second = _tail_scores(low_query, high_query, page_ptr, num_valid, stride, half, WIDTH, dtype)
+        page_ptr = tail_ptr + ((row * 2 + own % 2) * PAGE * NUM_KEY_HEADS + key_head) * HEAD_DIM
+        num_valid, stride = length - own * PAGE, NUM_KEY_HEADS * HEAD_DIM
+        first, second = _tail_scores(low_query, high_query, page_ptr, num_valid, stride, half_page, half, WIDTH, dtype)
         if WINDOW > 0:
-            first, second = _since(first, second, oldest - own * 64)
-        codes, ranges = value_code_ptr + block * HEAD_DIM * 32, value_range_ptr + block * NUM_GROUPS * 64
+            first, second = _since(first, second, oldest - own * PAGE, half_page)
+        codes, ranges = value_code_ptr + block * half * PAGE, value_range_ptr + block * NUM_GROUPS * PAGE
         highest, total, low, high, low_least, high_least = _add_page(
             highest, total, low, high, low_least, high_least, first, second, codes, ranges, num_valid,
-            half, WIDTH, NUM_GROUPS, dtype, BY_PTX,
+            half_page, half, WIDTH, NUM_GROUPS, dtype, BY_PTX,
         )  # fmt: skip
 
     low, high = low + tl.sum(low_least, 0)[None, :], high + tl.sum(high_least, 0)[None, :]
@@ -268,6 +274,7 @@ def four_bit_attention_by_kernel(
         tables.stride(0),
         lengths.stride(0),
         rows.stride(0),
+        PAGE=tails.shape[2],
         NUM_HEADS=num_heads,
         NUM_KEY_HEADS=num_key_heads,
         HEAD_DIM=head_dim,
@@ -277,7 +284,7 @@ def four_bit_attention_by_kernel(
         COLUMNS=max(8, triton.next_power_of_2(num_heads // num_key_heads)),  # tensor cores need 8
         WIDTH=max(16, triton.next_power_of_2(head_dim // 2)),
         BY_PTX=query.is_cuda and torch.version.hip is None,
-        num_warps=_WARPS,
+        num_warps=2 * _WARPS if tails.shape[2] > 64 else _WARPS,  # a page of 128 tokens is too much for one
         num_stages=_STAGES,
     )
     if num_parts > 1:

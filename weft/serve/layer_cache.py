@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from weft.comm import Axis
 from weft.serve.paged_attention import PagedBatch, attend
@@ -60,12 +60,14 @@ class CacheFormat(Protocol):
     name: str
     block_size: int | None  # that it needs; None: any
     keeps_whole_blocks: bool  # of requests sent back to the queue, only full blocks can be kept in host memory
-    is_chunked_alike: bool  # results do not depend on which tokens are computed together
-    needs_one_rank: bool
+    # Tokens of prompts attend to all before them, generated ones to some: these are decodes, whatever they are computed
+    # with, so that results depend on neither chunks nor drafts.
+    answers_choose: bool
     has_kernel: bool  # decodes on a GPU are one kernel, which reads a request's own tokens alone
+    identity: str  # of the model that it was made for (`model_identity.py`); "": any
 
-    def refuse(self, model: nn.Module) -> None:
-        """Raise ConfigError if it was made for another model."""
+    def part(self, layers: range, key_heads: range) -> CacheFormat:
+        """The format of a rank that has these of the model's layers and key heads."""
 
     def layer(self, index: int, sizes: CacheSizes) -> LayerCache:
         """The cache of the block number `index` of this rank's model."""
@@ -75,6 +77,9 @@ class CacheFormat(Protocol):
 
     def bytes_per_row(self, num_key_heads: int, head_dim: int, item_bytes: int) -> int:
         """Bytes beside the pages for each running request, of one block of the model."""
+
+    def bytes_of_layer(self, num_key_heads: int, head_dim: int, item_bytes: int) -> int:
+        """Bytes beside the pages whatever runs, of one block of the model."""
 
 
 class PlainLayer:
@@ -105,12 +110,12 @@ class PlainFormat:
     name = "plain"
     block_size: int | None = None
     keeps_whole_blocks = False
-    is_chunked_alike = True
-    needs_one_rank = False
+    answers_choose = False
     has_kernel = True
+    identity = ""
 
-    def refuse(self, model: nn.Module) -> None:
-        return
+    def part(self, layers: range, key_heads: range) -> CacheFormat:
+        return self
 
     def layer(self, index: int, sizes: CacheSizes) -> LayerCache:
         return PlainLayer(sizes)
@@ -119,6 +124,9 @@ class PlainFormat:
         return 2 * num_key_heads * head_dim * item_bytes
 
     def bytes_per_row(self, num_key_heads: int, head_dim: int, item_bytes: int) -> int:
+        return 0
+
+    def bytes_of_layer(self, num_key_heads: int, head_dim: int, item_bytes: int) -> int:
         return 0
 
 

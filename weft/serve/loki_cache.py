@@ -15,44 +15,15 @@ Prompts attend to everything, and so do decodes of few tokens. No token is ever 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from weft.errors import ConfigError
 from weft.serve.layer_cache import CacheSizes, LayerCache, staging
-from weft.serve.model_identity import model_identity
+from weft.serve.loki_choice import LokiChoice, attention_to_chosen, chosen_tokens
 from weft.serve.paged_attention import PagedBatch, attend_prompts, slots_of
-
-
-@dataclass(frozen=True)
-class LokiChoice:
-    """How a decode chooses tokens."""
-
-    dims: float = 0.25  # share of a key's dims by which tokens are scored
-    tokens: float = 0.25  # share of the tokens that are attended to
-    newest: int = 64  # of these, so many are the newest
-    dense_below: int = 1024  # a decode of fewer tokens attends to all
-
-    def __post_init__(self) -> None:
-        for name in ("dims", "tokens"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ConfigError(f"{name} = {getattr(self, name)} of Loki must be above 0 and at most 1")
-
-    def num_dims(self, head_dim: int) -> int:
-        return max(1, math.ceil(self.dims * head_dim))
-
-    def num_tokens(self, lengths: Tensor) -> Tensor:
-        """How many of so many tokens are attended to."""
-        chosen = (self.tokens * lengths).ceil().long().clamp(min=self.newest + 1)
-        return torch.where(lengths < self.dense_below, lengths, torch.minimum(chosen, lengths))
-
-    def most_tokens(self, length: int) -> int:
-        """The most of `num_tokens` for up to `length` tokens."""
-        return min(length, max(math.ceil(self.tokens * length), self.newest + 1, self.dense_below))
 
 
 class LokiFormat:
@@ -61,18 +32,15 @@ class LokiFormat:
     name = "loki"
     block_size: int | None = None
     keeps_whole_blocks = False
-    is_chunked_alike = False  # prompts are not approximated
-    needs_one_rank = True  # axes are those of all layers and heads
+    answers_choose = True
     has_kernel = True
 
-    def __init__(self, axes: Tensor, choice: LokiChoice = LokiChoice(), identity: str = "") -> None:
-        self.axes, self.choice, self.identity = axes, choice, identity
+    def __init__(self, axes: Tensor, choice: LokiChoice | None = None, identity: str = "") -> None:
+        self.axes, self.choice, self.identity = axes, choice or LokiChoice(), identity
 
-    def refuse(self, model: nn.Module) -> None:
-        if self.identity and self.identity != model_identity(model):
-            raise ConfigError(
-                "the file of --cache loki is of another model; run weft calibrate on the model that is served"
-            )
+    def part(self, layers: range, key_heads: range) -> LokiFormat:
+        own = self.axes[layers.start : layers.stop, key_heads.start : key_heads.stop]
+        return LokiFormat(own, self.choice, self.identity)
 
     def layer(self, index: int, sizes: CacheSizes) -> LayerCache:
         return LokiLayer(self.axes[index], self.choice, sizes)
@@ -83,6 +51,9 @@ class LokiFormat:
     def bytes_per_row(self, num_key_heads: int, head_dim: int, item_bytes: int) -> int:
         return 0
 
+    def bytes_of_layer(self, num_key_heads: int, head_dim: int, item_bytes: int) -> int:
+        return num_key_heads * head_dim**2 * max(4, item_bytes)  # the axes
+
 
 class LokiLayer:
     """The cache of one block of the model."""
@@ -90,13 +61,8 @@ class LokiLayer:
     counts: Tensor | None = None
 
     def __init__(self, axes: Tensor, choice: LokiChoice, sizes: CacheSizes) -> None:
-        if axes.shape != (sizes.num_key_heads, sizes.head_dim, sizes.head_dim):
-            raise ConfigError(
-                f"Loki's axes are of {axes.shape[0]} key heads of {axes.shape[-1]}, and the model has "
-                f"{sizes.num_key_heads} of {sizes.head_dim}; run weft calibrate on the model that is served"
-            )
         self._sizes, self._choice = sizes, choice
-        self._axes = axes.to(sizes.device, torch.promote_types(sizes.dtype, torch.float32)).contiguous()
+        self._axes = axes_of_heads(axes, sizes)
         shape = (2, sizes.num_blocks, sizes.block_size, sizes.num_key_heads, sizes.head_dim)
         keys, values = torch.zeros(shape, dtype=sizes.dtype, device=sizes.device)
         num_dims = choice.num_dims(sizes.head_dim)
@@ -108,15 +74,16 @@ class LokiLayer:
         return staging(batch, self._sizes)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
-        number, size, parts = batch.num_decodes, batch.block_size, []
+        number, parts = batch.num_decodes, []
         has_kernels = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
         query = self._turn_and_store(query, keys, values, batch.slots, has_kernels and not batch.prompt_queries)
-        if number:
-            given = (query[:number], self._keys, self._values, batch.tables[:number], batch.lengths[:number])
+        for begin in range(0, number, self._sizes.num_rows):  # tokens that are computed again may be more
+            rows = slice(begin, min(begin + self._sizes.num_rows, number))
+            given = (query[rows], self._keys, self._values, batch.tables[rows], batch.lengths[rows])
             if has_kernels:
                 parts.append(chosen_attention_by_kernel(*given, self.pages[2], window, self._choice))
             else:
-                parts.append(chosen_attention(*given, size, window, self._choice))
+                parts.append(chosen_attention(*given, batch.block_size, window, self._choice))
         if batch.prompt_queries:
             parts.append(attend_prompts(query[number:], self._keys, self._values, batch, window))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -139,30 +106,14 @@ class LokiLayer:
         return torch.einsum("thgd,hde->thge", grouped, self._axes).flatten(1, 2).to(heads.dtype)
 
 
-def chosen_tokens(
-    query: Tensor, keys: Tensor, slots: Tensor, lengths: Tensor, window: int | None, choice: LokiChoice
-) -> tuple[Tensor, Tensor]:
-    """The places [requests, key heads, chosen] of the tokens that queries attend to, and which of them count.
-
-    Scores are those of the first dims, relative to the best of a query, the highest by the queries of a key head. Of
-    equal scores, the first token is taken.
-    """
-    num_dims, group = choice.num_dims(keys.shape[-1]), query.shape[1] // keys.shape[1]
-    first = keys[..., :num_dims][slots]  # [requests, tokens, key heads, dims]
-    heads = query[..., :num_dims].unflatten(1, (-1, group))
-    wide = torch.promote_types(query.dtype, torch.float32)
-    scores = torch.einsum("bhgd,bthd->bhgt", heads.to(wide), first.to(wide))
-    places, ends = torch.arange(slots.shape[1], device=slots.device), lengths[:, None].long()
-    begin = torch.zeros_like(ends) if window is None else (ends - window).clamp(min=0)
-    always = (places >= ends - choice.newest) | (places == begin)
-    outside = (places < begin) | (places >= ends)
-    best = scores.masked_fill(outside[:, None, None], -torch.inf).amax(-1, keepdim=True)
-    scores = (scores - best).amax(2)
-    scores = scores.masked_fill(always[:, None], torch.inf).masked_fill(outside[:, None], -torch.inf)
-    order = scores.argsort(dim=-1, descending=True, stable=True)[..., : choice.most_tokens(slots.shape[1])]
-    number = choice.num_tokens((ends - begin)[:, 0])
-    counts = torch.arange(order.shape[-1], device=slots.device) < number[:, None]
-    return order, counts[:, None].expand_as(order)
+def axes_of_heads(axes: Tensor, sizes: CacheSizes) -> Tensor:
+    """The axes of a cache's heads, on its device. Raises ConfigError if they are of others."""
+    if axes.shape != (sizes.num_key_heads, sizes.head_dim, sizes.head_dim):
+        raise ConfigError(
+            f"Loki's axes are of {axes.shape[0]} key heads of {axes.shape[-1]}, and the model has "
+            f"{sizes.num_key_heads} of {sizes.head_dim}; run weft calibrate on the model that is served"
+        )
+    return axes.to(sizes.device, torch.promote_types(sizes.dtype, torch.float32)).contiguous()
 
 
 def chosen_attention(
@@ -177,16 +128,12 @@ def chosen_attention(
 ) -> Tensor:
     """`decode_attention` of `paged_attention.py` over chosen tokens; query and keys are along the same axes."""
     slots = slots_of(tables, tables.shape[1] * block_size, block_size).long()
-    order, counts = chosen_tokens(query, keys, slots, lengths, window, choice)
+    first = keys[..., : choice.num_dims(keys.shape[-1])][slots]  # [requests, tokens, key heads, dims]
+    order, counts = chosen_tokens(query, first, lengths, window, choice)
     num_key_heads = keys.shape[1]
     rows = slots[:, None].expand(-1, num_key_heads, -1).gather(2, order)
     key_heads = torch.arange(num_key_heads, device=query.device)[None, :, None]
-    wide = torch.promote_types(query.dtype, torch.float32)
-    key, value = keys[rows, key_heads].to(wide), values[rows, key_heads].to(wide)  # [requests, heads, chosen, head_dim]
-    grouped = query.to(wide).unflatten(1, (num_key_heads, -1))
-    scores = torch.einsum("bhgd,bhkd->bhgk", grouped, key) / query.shape[-1] ** 0.5
-    weights = scores.masked_fill(~counts[:, :, None], -torch.inf).softmax(-1)
-    return torch.einsum("bhgk,bhkd->bhgd", weights, value).flatten(1, 2).to(query.dtype)
+    return attention_to_chosen(query, keys[rows, key_heads], values[rows, key_heads], counts)
 
 
 def first_dims(keys: Tensor, block_size: int, num_dims: int) -> Tensor:

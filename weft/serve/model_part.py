@@ -13,17 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import ConfigError, PlanError
-from weft.models import GPT2
+from weft.models import GPT2, Decoder
 from weft.models.recurrent import RecurrentModel
 from weft.plan import Plan
 from weft.serve.adapters import attach_adapters
 from weft.serve.grammar import Grammars
 from weft.serve.graph_head import GraphHead
 from weft.serve.layer_cache import CacheFormat, LayerCache, PlainFormat
+from weft.serve.model_identity import model_identity
 from weft.serve.packed_linear import PackedLinear
 from weft.serve.page_share import PageShare
 from weft.serve.paged_attention import PagedBatch
 from weft.serve.paged_model import PagedModel
+from weft.serve.rank_part import cuts_of, own_key_heads, own_layers
 from weft.serve.ranks import ServingRanks
 from weft.serve.recurrent import RecurrentRows
 from weft.serve.request import TokenLogprobs
@@ -100,7 +102,8 @@ class ModelPart:
         self.ranks = ranks
         self.load = load
         self.context_length = _context_length(model, options.context_length)
-        with nullcontext() if self.streamed is None or ranks is not None else self.streamed.values():
+        has_shares = ranks is not None and ranks.readers is not None  # of each block's weights
+        with nullcontext() if self.streamed is None or has_shares else self.streamed.values():
             _refuse_cache(options, model, ranks)
         _refuse_head(options, model, ranks, self.device)
         self._head = options.head
@@ -108,7 +111,7 @@ class ModelPart:
         if isinstance(model, RecurrentModel):
             self.paged: PagedModel | RecurrentRows = RecurrentRows(model)
         else:
-            form = _own_format(options, axes)
+            form = _own_format(options, model, ranks)
             self.paged = PagedModel(model, self.context_length, axes, form, self.device, self.streamed)
         self._arrange_weights()
         linears = [linear for block in self.paged.blocks for linear in block.linears]
@@ -122,7 +125,9 @@ class ModelPart:
             num_blocks = ranks.agree(num_blocks)
         num_rows = options.num_rows
         self.cache = self.paged.new_cache(num_blocks + 1, options.block_size, num_rows)  # the last block is for padding
-        self.layout = PageLayout(self._block_size(options), num_blocks, num_rows, self.device, self._share(options))
+        answers_choose = self.paged.cache_format.answers_choose
+        given = (self._block_size(options), num_blocks, num_rows, self.device, answers_choose)
+        self.layout = PageLayout(*given, self._share(options))
 
     @torch.inference_mode()
     def logits(
@@ -137,7 +142,8 @@ class ModelPart:
         if residual is None or not inputs.sampled:
             return None
         positions = batch.positions
-        if len(inputs.sampled) < inputs.num_tokens:  # they are in the order of the tokens
+        # All tokens are in their order, unless those of answers come before those of prompts.
+        if len(inputs.sampled) < inputs.num_tokens or self.layout.answers_choose:
             ends = inputs.sampled_tokens(self.device)
             residual, positions = residual[ends], positions[ends]
         if self._head is None:
@@ -244,7 +250,7 @@ class ModelPart:
         bytes_per_block = self.paged.bytes_per_token * options.block_size
         if isinstance(options.speculate, nn.Module):  # the draft model's cache has as many blocks, each whole
             bytes_per_block += PagedModel(options.speculate, 1).bytes_per_token * block_size
-        free -= (options.num_rows + 1) * self.paged.bytes_per_row
+        free -= self.paged.bytes_beside_pages(options.num_rows)
         fitting = int(free // bytes_per_block)
         if fitting < 1:
             raise ConfigError(
@@ -305,31 +311,35 @@ def _refuse_cache(options: EngineOptions, model: nn.Module, ranks: ServingRanks 
     """Raise ConfigError for a format of the cache that does not go with the model or other options."""
     if options.cache is None:
         return
-    options.cache.refuse(model)
-    if options.cache.needs_one_rank and ranks is not None:
-        raise ConfigError(f"a cache of {options.cache.name} needs one rank; serve without a plan, or leave out --cache")
+    if options.cache.identity and ranks is not None and ranks.readers is not None:
+        raise ConfigError(
+            f"replicas that read weights in host memory together have shares of each block, and cannot compare them "
+            f"with the file of --cache {options.cache.name}; leave out plan.data, --stream-weights or --cache"
+        )
+    if options.cache.identity and isinstance(model, Decoder | GPT2):
+        parts = () if ranks is None else (cuts_of(model, ranks.place), ranks.add_up)
+        if options.cache.identity != model_identity(model, *parts):
+            raise ConfigError(
+                f"the file of --cache {options.cache.name} is of another model; run weft calibrate on the model that "
+                f"is served"
+            )
     if options.cache.block_size not in (None, options.block_size):
         raise ConfigError(
             f"a cache of {options.cache.name} needs blocks of {options.cache.block_size} tokens, not "
             f"{options.block_size}; give block_size = {options.cache.block_size}"
         )
-    if options.speculate is not None and not options.cache.is_chunked_alike:
-        raise ConfigError(
-            f"with a cache of {options.cache.name}, tokens that are computed together differ from tokens one by one, "
-            f"so drafts would change answers; leave out --speculate or --cache"
-        )
 
 
-def _own_format(options: EngineOptions, axes: ModelAxes) -> CacheFormat | None:
+def _own_format(options: EngineOptions, model: nn.Module, ranks: ServingRanks | None) -> CacheFormat | None:
     """How this rank keeps keys and values. Raises ConfigError for what ranks of `context` cannot hold together."""
-    if options.cache is None or axes.context is None:
+    if options.cache is None or ranks is None or not isinstance(model, Decoder | GPT2):
         return options.cache
-    found = split_format(options.cache)
+    found = options.cache if ranks.axes.context is None else split_format(options.cache)
     if found is None:
         raise ConfigError(
             f"a cache of {options.cache.name} is not split over plan.context; use plan.tensor.x, or leave out --cache"
         )
-    return found
+    return found.part(own_layers(model.config, ranks.place), own_key_heads(model.config, ranks.place))
 
 
 def _refuse_recurrent(options: EngineOptions, ranks: ServingRanks | None) -> None:

@@ -124,11 +124,12 @@ class PagedModel:
         one, item_bytes = self.blocks[0], self.dtype.itemsize
         return len(self.blocks) * self.cache_format.bytes_per_token(one.num_key_heads, one.head_dim, item_bytes)
 
-    @property
-    def bytes_per_row(self) -> int:
-        """Bytes of a running request on this rank, beside its pages."""
+    def bytes_beside_pages(self, num_rows: int) -> int:
+        """Bytes of the cache on this rank beside its pages, if `num_rows` requests may run at once."""
         one, item_bytes = self.blocks[0], self.dtype.itemsize
-        return len(self.blocks) * self.cache_format.bytes_per_row(one.num_key_heads, one.head_dim, item_bytes)
+        sizes = (one.num_key_heads, one.head_dim, item_bytes)
+        of_rows = (num_rows + 1) * self.cache_format.bytes_per_row(*sizes)  # one is that of padding
+        return len(self.blocks) * (of_rows + self.cache_format.bytes_of_layer(*sizes))
 
     @property
     def has_prompt_kernel(self) -> bool:

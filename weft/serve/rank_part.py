@@ -33,6 +33,7 @@ from weft.profiling import Profile
 from weft.profiling.structure import structure
 from weft.serve.packed_experts import PackedStack
 from weft.serve.packed_linear import PackedLinear, names_to_pack
+from weft.serve.traffic import ServedSizes
 from weft.serve.weight_formats import WeightFormat, weight_bytes
 
 
@@ -90,6 +91,26 @@ def build_part(config: LanguageConfig, place: RankPlace) -> tuple[Decoder | GPT2
     cut_parameters(model, cuts)
     _keep_stage(model, place.plan.pipe.degree, stage_of(place))
     return model, {name: cuts[source_name(model, name)] for name, _ in model.named_parameters()}
+
+
+def cuts_of(part: Decoder | GPT2, place: RankPlace) -> dict[str, Cut]:
+    """The cut of each parameter of a rank's part, which may have linears in fewer bits."""
+    whole = _inspected(part.config).model
+    assert whole is not None
+    cuts = _cuts(part.config, whole, place)
+    return {name: cuts[source_name(part, name)] for name, _ in part.named_parameters()}
+
+
+def own_layers(config: LanguageConfig, place: RankPlace) -> range:
+    """The layers that a rank holds."""
+    return range(*share(config.num_layers, place.plan.pipe.degree, stage_of(place)))
+
+
+def own_key_heads(config: LanguageConfig, place: RankPlace) -> range:
+    """The key heads that a rank holds; of fewer key heads than ranks, neighbours hold the same."""
+    number, degree, index = ServedSizes.of(config).num_key_heads, place.plan.tensor.x, place.coordinates["x"]
+    repeats = max(1, degree // number)
+    return range(*share(number, degree // repeats, index // repeats))
 
 
 def part_bytes(config: LanguageConfig, place: RankPlace, item_bytes: int, format: WeightFormat | None = None) -> int:

@@ -112,6 +112,18 @@ class ServingRanks:
         all_reduce(smallest, self._everyone, "min").wait()
         return int(smallest)
 
+    def add_up(self, number: int) -> int:
+        """The sum, modulo 2^64, of the numbers of 64 bits that the ranks of this replica give, once for those of
+        `context`, which hold the same weights. All must call it.
+        """
+        if self.axes.context is not None and self.axes.context.index > 0:
+            number = 0
+        parts = torch.tensor([number >> 16 * index & 0xFFFF for index in range(4)])
+        if self.inputs.degree > 1:
+            all_reduce(parts, self.inputs).wait()
+        total: int = sum(one << 16 * index for index, one in enumerate(parts.tolist()))
+        return total % (1 << 64)
+
     def agree_on_text(self, text: str) -> str:
         """The text that rank 0 gives. All ranks must call it."""
         size = torch.tensor([len(text.encode())])

@@ -124,10 +124,9 @@ class RecurrentRows:
     def bytes_per_token(self) -> float:
         return 0.0
 
-    @property
-    def bytes_per_row(self) -> int:
+    def bytes_beside_pages(self, num_rows: int) -> int:
         config = self.model.config
-        return 2 * config.num_hidden_layers * config.hidden_size * self.dtype.itemsize
+        return (num_rows + 1) * 2 * config.num_hidden_layers * config.hidden_size * self.dtype.itemsize
 
     def new_cache(self, num_blocks: int, block_size: int, num_rows: int) -> list[LayerCache]:
         config = self.model.config

@@ -22,7 +22,7 @@ from weft.plan import Plan
 from weft.saved_run import open_checkpoint
 from weft.serve.adapters import merge_adapter
 from weft.serve.addresses import is_loopback, listen
-from weft.serve.cache_formats import block_size_of, cache_format
+from weft.serve.cache_formats import block_size_of, cache_format, why_slow
 from weft.serve.cpu_threads import fastest_threads
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.follow import follow, require_run
@@ -142,7 +142,7 @@ def run_server(source: Path, options: ServeOptions, ready: Ready, say: Say) -> N
     on_cpu = next(loaded.model.parameters()).device.type == "cpu"
     if on_cpu and streaming is None and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(fastest_threads(torch.get_num_threads()))
-    _say_what_is_decoded(loaded.model, options, say)
+    _say_what_is_slow(loaded.model, options, say)
     engine = Engine(loaded.model, options.engine(loaded, options.max_waiting, options.device))
 
     def load(checkpoint: Path) -> nn.Module:
@@ -185,7 +185,7 @@ def run_rank(
     path = Path(ranks.agree_on_text(str(source if is_folder else open_checkpoint(source).path)))
     streaming = Streaming.of(options.stream_weights, options.resident_blocks, ranks)
     loaded = load_model(path, options.tokenizer, device, say_once, ranks.place, options.packing, streaming)
-    _say_what_is_decoded(loaded.model, options, say_once)
+    _say_what_is_slow(loaded.model, options, say_once)
 
     def load(checkpoint: Path) -> nn.Module:
         return load_model(checkpoint, options.tokenizer, "cpu", say_once, ranks.place, options.packing).model
@@ -207,9 +207,10 @@ def run_rank(
     shutdown()
 
 
-def _say_what_is_decoded(model: nn.Module, options: ServeOptions, say: Say) -> None:
-    """Say which weights a CPU decodes for each product."""
-    for reason in why_decoded(model) if options.device == "cpu" else ():
+def _say_what_is_slow(model: nn.Module, options: ServeOptions, say: Say) -> None:
+    """Say which weights a CPU decodes for each product, and what a GPU has no kernels for."""
+    reasons = why_decoded(model) if options.device == "cpu" else why_slow(cache_format(options.cache), options.device)
+    for reason in reasons:
         say(reason)
 
 

@@ -97,8 +97,11 @@ class Scheduler:
         max_running: int,
         num_stages: int = 1,
         swap: PageSwap | None = None,
+        shares_answers: bool = True,
     ) -> None:
+        """`shares_answers`: a block with generated tokens may be shared with prompts that have the same tokens."""
         self.policy = policy
+        self._shares_answers = shares_answers
         self.swap = swap
         self.token_budget = token_budget
         self.max_running = min(max_running, token_budget)  # so that all decodes fit the budget
@@ -191,7 +194,8 @@ class Scheduler:
         active = self.waiting[0]
         if self._is_on_its_way(active):
             return False
-        held = self.policy.allocate(active.tokens, _cache_name(active.request), reserve=len(self.running))
+        num_shared = None if self._shares_answers else len(active.request.tokens)
+        held = self.policy.allocate(active.tokens, _cache_name(active.request), len(self.running), num_shared)
         if held is None:
             return False
         self.waiting.popleft()

@@ -22,6 +22,7 @@ class PageLayout:
     num_blocks: int
     num_rows: int  # requests that run at once; row number `num_rows` is that of padding
     device: torch.device
+    answers_choose: bool = False  # a token that is not of a prompt is a decode of its own, whatever it is computed with
     share: PageShare | None = None  # of the pages of each block; None: this rank has whole blocks
 
     @property
@@ -38,8 +39,28 @@ def padding_table(layout: PageLayout) -> tuple[int, int, int]:
     return 1, layout.num_rows, layout.num_blocks
 
 
-def is_decode(chunk: ScheduledChunk) -> bool:
-    return chunk.samples and chunk.num_tokens == 1
+def is_decode(chunk: ScheduledChunk, layout: PageLayout) -> bool:
+    """Is it one token, after which the next is sampled, that may be computed as decodes are?"""
+    is_of_prompt = chunk.start < len(chunk.active.request.tokens)
+    return chunk.samples and chunk.num_tokens == 1 and not (layout.answers_choose and is_of_prompt)
+
+
+def runs_of(chunks: Sequence[ScheduledChunk], layout: PageLayout) -> list[ScheduledChunk]:
+    """The runs of tokens that a step computes, in the order of its tokens: decodes first.
+
+    They are the chunks, which come in this order; where answers choose, the parts of chunks in prompts, and each other
+    token and draft alone.
+    """
+    if not layout.answers_choose:
+        return list(chunks)
+    decodes, prompts = list[ScheduledChunk](), list[ScheduledChunk]()
+    for active, start, end, _, drafts in chunks:
+        of_prompt = len(active.request.tokens)
+        if start < of_prompt:
+            prompts.append(ScheduledChunk(active, start, min(end, of_prompt), False))
+        decodes += [ScheduledChunk(active, at, at + 1, False) for at in range(max(start, of_prompt), end)]
+        decodes += [ScheduledChunk(active, at, at, False, (draft,)) for at, draft in enumerate(drafts, end)]
+    return decodes + prompts
 
 
 def packed(chunks: Sequence[ScheduledChunk], layout: PageLayout, num_rows: int = 0) -> tuple[Tensor, Tensor]:
@@ -60,15 +81,13 @@ def packed(chunks: Sequence[ScheduledChunk], layout: PageLayout, num_rows: int =
         num_blocks = (end - 1) // size + 1
         tables[index, :TABLE] = end, active.row
         tables[index, TABLE : TABLE + num_blocks] = blocks[:num_blocks]
-        if start >= len(active.tokens):
+        known = [*active.tokens[start : chunk.end], *chunk.drafts]
+        if known:
+            tokens += known
+            sources += [-1] * (end - start)
+        else:
             tokens.append(0)
             sources.append(active.row)
-        elif end - start == 1:
-            tokens.append(active.tokens[start])
-            sources.append(-1)
-        else:
-            tokens += [*active.tokens[start : chunk.end], *chunk.drafts]
-            sources += [-1] * (end - start)
         if end - start == 1:
             positions.append(start)
             slots.append(blocks[start // size] * size + start % size)
@@ -132,11 +151,18 @@ class StepInputs:
 
 def step_inputs(chunks: Sequence[ScheduledChunk], layout: PageLayout) -> StepInputs:
     """The inputs of chunks: decodes first, then prompts whose last token is computed, then the others."""
-    flat, tables = packed(chunks, layout)
-    queries = [chunk.num_tokens for chunk in chunks]
+    runs = runs_of(chunks, layout)
+    flat, tables = packed(runs, layout)
+    queries = [run.num_tokens for run in runs]
     ends = np.cumsum(queries).tolist()
-    sampled = [place for chunk, end in zip(chunks, ends, strict=True) for place in range(end - chunk.num_rows, end)]
-    return StepInputs(flat, tables, queries, sum(map(is_decode, chunks)), sampled)
+    if not layout.answers_choose:
+        sampled = [place for chunk, end in zip(chunks, ends, strict=True) for place in range(end - chunk.num_rows, end)]
+        return StepInputs(flat, tables, queries, sum(is_decode(chunk, layout) for chunk in chunks), sampled)
+    last = {(run.active, run.start + run.num_tokens): end - 1 for run, end in zip(runs, ends, strict=True)}
+    lengths = [(chunk, chunk.start + chunk.num_tokens) for chunk in chunks]
+    sampled = [last[chunk.active, at] for chunk, end in lengths for at in range(end + 1 - chunk.num_rows, end + 1)]
+    num_decodes = sum(run.start >= len(run.active.request.tokens) for run in runs)
+    return StepInputs(flat, tables, queries, num_decodes, sampled)
 
 
 def text_inputs(tokens: Sequence[int], block_size: int) -> StepInputs:
