@@ -27,12 +27,13 @@ from weft.serve.packed_linear import pack_model
 from weft.serve.paged_attention import PagedBatch, decode_attention
 from weft.serve.request import Request, Sampling
 from weft.serve.router_kernel import order_by_kernel, route_by_kernel
-from weft.serve.weight_formats import FORMATS, AfterProduct
+from weft.serve.weight_formats import CPU_FORMATS, FORMATS, AfterProduct
 from weft.serve.whole_attention_kernel import whole_attention_by_kernel
 
 TINY_EXPERTS = replace(
     TINY, architecture="mixtral", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=TINY.intermediate_size
 )
+GPU_FORMATS = {name: form for name, form in FORMATS.items() if name not in CPU_FORMATS}
 Found = Iterator[tuple[str, float, float]]  # what is compared, the largest difference of the largest number, the most
 
 
@@ -139,7 +140,7 @@ def chosen(device: torch.device) -> Found:
 
 
 def products(device: torch.device) -> Found:
-    for kind, form in FORMATS.items():
+    for kind, form in GPU_FORMATS.items():
         weight = torch.randn(1536, 4096, device=device) * 0.02
         parts = form.encode(weight)
         decoded = form.decode(parts, torch.float64)
@@ -166,7 +167,7 @@ def packed_experts(device: torch.device, kind: str, sizes: tuple[int, int, int])
 
 def experts(device: torch.device) -> Found:
     """Tokens through chosen experts: one and many, in a graph that is replayed for other choices."""
-    for kind in FORMATS:
+    for kind in GPU_FORMATS:
         for sizes, k in (((16, 1024, 1408), 4), ((8, 4096, 1536), 2)):
             packed = packed_experts(device, kind, sizes)
             for num_tokens in (1, 3, 16, 300):
@@ -212,8 +213,8 @@ def engines(device: torch.device) -> Found:
     for name, options in (
         ("int4", {"cache": FourBitFormat(), "block_size": 64}),
         ("loki", {"cache": LokiFormat(axes, LokiChoice(newest=4, dense_below=16))}),
-        *((kind, {}) for kind in FORMATS),
-        *((f"experts {kind}", {}) for kind in FORMATS),
+        *((kind, {}) for kind in GPU_FORMATS),
+        *((f"experts {kind}", {}) for kind in GPU_FORMATS),
     ):
         tokens = []
         for graphs in (False, True):

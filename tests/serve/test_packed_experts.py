@@ -20,12 +20,13 @@ from weft.models import DecoderConfig, save_folder
 from weft.models.experts import StackedExperts
 from weft.plan import Plan
 from weft.plan import Tensor as TensorDegrees
+from weft.serve.corrected_blocks import corrected_parts, make_room_for_corrected
 from weft.serve.corrected_codes import pack_corrected, second_moments
 from weft.serve.generate import load_for_generation
 from weft.serve.model_part import EngineOptions
 from weft.serve.packed_experts import PackedExperts, PackedStack
 from weft.serve.packed_linear import make_room, pack_model, why_decoded
-from weft.serve.rank_part import RankPlace, block_bytes, build_part, part_bytes, read_part, refuse_plan
+from weft.serve.rank_part import PartValues, RankPlace, block_bytes, build_part, part_bytes, read_part, refuse_plan
 from weft.serve.request import Request
 from weft.serve.weight_formats import FORMATS, RowFp8
 
@@ -194,6 +195,24 @@ def test_a_text_corrects_experts_by_the_inputs_that_reach_them() -> None:
     for expert in range(4):
         is_plain = torch.equal(stacks[0].parts_of(expert)[0], stacks[1].parts_of(expert)[0])
         assert is_plain == (expert not in chosen)
+
+
+def test_a_rank_has_its_part_of_the_corrected_experts() -> None:
+    texts = [torch.arange(48).view(3, 16)]
+    whole, plan, form = tiny_model("mixtral"), Plan(expert=2), FORMATS["int4"]
+    values = {name: value.detach() for name, value in whole.named_parameters()}
+    pack_corrected(whole, form, texts)
+    expected = dict(whole.named_buffers())
+    for index in range(2):
+        model, cuts = build_part(MODELS["mixtral"], RankPlace(plan, dict.fromkeys(plan.degrees, 0) | {"expert": index}))
+        make_room_for_corrected(model, cuts, form)
+        packed = corrected_parts(model, cuts, values.__getitem__, form, texts)
+        PartValues(model, cuts, values.__getitem__, "cpu", packed).give_all()
+        own = {name: value for name, value in model.named_buffers() if ".experts." in name}
+        assert len(own) == 8  # two layers of two stacks of two parts
+        for name, value in own.items():
+            assert torch.equal(value, expected[name][2 * index : 2 * index + 2])
+            assert not torch.equal(value, expected[name][2 - 2 * index : 4 - 2 * index])  # the control: others' experts
 
 
 def test_moments_are_those_of_the_inputs_of_each_expert() -> None:
