@@ -9,6 +9,7 @@ from torch import Tensor
 
 from weft.models.attention import RMSNorm
 from weft.serve.early_launch_kernel import early_launch, wait_for_results
+from weft.serve.packed_token_kernel import with_bias_and_gate
 
 _COLUMNS = 2048  # of a weight that are read at a time
 _HEADS = 8  # that a program rotates
@@ -144,21 +145,6 @@ def rotate_and_store_by_kernel(
         **early_launch(projected),
     )
     return query
-
-
-@triton.jit
-def with_bias_and_gate(
-    result, gate_result, bias_ptr, outs, exists, NUM_OUT: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr
-):
-    if HAS_BIAS:
-        if IS_GATED:
-            gate_result += tl.load(bias_ptr + outs, mask=exists, other=0.0).to(tl.float32)
-            result += tl.load(bias_ptr + NUM_OUT + outs, mask=exists, other=0.0).to(tl.float32)
-        else:
-            result += tl.load(bias_ptr + outs, mask=exists, other=0.0).to(tl.float32)
-    if IS_GATED:
-        result = result * gate_result / (1 + tl.exp(-gate_result))
-    return result
 
 
 @triton.jit

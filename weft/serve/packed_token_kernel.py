@@ -23,7 +23,6 @@ from torch import Tensor
 
 from weft.models.attention import RMSNorm
 from weft.serve.early_launch_kernel import early_launch, wait_for_results
-from weft.serve.fused_kernel import with_bias_and_gate
 from weft.serve.integer_products_kernel import bytes_of, products
 from weft.serve.unpacking_kernel import two_ranges, wide_fp8
 from weft.serve.weight_formats import AfterProduct
@@ -39,6 +38,21 @@ class TokenLaunch(NamedTuple):
     outputs: int
     ahead: int
     warps: int
+
+
+@triton.jit
+def with_bias_and_gate(
+    result, gate_result, bias_ptr, outs, exists, NUM_OUT: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr
+):
+    if HAS_BIAS:
+        if IS_GATED:
+            gate_result += tl.load(bias_ptr + outs, mask=exists, other=0.0).to(tl.float32)
+            result += tl.load(bias_ptr + NUM_OUT + outs, mask=exists, other=0.0).to(tl.float32)
+        else:
+            result += tl.load(bias_ptr + outs, mask=exists, other=0.0).to(tl.float32)
+    if IS_GATED:
+        result = result * gate_result / (1 + tl.exp(-gate_result))
+    return result
 
 
 @triton.jit
