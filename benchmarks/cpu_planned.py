@@ -40,12 +40,12 @@ from weft.models import DecoderConfig, build
 from weft.models.recurrent import RecurrentModel
 from weft.planner.serving_cpu import ServedConfig, predict_decode
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.graph_head import GraphHead
-from weft.serve.measure_decode import measure_decode
-from weft.serve.packed_linear import pack_head, pack_model
-from weft.serve.request import Request, Sampling
-from weft.serve.vocabulary_graph import build_graph
-from weft.serve.weight_formats import FORMATS
+from weft.serve.head.graph_head import GraphHead
+from weft.serve.head.vocabulary_graph import build_graph
+from weft.serve.measurement.measure_decode import measure_decode
+from weft.serve.scheduling.request import Request, Sampling
+from weft.serve.weights.packed_linear import pack_head, pack_model
+from weft.serve.weights.weight_formats import FORMATS
 
 RESULT = Path(__file__).parent / "results" / "cpu-planned.json"
 LLAMA_60M = DecoderConfig(

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.serve.cpu_product import CpuWeight
-from weft.serve.weight_formats import decoded_product, weight_format
+from weft.serve.weights.cpu_product import CpuWeight
+from weft.serve.weights.weight_formats import decoded_product, weight_format
 
 RESULT = Path(__file__).parent / "results" / "cpu-products.json"
 SHAPES = ((1024, 1536), (1024, 5632), (2816, 1024), (1024, 32000))  # inputs, outputs

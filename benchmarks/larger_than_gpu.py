@@ -30,10 +30,10 @@ from weft.models import DecoderConfig
 from weft.plan import Plan
 from weft.planner.serving import ServingModel
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.rank_part import PartValues, build_whole, read_part
-from weft.serve.request import Request, Sampling
-from weft.serve.streamed_model import StreamedModel, Streaming, stream_model
-from weft.serve.streamed_weights import StreamedWeights
+from weft.serve.model.streamed_model import StreamedModel, Streaming, stream_model
+from weft.serve.parallel.rank_part import PartValues, build_whole, read_part
+from weft.serve.scheduling.request import Request, Sampling
+from weft.serve.weights.streamed_weights import StreamedWeights
 
 RESULT = Path(__file__).parent / "results" / "larger-than-gpu.json"
 LARGE = replace(LLAMA_8B, hidden_size=8192, intermediate_size=28672, num_hidden_layers=92, num_attention_heads=64)

@@ -33,20 +33,20 @@ from serve_gpu import LLAMA_8B, TINY, copy_rate, random_model, synchronize
 from torch import Tensor, nn
 
 from weft.models import Decoder, DecoderConfig, build
-from weft.serve import four_bit_attention_kernel
+from weft.serve.cache import four_bit_attention_kernel
+from weft.serve.cache.four_bit_cache import FourBitFormat
+from weft.serve.cache.layer_cache import CacheFormat, CacheSizes, PlainFormat
+from weft.serve.cache.loki_cache import LokiFormat
+from weft.serve.cache.loki_choice import LokiChoice
+from weft.serve.cache.paged_attention import PagedBatch
 from weft.serve.cache_formats import DEFAULT_BLOCK_SIZE
-from weft.serve.decode_graph import GraphRecorder
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.four_bit_cache import FourBitFormat
-from weft.serve.group_codes import joined_ranges
-from weft.serve.layer_cache import CacheFormat, CacheSizes, PlainFormat
-from weft.serve.loki_cache import LokiFormat
-from weft.serve.loki_choice import LokiChoice
-from weft.serve.packed_linear import PackedLinear, make_room, pack_model
-from weft.serve.paged_attention import PagedBatch
-from weft.serve.request import Request, Sampling
-from weft.serve.speculation import EarlyLayers
-from weft.serve.weight_formats import FORMATS
+from weft.serve.model.decode_graph import GraphRecorder
+from weft.serve.scheduling.request import Request, Sampling
+from weft.serve.scheduling.speculation import EarlyLayers
+from weft.serve.weights.group_codes import joined_ranges
+from weft.serve.weights.packed_linear import PackedLinear, make_room, pack_model
+from weft.serve.weights.weight_formats import FORMATS
 
 RESULT = Path(__file__).parent / "results" / "lean-gpu.json"
 GREEDY = Sampling(temperature=0)

@@ -14,21 +14,21 @@ from weft.models.attention import RMSNorm
 from weft.models.expert_rows import sort_by_expert
 from weft.models.experts import StackedExperts
 from weft.models.router import Router
-from weft.serve.decode_attention_kernel import decode_attention_by_kernel
-from weft.serve.decode_graph import GraphRecorder
+from weft.serve.cache.decode_attention_kernel import decode_attention_by_kernel
+from weft.serve.cache.four_bit_cache import FourBitFormat, FourBitLayer
+from weft.serve.cache.layer_cache import CacheSizes
+from weft.serve.cache.loki_cache import LokiFormat, chosen_attention, chosen_attention_by_kernel, first_dims
+from weft.serve.cache.loki_choice import LokiChoice
+from weft.serve.cache.paged_attention import PagedBatch, decode_attention
+from weft.serve.cache.whole_attention_kernel import whole_attention_by_kernel
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.four_bit_cache import FourBitFormat, FourBitLayer
-from weft.serve.fused import rotate_and_store
-from weft.serve.layer_cache import CacheSizes
-from weft.serve.loki_cache import LokiFormat, chosen_attention, chosen_attention_by_kernel, first_dims
-from weft.serve.loki_choice import LokiChoice
-from weft.serve.packed_experts import PackedExperts
-from weft.serve.packed_linear import pack_model
-from weft.serve.paged_attention import PagedBatch, decode_attention
-from weft.serve.request import Request, Sampling
-from weft.serve.router_kernel import order_by_kernel, route_by_kernel
-from weft.serve.weight_formats import CPU_FORMATS, FORMATS, AfterProduct
-from weft.serve.whole_attention_kernel import whole_attention_by_kernel
+from weft.serve.model.decode_graph import GraphRecorder
+from weft.serve.model.fused import rotate_and_store
+from weft.serve.scheduling.request import Request, Sampling
+from weft.serve.weights.packed_experts import PackedExperts
+from weft.serve.weights.packed_linear import pack_model
+from weft.serve.weights.router_kernel import order_by_kernel, route_by_kernel
+from weft.serve.weights.weight_formats import CPU_FORMATS, FORMATS, AfterProduct
 
 TINY_EXPERTS = replace(
     TINY, architecture="mixtral", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=TINY.intermediate_size

@@ -24,9 +24,9 @@ from weft.planner.kernels import LAUNCH_SECONDS
 from weft.planner.lean_kernels import MORE_KERNELS, decode_reads
 from weft.planner.serving import ServingModel
 from weft.planner.serving_speculation import price_speculation
-from weft.serve.four_bit_cache import FourBitFormat
-from weft.serve.layer_cache import CacheFormat, PlainFormat
-from weft.serve.loki_cache import LokiFormat
+from weft.serve.cache.four_bit_cache import FourBitFormat
+from weft.serve.cache.layer_cache import CacheFormat, PlainFormat
+from weft.serve.cache.loki_cache import LokiFormat
 
 RESULTS = Path(__file__).parent / "results"
 Row = tuple[str, float, float]  # what, predicted, measured

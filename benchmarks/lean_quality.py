@@ -30,21 +30,21 @@ import torch
 from torch import Tensor, nn
 
 from weft.data.tokenizer import Tokenizer
-from weft.serve.corrected_codes import pack_corrected
+from weft.serve.cache.four_bit_cache import GROUPS, FourBitFormat
+from weft.serve.cache.four_bit_loki_cache import FourBitLokiFormat
+from weft.serve.cache.layer_cache import CacheFormat, PlainFormat
+from weft.serve.cache.loki_cache import LokiFormat
+from weft.serve.cache.loki_choice import LokiChoice
+from weft.serve.calibration.corrected_codes import pack_corrected
+from weft.serve.calibration.loki_calibration import calibrate
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.four_bit_cache import GROUPS, FourBitFormat
-from weft.serve.four_bit_loki_cache import FourBitLokiFormat
 from weft.serve.generate import load_for_generation
-from weft.serve.layer_cache import CacheFormat, PlainFormat
-from weft.serve.loki_cache import LokiFormat
-from weft.serve.loki_calibration import calibrate
-from weft.serve.loki_choice import LokiChoice
-from weft.serve.model_part import ModelPart
-from weft.serve.packed_experts import PackedStack
-from weft.serve.packed_linear import PackedLinear, pack_head, pack_model
-from weft.serve.request import Request, Sampling
-from weft.serve.step_inputs import StepInputs, text_inputs
-from weft.serve.weight_formats import FORMATS
+from weft.serve.model.model_part import ModelPart
+from weft.serve.model.step_inputs import StepInputs, text_inputs
+from weft.serve.scheduling.request import Request, Sampling
+from weft.serve.weights.packed_experts import PackedStack
+from weft.serve.weights.packed_linear import PackedLinear, pack_head, pack_model
+from weft.serve.weights.weight_formats import FORMATS
 
 ROOT = Path(__file__).parents[1]
 LOKI = LokiChoice(dims=0.25, tokens=0.25, newest=16, dense_below=64)  # contexts are short here

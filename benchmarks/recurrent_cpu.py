@@ -25,7 +25,7 @@ from torch import nn
 
 from weft.architectures.recurrent import RecurrentConfig
 from weft.models.recurrent import RecurrentModel
-from weft.serve.recurrent import RecurrentRows, State
+from weft.serve.model.recurrent import RecurrentRows, State
 
 RESULT = Path(__file__).parent / "results" / "recurrent-cpu.json"
 LAYERS, PROMPT = 2, 64

@@ -27,9 +27,9 @@ from torch import nn
 
 from weft.models import DecoderConfig
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.packed_linear import pack_head, pack_model
-from weft.serve.request import Request, Sampling
-from weft.serve.weight_formats import FORMATS
+from weft.serve.scheduling.request import Request, Sampling
+from weft.serve.weights.packed_linear import pack_head, pack_model
+from weft.serve.weights.weight_formats import FORMATS
 
 RESULT = Path(__file__).parent / "results" / "serve-cpu.json"
 LLAMA_200M = DecoderConfig(

@@ -25,7 +25,7 @@ import torch
 
 from weft.models import Decoder, DecoderConfig, build
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.request import Request, Sampling
+from weft.serve.scheduling.request import Request, Sampling
 
 RESULT = Path(__file__).parent / "results" / "serve-gpu.json"
 PEAK = 989e12  # dense bf16 FLOP/s of an H100 or H200

@@ -22,7 +22,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from weft.serve.engine import Engine, EngineOptions, LaunchedStep
-from weft.serve.request import Request, Sampling
+from weft.serve.scheduling.request import Request, Sampling
 
 GREEDY = Sampling(temperature=0)
 

@@ -26,11 +26,11 @@ from weft.models import DecoderConfig
 from weft.plan import Plan, Tensor
 from weft.serve.engine import Engine
 from weft.serve.follow_steps import follow_steps
-from weft.serve.model_part import EngineOptions, ModelPart
-from weft.serve.rank_part import build_part
-from weft.serve.ranks import ServingRanks, Sums
+from weft.serve.model.model_part import EngineOptions, ModelPart
+from weft.serve.model.ranks import ServingRanks, Sums
+from weft.serve.parallel.rank_part import build_part
 from weft.serve.replicas import ReplicaFront, serve_replica
-from weft.serve.request import Request, Sampling
+from weft.serve.scheduling.request import Request, Sampling
 
 SIZES = (8 << 10, 64 << 10, 256 << 10, 1 << 20)
 SECONDS = 120.0

@@ -26,9 +26,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from weft.models import DecoderConfig, build, initialise
-from weft.serve.graph_head import GraphHead, with_chosen_beam
-from weft.serve.graph_index import NUM_LIKELY
-from weft.serve.vocabulary_graph import VocabularyGraph, build_graph, search
+from weft.serve.calibration.graph_index import NUM_LIKELY
+from weft.serve.head.graph_head import GraphHead, with_chosen_beam
+from weft.serve.head.vocabulary_graph import VocabularyGraph, build_graph, search
 
 RESULT = Path(__file__).parent / "results" / "vocabulary-search-cpu.json"
 VOCAB, WIDTH, SEQUENCE, BATCH, NUM_STATES = 32768, 512, 256, 64, 2000

@@ -19,9 +19,9 @@ from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.plan import Plan, Tensor
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.ranks import ServingRanks, sums_of
-from weft.serve.request import Request
-from weft.serve.traffic import ServedSizes, step_calls
+from weft.serve.model.ranks import ServingRanks, sums_of
+from weft.serve.parallel.traffic import ServedSizes, step_calls
+from weft.serve.scheduling.request import Request
 
 NUMELS = (1, 2, 3, 5, 8, 17, 64, 1000, 4097)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)

@@ -23,8 +23,8 @@ from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.plan import Plan, Tensor
 from weft.serve.engine import EngineOptions
-from weft.serve.ranks import ServingRanks
-from weft.serve.request import Request, Sampling
+from weft.serve.model.ranks import ServingRanks
+from weft.serve.scheduling.request import Request, Sampling
 
 LIMIT_SECONDS = 200.0
 CPU = torch.device("cpu")
@@ -186,7 +186,7 @@ def test_a_model_is_served_over_symmetric_memory(monkeypatch: pytest.MonkeyPatch
         made.append(kernels)
         return found, None
 
-    monkeypatch.setattr("weft.serve.ranks.with_symmetric_memory", stand_in)
+    monkeypatch.setattr("weft.serve.model.ranks.with_symmetric_memory", stand_in)
 
     def rank(index: int) -> Any:
         torch.set_num_threads(1)

@@ -17,9 +17,10 @@ from weft.commands import bench, plan_serve_cpu
 from weft.models.catalog import load_model
 from weft.models.recurrent import RecurrentModel, save_recurrent
 from weft.planner.serving_cpu import predict_decode
-from weft.serve import graph_head, measure_decode
-from weft.serve.graph_head import GraphHead
-from weft.serve.vocabulary_graph import VocabularyGraph
+from weft.serve.head import graph_head
+from weft.serve.head.graph_head import GraphHead
+from weft.serve.head.vocabulary_graph import VocabularyGraph
+from weft.serve.measurement import measure_decode
 
 MODEL = "mpt-125m"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from weft.bench.cluster_file import MeasuredMachine, cluster_text
 from weft.bench.fit import LinkFit
 from weft.cluster.decode_rates import AttentionTimes, DecodeRates, LayerTimes, ProductRates, SearchTimes
-from weft.serve.weight_formats import FORMATS
+from weft.serve.weights.weight_formats import FORMATS
 
 START = 5e-6  # later than plain products
 WEIGHTS_PER_SECOND = {"float32": 1e9, "bfloat16": 2e9, "int8": 4e9, "int4": 8e9}

@@ -17,12 +17,12 @@ from weft.models.attention import RMSNorm
 from weft.models.expert_rows import sort_by_expert
 from weft.models.experts import StackedExperts
 from weft.models.router import Router
-from weft.serve import packed_expert_kernel, router_kernel
-from weft.serve.fused import routed
-from weft.serve.packed_expert_kernel import sorted_rows_by_kernel, tokens_by_kernel
-from weft.serve.packed_experts import PackedExperts
-from weft.serve.router_kernel import order_by_kernel, route_by_kernel
-from weft.serve.weight_formats import weight_format
+from weft.serve.model.fused import routed
+from weft.serve.weights import packed_expert_kernel, router_kernel
+from weft.serve.weights.packed_expert_kernel import sorted_rows_by_kernel, tokens_by_kernel
+from weft.serve.weights.packed_experts import PackedExperts
+from weft.serve.weights.router_kernel import order_by_kernel, route_by_kernel
+from weft.serve.weights.weight_formats import weight_format
 
 
 def difference(one: Tensor, other: Tensor) -> float:

@@ -211,10 +211,10 @@ def _tokens(
 
     from weft.serve.cache_formats import block_size_of, cache_format
     from weft.serve.engine import Engine, EngineOptions
-    from weft.serve.packed_linear import pack_model
-    from weft.serve.request import Request
-    from weft.serve.speculation import LAYERS, early_layers
-    from weft.serve.weight_formats import FORMATS
+    from weft.serve.scheduling.request import Request
+    from weft.serve.scheduling.speculation import LAYERS, early_layers
+    from weft.serve.weights.packed_linear import pack_model
+    from weft.serve.weights.weight_formats import FORMATS
 
     model = _small_model(architecture)
     if weights:
@@ -255,9 +255,9 @@ def _lost_logits(architecture: str, weights: str | None = None) -> dict[str, flo
     from serving_for_tests import GREEDY, serve_all, tokens_of
 
     from weft.serve.engine import Engine, EngineOptions
-    from weft.serve.packed_linear import pack_model
-    from weft.serve.request import Request
-    from weft.serve.weight_formats import FORMATS
+    from weft.serve.scheduling.request import Request
+    from weft.serve.weights.packed_linear import pack_model
+    from weft.serve.weights.weight_formats import FORMATS
 
     plain, model = _small_model(architecture), _small_model(architecture)
     for one in (plain, model) if weights else ():

@@ -155,9 +155,9 @@ def served_on_ranks(
 
 def _chosen_tokens(cache: str | None) -> Any:
     """A format of the cache by which decodes choose tokens, with the same axes in every process."""
-    from weft.serve.four_bit_loki_cache import FourBitLokiFormat
-    from weft.serve.loki_cache import LokiFormat
-    from weft.serve.loki_choice import LokiChoice
+    from weft.serve.cache.four_bit_loki_cache import FourBitLokiFormat
+    from weft.serve.cache.loki_cache import LokiFormat
+    from weft.serve.cache.loki_choice import LokiChoice
 
     generator = torch.Generator().manual_seed(0)
     axes = torch.linalg.qr(torch.randn(5, 2, 64, 64, generator=generator, dtype=torch.float64))[0]
@@ -173,8 +173,8 @@ def _served(plan: Any, ahead: int, sums: Any, device: torch.device, form: Any, d
     from weft.models import DecoderConfig
     from weft.serve.cache_formats import block_size_of
     from weft.serve.engine import EngineOptions
-    from weft.serve.ranks import ServingRanks
-    from weft.serve.request import Request
+    from weft.serve.model.ranks import ServingRanks
+    from weft.serve.scheduling.request import Request
 
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
     CONFIGS["wide"] = DecoderConfig(
@@ -200,8 +200,8 @@ def split_logits(architecture: str, device: str = "cuda", dtype: str = "bfloat16
     from weft.mesh import Mesh
     from weft.models import DecoderConfig
     from weft.plan import Context, Plan
-    from weft.serve import split_attention
-    from weft.serve.ranks import ServingRanks
+    from weft.serve.cache import split_attention
+    from weft.serve.model.ranks import ServingRanks
 
     def rank(index: int) -> Any:
         sizes = {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 512}

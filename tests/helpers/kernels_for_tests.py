@@ -29,33 +29,15 @@ from weft.models.vision.pool_kernel import kernel_pools
 from weft.optim import update_kernel
 from weft.optim.update import update
 from weft.optim.update_kernel import update_by_kernel
-from weft.serve import (
-    decode_attention_kernel,
-    four_bit_attention_kernel,
-    fused,
-    loki_kernel,
-    packed_product_kernel,
-    packed_row_kernel,
-    prompt_attention_kernel,
-    sampling_kernel,
-)
-from weft.serve.decode_attention_kernel import decode_attention_by_kernel
-from weft.serve.four_bit_attention_kernel import four_bit_attention_by_kernel
-from weft.serve.four_bit_cache import FourBitLayer
-from weft.serve.fused_kernel import (
-    gated_by_kernel,
-    norm_by_kernel,
-    rotate_and_store_by_kernel,
-    row_linear_by_kernel,
-)
-from weft.serve.layer_cache import CacheSizes
-from weft.serve.loki_cache import LokiLayer, chosen_attention, chosen_attention_by_kernel, first_dims
-from weft.serve.loki_choice import LokiChoice, chosen_tokens
-from weft.serve.loki_kernel import chosen_slots_by_kernel
-from weft.serve.packed_product_kernel import packed_product_by_kernel
-from weft.serve.packed_row_kernel import product_of_rows_by_kernel
-from weft.serve.packed_token_kernel import TokenLaunch, product_of_token_by_kernel
-from weft.serve.paged_attention import (
+from weft.serve.cache import decode_attention_kernel, four_bit_attention_kernel, loki_kernel, prompt_attention_kernel
+from weft.serve.cache.decode_attention_kernel import decode_attention_by_kernel
+from weft.serve.cache.four_bit_attention_kernel import four_bit_attention_by_kernel
+from weft.serve.cache.four_bit_cache import FourBitLayer
+from weft.serve.cache.layer_cache import CacheSizes
+from weft.serve.cache.loki_cache import LokiLayer, chosen_attention, chosen_attention_by_kernel, first_dims
+from weft.serve.cache.loki_choice import LokiChoice, chosen_tokens
+from weft.serve.cache.loki_kernel import chosen_slots_by_kernel
+from weft.serve.cache.paged_attention import (
     PagedBatch,
     attend,
     decode_attention,
@@ -63,9 +45,21 @@ from weft.serve.paged_attention import (
     slots_of,
     tiles_of,
 )
-from weft.serve.prompt_attention_kernel import prompt_attention_by_kernel
-from weft.serve.sampling import draw
-from weft.serve.weight_formats import FEW_ROWS, AfterProduct, Grouped, RowFp8, WeightFormat, weight_format
+from weft.serve.cache.prompt_attention_kernel import prompt_attention_by_kernel
+from weft.serve.head import sampling_kernel
+from weft.serve.head.sampling import draw
+from weft.serve.model import fused
+from weft.serve.model.fused_kernel import (
+    gated_by_kernel,
+    norm_by_kernel,
+    rotate_and_store_by_kernel,
+    row_linear_by_kernel,
+)
+from weft.serve.weights import packed_product_kernel, packed_row_kernel
+from weft.serve.weights.packed_product_kernel import packed_product_by_kernel
+from weft.serve.weights.packed_row_kernel import product_of_rows_by_kernel
+from weft.serve.weights.packed_token_kernel import TokenLaunch, product_of_token_by_kernel
+from weft.serve.weights.weight_formats import FEW_ROWS, AfterProduct, Grouped, RowFp8, WeightFormat, weight_format
 from weft.sharding import gradient_kernel as take_kernel
 from weft.sharding.gradient_kernel import copy_with_squares
 

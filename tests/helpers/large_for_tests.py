@@ -18,16 +18,21 @@ from weft.models.loss_kernel import rows_loss_by_kernel
 from weft.models.vision.pool_kernel import kernel_pools
 from weft.optim.update import update
 from weft.optim.update_kernel import update_by_kernel
-from weft.serve.decode_attention_kernel import decode_attention_by_kernel
-from weft.serve.fused_kernel import gated_by_kernel, norm_by_kernel, rotate_and_store_by_kernel, row_linear_by_kernel
-from weft.serve.group_codes import joined_ranges
-from weft.serve.packed_product_kernel import packed_product_by_kernel
-from weft.serve.packed_row_kernel import product_of_rows_by_kernel
-from weft.serve.packed_token_kernel import product_of_token_by_kernel
-from weft.serve.paged_attention import decode_attention, prompt_attention_by_tiles, tiles_of
-from weft.serve.prompt_attention_kernel import prompt_attention_by_kernel
-from weft.serve.sampling_kernel import draw_by_kernel
-from weft.serve.weight_formats import Grouped
+from weft.serve.cache.decode_attention_kernel import decode_attention_by_kernel
+from weft.serve.cache.paged_attention import decode_attention, prompt_attention_by_tiles, tiles_of
+from weft.serve.cache.prompt_attention_kernel import prompt_attention_by_kernel
+from weft.serve.head.sampling_kernel import draw_by_kernel
+from weft.serve.model.fused_kernel import (
+    gated_by_kernel,
+    norm_by_kernel,
+    rotate_and_store_by_kernel,
+    row_linear_by_kernel,
+)
+from weft.serve.weights.group_codes import joined_ranges
+from weft.serve.weights.packed_product_kernel import packed_product_by_kernel
+from weft.serve.weights.packed_row_kernel import product_of_rows_by_kernel
+from weft.serve.weights.packed_token_kernel import product_of_token_by_kernel
+from weft.serve.weights.weight_formats import Grouped
 from weft.sharding.gradient_kernel import copy_with_squares
 
 MANY = 2**31 + 2**16

@@ -17,14 +17,14 @@ from weft.mesh import Mesh
 from weft.plan import Plan
 from weft.serve.engine import Engine
 from weft.serve.follow_steps import follow_steps
-from weft.serve.model_part import EngineOptions, ModelPart
-from weft.serve.packed_linear import make_room
-from weft.serve.rank_part import RankPlace, build_part, read_part, refuse_plan
-from weft.serve.ranks import ServingRanks
+from weft.serve.model.model_part import EngineOptions, ModelPart
+from weft.serve.model.ranks import ServingRanks
+from weft.serve.model.step_inputs import StepInputs
+from weft.serve.parallel.rank_part import RankPlace, build_part, read_part, refuse_plan
 from weft.serve.replicas import ReplicaFront, serve_replica
-from weft.serve.request import Request, Sampling
-from weft.serve.step_inputs import StepInputs
-from weft.serve.weight_formats import FORMATS
+from weft.serve.scheduling.request import Request, Sampling
+from weft.serve.weights.packed_linear import make_room
+from weft.serve.weights.weight_formats import FORMATS
 
 LIMIT_SECONDS = 300.0
 SCORED = Request("scored", (3, 1, 4, 1, 5), 1)  # how likely its tokens are is asked for

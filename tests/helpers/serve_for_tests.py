@@ -16,13 +16,13 @@ from torch import nn
 
 from weft.data.chat_template import ChatTemplate
 from weft.data.tokenizer import ByteTokenizer
-from weft.serve.addresses import listen
-from weft.serve.grammar import Grammars
-from weft.serve.http import Api, build_app
-from weft.serve.http_guard import ServerLimits
-from weft.serve.request import EngineState, GeneratedToken, Request, RequestError, TokenLogprobs
+from weft.serve.http.addresses import listen
+from weft.serve.http.end_points import Api, build_app
+from weft.serve.http.guard import ServerLimits
+from weft.serve.http.server import HttpServer
+from weft.serve.scheduling.grammar import Grammars
+from weft.serve.scheduling.request import EngineState, GeneratedToken, Request, RequestError, TokenLogprobs
 from weft.serve.served_model import ServedModel
-from weft.serve.server import HttpServer
 from weft.serve.worker import EngineWorker, StepEngine
 
 TEMPLATE = (

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from weft.models import DecoderConfig, GPT2Config, LanguageConfig, build, initialise
 from weft.serve.engine import Engine
-from weft.serve.request import GeneratedToken, Request, Sampling
+from weft.serve.scheduling.request import GeneratedToken, Request, Sampling
 
 CONTEXT = 32
 SIZES = {

@@ -12,20 +12,16 @@ import torch
 from torch import Tensor
 
 from weft.models.attention import RMSNorm
-from weft.serve import (
-    decode_attention_kernel,
-    fused,
-    prompt_attention_kernel,
-    sampling_kernel,
-    whole_attention_kernel,
-)
-from weft.serve.page_share import PageShare
-from weft.serve.paged_attention import PagedBatch, attend, decode_attention, slots_of
-from weft.serve.sampling import likeliest
-from weft.serve.sampling_kernel import likeliest_by_kernel
-from weft.serve.split_attention import _decodes, _decodes_by_kernel, _prompts_by_kernel, add_up, attend_own_pages
-from weft.serve.split_attention_kernel import add_up_by_kernel
-from weft.serve.whole_attention_kernel import whole_attention_by_kernel
+from weft.serve.cache import decode_attention_kernel, prompt_attention_kernel, whole_attention_kernel
+from weft.serve.cache.page_share import PageShare
+from weft.serve.cache.paged_attention import PagedBatch, attend, decode_attention, slots_of
+from weft.serve.cache.split_attention import _decodes, _decodes_by_kernel, _prompts_by_kernel, add_up, attend_own_pages
+from weft.serve.cache.split_attention_kernel import add_up_by_kernel
+from weft.serve.cache.whole_attention_kernel import whole_attention_by_kernel
+from weft.serve.head import sampling_kernel
+from weft.serve.head.sampling import likeliest
+from weft.serve.head.sampling_kernel import likeliest_by_kernel
+from weft.serve.model import fused
 
 BLOCK_SIZE = 4
 LENGTHS = (1, 17, 50)  # of one part; with a new token that begins a tile; of several parts, if there are programs

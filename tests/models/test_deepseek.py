@@ -24,7 +24,7 @@ from weft.planner.model import planned_model
 from weft.profiling import profile
 from weft.proof.float64 import Float64
 from weft.proof.prove import verify
-from weft.serve.paged_model import PagedModel
+from weft.serve.model.paged_model import PagedModel
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,

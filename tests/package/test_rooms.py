@@ -89,6 +89,23 @@ def test_rooms_import_each_other_without_cycles() -> None:
     assert cycle(graph) is None
 
 
+def test_folders_of_serve_import_each_other_without_cycles() -> None:
+    """Modules beside the folders, such as the engine, count as one folder; imports of kernels count too."""
+    graph: Graph = {}
+    for module, others in imports(True).items():
+        if room_of(module) == "serve" and module != "weft.serve":
+            mine = graph.setdefault(folder_of(module), set())
+            mine |= {folder_of(other) for other in others if room_of(other) == "serve"} - {folder_of(module)}
+    assert len(graph) > 5
+    assert cycle(graph) is None
+
+
+def folder_of(module: str) -> str:
+    """`cache` for weft.serve.cache.blocks and weft.serve.cache; nothing for weft.serve.engine."""
+    path = MODULES[module]
+    return path.parent.name if path.parent.parent == PACKAGE / "serve" else ""
+
+
 def test_a_cycle_is_found() -> None:
     graph = {**rooms(imports(True)), "plan": {"schedule", "commands"}}
     assert cycle(graph) is not None

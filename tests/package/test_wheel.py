@@ -28,7 +28,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
         *ROOT.glob("weft/**/*.py"),
         *ROOT.glob("weft/**/*.toml"),
         *ROOT.glob("weft/**/*.csv"),
-        ROOT / "weft" / "serve" / "page.html",
+        ROOT / "weft" / "serve" / "http" / "page.html",
         ROOT / "weft" / "py.typed",
     ]
     assert names == {path.relative_to(ROOT).as_posix() for path in wanted}

@@ -23,9 +23,9 @@ from weft.cluster.decode_rates import ProductRates
 from weft.errors import ConfigError, PlanError
 from weft.models import DecoderConfig
 from weft.planner.serving_cpu import predict_decode, refuse_size
-from weft.serve.graph_head import GraphHead
-from weft.serve.vocabulary_graph import VocabularyGraph
-from weft.serve.weight_formats import FORMATS, weight_bytes
+from weft.serve.head.graph_head import GraphHead
+from weft.serve.head.vocabulary_graph import VocabularyGraph
+from weft.serve.weights.weight_formats import FORMATS, weight_bytes
 
 LAYERS, HIDDEN, INNER, VOCAB = 3, 256, 512, 1000
 LLAMA = DecoderConfig(

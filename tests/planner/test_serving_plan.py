@@ -22,13 +22,13 @@ from weft.planner.lean_kernels import MORE_KERNELS, decode_reads
 from weft.planner.serving import ServingModel, ServingWorkload, predict_serving
 from weft.planner.serving_search import search_serving, serving_plans
 from weft.planner.serving_speculation import price_speculation
-from weft.serve.four_bit_cache import FourBitFormat
-from weft.serve.four_bit_loki_cache import FourBitLokiFormat
-from weft.serve.layer_cache import CacheSizes, PlainFormat
-from weft.serve.loki_cache import LokiFormat
-from weft.serve.loki_calibration import save
-from weft.serve.paged_attention import PagedBatch
-from weft.serve.speculation import MAX_DRAFTS
+from weft.serve.cache.four_bit_cache import FourBitFormat
+from weft.serve.cache.four_bit_loki_cache import FourBitLokiFormat
+from weft.serve.cache.layer_cache import CacheSizes, PlainFormat
+from weft.serve.cache.loki_cache import LokiFormat
+from weft.serve.cache.paged_attention import PagedBatch
+from weft.serve.calibration.loki_calibration import save
+from weft.serve.scheduling.speculation import MAX_DRAFTS
 
 MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks/results/serve-gpu.json").read_text())
 LEAN = json.loads((Path(__file__).parents[2] / "benchmarks/results/lean-gpu.json").read_text())

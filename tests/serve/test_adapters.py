@@ -17,9 +17,9 @@ from weft.errors import CheckpointError, ConfigError
 from weft.models import build
 from weft.models.adapter import CONFIG_FILE, write_adapter
 from weft.models.lora import add_lora, is_adapter
-from weft.serve.adapters import TokenAdapters, merge_adapter
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.request import Request, RequestError
+from weft.serve.model.adapters import TokenAdapters, merge_adapter
+from weft.serve.scheduling.request import Request, RequestError
 
 TARGETS = {
     "llama": ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"),

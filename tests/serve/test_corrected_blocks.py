@@ -15,18 +15,18 @@ from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import save_folder
 from weft.plan import Pipe, Plan, Tensor
-from weft.serve.corrected_blocks import corrected_parts, make_room_for_corrected
-from weft.serve.corrected_codes import pack_corrected
+from weft.serve.calibration.corrected_blocks import corrected_parts, make_room_for_corrected
+from weft.serve.calibration.corrected_codes import pack_corrected
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.folder_codes import packed_linears
 from weft.serve.follow_steps import follow_steps
 from weft.serve.loading import Packing, load_model
-from weft.serve.model_part import ModelPart
-from weft.serve.packed_linear import pack_model
-from weft.serve.rank_part import PartValues, RankPlace, build_part
-from weft.serve.ranks import ServingRanks
-from weft.serve.request import Request
-from weft.serve.weight_formats import FORMATS, Grouped
+from weft.serve.model.model_part import ModelPart
+from weft.serve.model.ranks import ServingRanks
+from weft.serve.parallel.rank_part import PartValues, RankPlace, build_part
+from weft.serve.scheduling.request import Request
+from weft.serve.weights.folder_codes import packed_linears
+from weft.serve.weights.packed_linear import pack_model
+from weft.serve.weights.weight_formats import FORMATS, Grouped
 
 TEXTS = [torch.randint(0, 61, (4, 16), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 OPTIONS = EngineOptions(block_size=4, num_blocks=60)

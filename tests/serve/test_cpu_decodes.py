@@ -6,10 +6,10 @@ import pytest
 from serving_for_tests import GREEDY, serve_all, tiny_model, tokens_of
 from test_engine import make_engine
 
-from weft.serve.cpu_threads import fastest_threads
-from weft.serve.packed_linear import pack_model
-from weft.serve.request import Request
-from weft.serve.weight_formats import weight_format
+from weft.serve.measurement.cpu_threads import fastest_threads
+from weft.serve.scheduling.request import Request
+from weft.serve.weights.packed_linear import pack_model
+from weft.serve.weights.weight_formats import weight_format
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8"])

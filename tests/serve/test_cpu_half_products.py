@@ -11,11 +11,11 @@ from test_engine import make_engine
 from torch import nn
 
 from weft.errors import ConfigError
-from weft.serve import cpu_half_product
-from weft.serve.cpu_half_product import HalfWeight, half_weight, has_product, refusal
-from weft.serve.packed_linear import PackedLinear, join_packed, pack_head, pack_model, why_decoded
-from weft.serve.request import Request
-from weft.serve.weight_formats import Half, weight_format
+from weft.serve.scheduling.request import Request
+from weft.serve.weights import cpu_half_product
+from weft.serve.weights.cpu_half_product import HalfWeight, half_weight, has_product, refusal
+from weft.serve.weights.packed_linear import PackedLinear, join_packed, pack_head, pack_model, why_decoded
+from weft.serve.weights.weight_formats import Half, weight_format
 
 needs_product = pytest.mark.skipif(not has_product(), reason="this torch has no products with fp16 for this CPU")
 HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines  # on x86

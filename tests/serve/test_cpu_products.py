@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from weft.errors import ConfigError
 from weft.models import DecoderConfig, build, initialise, save_folder
-from weft.serve import cpu_group_product
-from weft.serve.cpu_group_product import GroupWeight, group_weight, has_product, refusal
-from weft.serve.cpu_product import most_of
-from weft.serve.graph_head import graph_head
-from weft.serve.group_codes import GroupCodes, pack, split_ranges
+from weft.serve.head.graph_head import graph_head
 from weft.serve.loading import Packing, load_model
-from weft.serve.packed_linear import PackedLinear, pack_head, pack_model, why_decoded
-from weft.serve.paged_model import PagedModel
-from weft.serve.request import Request
-from weft.serve.weight_formats import Grouped, weight_format
+from weft.serve.model.paged_model import PagedModel
+from weft.serve.scheduling.request import Request
+from weft.serve.weights import cpu_group_product
+from weft.serve.weights.cpu_group_product import GroupWeight, group_weight, has_product, refusal
+from weft.serve.weights.cpu_product import most_of
+from weft.serve.weights.group_codes import GroupCodes, pack, split_ranges
+from weft.serve.weights.packed_linear import PackedLinear, pack_head, pack_model, why_decoded
+from weft.serve.weights.weight_formats import Grouped, weight_format
 
 needs_product = pytest.mark.skipif(not has_product(), reason="this torch has no product with 4-bit codes for this CPU")
 CONFIG = DecoderConfig(**{**SIZES, "hidden_size": 64, "intermediate_size": 96}, attention_bias=True)  # type: ignore[arg-type]

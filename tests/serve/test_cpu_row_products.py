@@ -19,17 +19,17 @@ from weft.mesh import Mesh
 from weft.models import DecoderConfig, build, initialise, save_folder
 from weft.plan import Plan
 from weft.plan import Tensor as TensorDegrees
-from weft.serve import cpu_row_product
-from weft.serve.corrected_codes import pack_corrected
-from weft.serve.cpu_row_product import MAX_INPUTS, RowWeight, has_product, refusal
+from weft.serve.calibration.corrected_codes import pack_corrected
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.follow_steps import follow_steps
-from weft.serve.model_part import ModelPart
-from weft.serve.packed_linear import PackedLinear, join_packed, make_room, pack_head, pack_model, why_decoded
-from weft.serve.rank_part import build_part, read_part
-from weft.serve.ranks import ServingRanks
-from weft.serve.request import Request
-from weft.serve.weight_formats import FP8, RowInt8, weight_format
+from weft.serve.model.model_part import ModelPart
+from weft.serve.model.ranks import ServingRanks
+from weft.serve.parallel.rank_part import build_part, read_part
+from weft.serve.scheduling.request import Request
+from weft.serve.weights import cpu_row_product
+from weft.serve.weights.cpu_row_product import MAX_INPUTS, RowWeight, has_product, refusal
+from weft.serve.weights.packed_linear import PackedLinear, join_packed, make_room, pack_head, pack_model, why_decoded
+from weft.serve.weights.weight_formats import FP8, RowInt8, weight_format
 
 needs_product = pytest.mark.skipif(not has_product(), reason="this torch has no products of bytes for this CPU")
 HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines  # on x86

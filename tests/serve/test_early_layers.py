@@ -14,11 +14,11 @@ from torch import nn
 
 from weft.errors import ConfigError
 from weft.models import GPT2, Decoder
-from weft.serve.early_layers import EarlyLayersDrafter
-from weft.serve.four_bit_cache import FourBitFormat
-from weft.serve.request import Request
-from weft.serve.scheduler import ActiveRequest
-from weft.serve.speculation import DraftLengths, EarlyLayers, early_layers
+from weft.serve.cache.four_bit_cache import FourBitFormat
+from weft.serve.drafts.early_layers import EarlyLayersDrafter
+from weft.serve.scheduling.request import Request
+from weft.serve.scheduling.scheduler import ActiveRequest
+from weft.serve.scheduling.speculation import DraftLengths, EarlyLayers, early_layers
 
 
 def first_layer_of(name: str) -> nn.Module:

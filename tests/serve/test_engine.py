@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from weft.errors import ConfigError, NumbersError
 from weft.models import save_folder
-from weft.serve import model_part
-from weft.serve.decode_graph import DecodeGraphs, Replay, graph_sizes
+from weft.serve.cache.host_pages import HostPages
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.host_pages import HostPages
-from weft.serve.mixed_graph import MixedGraphs, mixed_sizes
-from weft.serve.request import Request, RequestError, Sampling
-from weft.serve.scheduler import ActiveRequest
-from weft.serve.step_inputs import StepInputs
+from weft.serve.model import model_part
+from weft.serve.model.decode_graph import DecodeGraphs, Replay, graph_sizes
+from weft.serve.model.mixed_graph import MixedGraphs, mixed_sizes
+from weft.serve.model.step_inputs import StepInputs
+from weft.serve.scheduling.request import Request, RequestError, Sampling
+from weft.serve.scheduling.scheduler import ActiveRequest
 
 LENGTHS = (1, 2, 9, 16, 17, CONTEXT - 1, CONTEXT)
 

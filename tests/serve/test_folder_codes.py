@@ -18,16 +18,16 @@ from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models.hf import FolderWeights
 from weft.plan import Plan, Tensor
-from weft.serve.adapters import merge_adapter
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.folder_codes import MAX_ERROR, format_of, packed_linears, parts_of
 from weft.serve.follow_steps import follow_steps
 from weft.serve.generate import load_for_generation
-from weft.serve.model_part import ModelPart
-from weft.serve.ranks import ServingRanks
-from weft.serve.request import Request
-from weft.serve.streamed_model import StreamedModel, Streaming
-from weft.serve.weight_formats import FORMATS, Grouped
+from weft.serve.model.adapters import merge_adapter
+from weft.serve.model.model_part import ModelPart
+from weft.serve.model.ranks import ServingRanks
+from weft.serve.model.streamed_model import StreamedModel, Streaming
+from weft.serve.scheduling.request import Request
+from weft.serve.weights.folder_codes import MAX_ERROR, format_of, packed_linears, parts_of
+from weft.serve.weights.weight_formats import FORMATS, Grouped
 
 DECODED = {"gptq-order", "packed-order", "int8-asymmetric"}
 ROUNDED = {"gptq-asymmetric", "gptq-v2-asymmetric", "packed-asymmetric"}  # least values, to 16 bits

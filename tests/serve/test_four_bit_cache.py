@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from weft.errors import ConfigError
 from weft.models import DecoderConfig, build, initialise
-from weft.serve import four_bit_cache
+from weft.serve.cache import four_bit_cache
+from weft.serve.cache.four_bit_cache import GROUP, FourBitFormat, FourBitLayer
+from weft.serve.cache.layer_cache import CacheSizes
+from weft.serve.cache.paged_attention import PagedBatch
 from weft.serve.cache_formats import cache_format
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.four_bit_cache import GROUP, FourBitFormat, FourBitLayer
-from weft.serve.layer_cache import CacheSizes
-from weft.serve.paged_attention import PagedBatch
-from weft.serve.request import Request
+from weft.serve.scheduling.request import Request
 
 HEADS, KEY_HEADS, DIM, NUM_BLOCKS = 4, 2, 6, 9
 TABLE = torch.tensor([[5, 2, 7, 0]], dtype=torch.int32)  # the pages of the request, in any order

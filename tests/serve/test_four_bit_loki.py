@@ -37,18 +37,18 @@ from weft.mesh import Mesh
 from weft.plan import Pipe, Plan
 from weft.plan import Tensor as TensorDegrees
 from weft.planner.serving import MAX_RUNNING, ServingModel
-from weft.serve import four_bit_cache
+from weft.serve.cache import four_bit_cache
+from weft.serve.cache.four_bit_cache import GROUP, FourBitFormat, FourBitLayer
+from weft.serve.cache.four_bit_loki_cache import FourBitLokiFormat, FourBitLokiLayer
+from weft.serve.cache.layer_cache import CacheSizes
+from weft.serve.cache.loki_choice import LokiChoice, attention_to_chosen, chosen_tokens
 from weft.serve.cache_formats import block_size_of, cache_format, why_slow
+from weft.serve.calibration.loki_calibration import calibrate, save
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.four_bit_cache import GROUP, FourBitFormat, FourBitLayer
-from weft.serve.four_bit_loki_cache import FourBitLokiFormat, FourBitLokiLayer
-from weft.serve.layer_cache import CacheSizes
-from weft.serve.loki_calibration import calibrate, save
-from weft.serve.loki_choice import LokiChoice, attention_to_chosen, chosen_tokens
-from weft.serve.model_part import ModelPart
-from weft.serve.rank_part import refuse_plan
-from weft.serve.ranks import ServingRanks
-from weft.serve.speculation import EarlyLayers
+from weft.serve.model.model_part import ModelPart
+from weft.serve.model.ranks import ServingRanks
+from weft.serve.parallel.rank_part import refuse_plan
+from weft.serve.scheduling.speculation import EarlyLayers
 
 ALL = LokiChoice(dims=0.25, tokens=1.0, newest=1, dense_below=1)
 SOME = LokiChoice(dims=0.5, tokens=0.2, newest=3, dense_below=5)

@@ -17,10 +17,10 @@ from torch import nn
 
 from weft.data.tokenizer import ByteTokenizer, FileTokenizer
 from weft.models import build, initialise
-from weft.serve import sampling as sampling_module
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.grammar import ANY_OBJECT, MAX_SCHEMA_BYTES, Grammars
-from weft.serve.request import GeneratedToken, Request, RequestError, Sampling
+from weft.serve.head import sampling as sampling_module
+from weft.serve.scheduling.grammar import ANY_OBJECT, MAX_SCHEMA_BYTES, Grammars
+from weft.serve.scheduling.request import GeneratedToken, Request, RequestError, Sampling
 
 BYTES = ByteTokenizer()
 SCHEMA = {

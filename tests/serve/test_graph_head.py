@@ -12,7 +12,7 @@ from test_engine import make_engine
 from torch import Tensor
 
 from weft.errors import ConfigError
-from weft.serve.graph_head import (
+from weft.serve.head.graph_head import (
     GraphHead,
     graph_head,
     load,
@@ -21,9 +21,9 @@ from weft.serve.graph_head import (
     save,
     with_chosen_beam,
 )
-from weft.serve.request import Request, RequestError, Sampling
-from weft.serve.speculation import EarlyLayers
-from weft.serve.vocabulary_graph import VocabularyGraph, build_graph, points_of, search
+from weft.serve.head.vocabulary_graph import VocabularyGraph, build_graph, points_of, search
+from weft.serve.scheduling.request import Request, RequestError, Sampling
+from weft.serve.scheduling.speculation import EarlyLayers
 
 NUM_TOKENS, WIDTH = 600, 12
 

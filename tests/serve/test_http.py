@@ -11,7 +11,7 @@ import httpx
 import pytest
 from serve_for_tests import LIMIT_SECONDS, NO_CERTIFICATES, RepeatingEngine, Served, serving, wait_for
 
-from weft.serve.http_guard import ServerLimits
+from weft.serve.http.guard import ServerLimits
 
 FOREVER = 1 << 30
 

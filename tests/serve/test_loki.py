@@ -16,10 +16,12 @@ from torch import Tensor
 from weft.errors import ConfigError
 from weft.models import DecoderConfig, build, initialise, save_folder
 from weft.models.attention import rotate
+from weft.serve.cache.layer_cache import CacheSizes
+from weft.serve.cache.loki_cache import LokiFormat, LokiLayer, chosen_attention
+from weft.serve.cache.loki_choice import LokiChoice, chosen_tokens
+from weft.serve.cache.paged_attention import PagedBatch, decode_attention, slots_of
 from weft.serve.cache_formats import cache_format
-from weft.serve.layer_cache import CacheSizes
-from weft.serve.loki_cache import LokiFormat, LokiLayer, chosen_attention
-from weft.serve.loki_calibration import (
+from weft.serve.calibration.loki_calibration import (
     RecordingFormat,
     best_axes,
     calibrate,
@@ -28,11 +30,9 @@ from weft.serve.loki_calibration import (
     principal_axes,
     save,
 )
-from weft.serve.loki_choice import LokiChoice, chosen_tokens
-from weft.serve.model_part import EngineOptions, ModelPart
-from weft.serve.paged_attention import PagedBatch, decode_attention, slots_of
-from weft.serve.request import Request
-from weft.serve.step_inputs import text_inputs
+from weft.serve.model.model_part import EngineOptions, ModelPart
+from weft.serve.model.step_inputs import text_inputs
+from weft.serve.scheduling.request import Request
 
 HEADS, KEY_HEADS, DIM, SIZE = 4, 2, 8, 4
 ALL = LokiChoice(dims=0.25, tokens=1.0, newest=1, dense_below=1)

@@ -25,20 +25,20 @@ from weft.mesh import Mesh
 from weft.models import DecoderConfig, build
 from weft.plan import Pipe, Plan, Tensor
 from weft.planner.serving import ServingModel
-from weft.serve.blocks import HeldBlocks
+from weft.serve.cache.loki_cache import LokiFormat
+from weft.serve.cache.loki_choice import LokiChoice
+from weft.serve.cache.model_identity import model_identity
 from weft.serve.cache_formats import cache_format
+from weft.serve.calibration.loki_calibration import calibrate, save
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.loki_cache import LokiFormat
-from weft.serve.loki_calibration import calibrate, save
-from weft.serve.loki_choice import LokiChoice
-from weft.serve.model_identity import model_identity
-from weft.serve.model_part import ModelPart
-from weft.serve.rank_part import RankPlace, cuts_of, own_key_heads, own_layers, refuse_plan
-from weft.serve.ranks import ServingRanks
-from weft.serve.request import Request, Sampling
-from weft.serve.scheduler import ActiveRequest, ScheduledChunk
-from weft.serve.speculation import EarlyLayers
-from weft.serve.step_inputs import PageLayout, is_decode, step_inputs
+from weft.serve.model.model_part import ModelPart
+from weft.serve.model.ranks import ServingRanks
+from weft.serve.model.step_inputs import PageLayout, is_decode, step_inputs
+from weft.serve.parallel.rank_part import RankPlace, cuts_of, own_key_heads, own_layers, refuse_plan
+from weft.serve.scheduling.blocks import HeldBlocks
+from weft.serve.scheduling.request import Request, Sampling
+from weft.serve.scheduling.scheduler import ActiveRequest, ScheduledChunk
+from weft.serve.scheduling.speculation import EarlyLayers
 
 SCARCE = {"block_size": 4, "num_blocks": 8, "token_budget": 4, "max_running": 4}  # chunks, and too few blocks
 CHOICE = LokiChoice(dims=0.5, tokens=0.3, newest=2, dense_below=4)

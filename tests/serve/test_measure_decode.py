@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from weft.serve import ballast, measure_decode, measure_layers, measure_products, measure_search
-from weft.serve.ballast import Ballast
-from weft.serve.packed_linear import PackedLinear
-from weft.serve.weight_formats import FORMATS
+from weft.serve.measurement import ballast, measure_decode, measure_layers, measure_products, measure_search
+from weft.serve.measurement.ballast import Ballast
+from weft.serve.weights.packed_linear import PackedLinear
+from weft.serve.weights.weight_formats import FORMATS
 
 
 @pytest.fixture

@@ -20,15 +20,23 @@ from weft.models import DecoderConfig, save_folder
 from weft.models.experts import StackedExperts
 from weft.plan import Plan
 from weft.plan import Tensor as TensorDegrees
-from weft.serve.corrected_blocks import corrected_parts, make_room_for_corrected
-from weft.serve.corrected_codes import pack_corrected, second_moments
+from weft.serve.calibration.corrected_blocks import corrected_parts, make_room_for_corrected
+from weft.serve.calibration.corrected_codes import pack_corrected, second_moments
 from weft.serve.generate import load_for_generation
-from weft.serve.model_part import EngineOptions
-from weft.serve.packed_experts import PackedExperts, PackedStack
-from weft.serve.packed_linear import make_room, pack_model, why_decoded
-from weft.serve.rank_part import PartValues, RankPlace, block_bytes, build_part, part_bytes, read_part, refuse_plan
-from weft.serve.request import Request
-from weft.serve.weight_formats import FORMATS, RowFp8
+from weft.serve.model.model_part import EngineOptions
+from weft.serve.parallel.rank_part import (
+    PartValues,
+    RankPlace,
+    block_bytes,
+    build_part,
+    part_bytes,
+    read_part,
+    refuse_plan,
+)
+from weft.serve.scheduling.request import Request
+from weft.serve.weights.packed_experts import PackedExperts, PackedStack
+from weft.serve.weights.packed_linear import make_room, pack_model, why_decoded
+from weft.serve.weights.weight_formats import FORMATS, RowFp8
 
 LIMIT_SECONDS = 300.0
 # Groups of 64 inputs are whole on each of two ranks of x, so all ranks round as one does.

@@ -14,15 +14,15 @@ from weft.errors import ConfigError, DataError, NumbersError
 from weft.models import save_folder
 from weft.plan import Plan
 from weft.plan import Tensor as TensorDegrees
-from weft.serve.corrected_codes import corrected, pack_corrected
+from weft.serve.calibration.corrected_codes import corrected, pack_corrected
 from weft.serve.generate import load_for_generation
-from weft.serve.group_codes import GroupCodes, codes_of, decode, encode, group_range, pack, unpack
 from weft.serve.loading import Packing, calibration_texts
-from weft.serve.packed_experts import PackedStack
-from weft.serve.packed_linear import PackedLinear, make_room, pack_model
-from weft.serve.rank_part import RankPlace, build_part, part_bytes, part_numel, read_part
-from weft.serve.request import Request
-from weft.serve.weight_formats import FORMATS, Grouped, weight_bytes, weight_format
+from weft.serve.parallel.rank_part import RankPlace, build_part, part_bytes, part_numel, read_part
+from weft.serve.scheduling.request import Request
+from weft.serve.weights.group_codes import GroupCodes, codes_of, decode, encode, group_range, pack, unpack
+from weft.serve.weights.packed_experts import PackedStack
+from weft.serve.weights.packed_linear import PackedLinear, make_room, pack_model
+from weft.serve.weights.weight_formats import FORMATS, Grouped, weight_bytes, weight_format
 
 ONE = RankPlace(Plan(), dict.fromkeys(Plan().degrees, 0))
 

@@ -18,9 +18,9 @@ import torch
 import torch.nn.attention.varlen as varlen
 from torch import Tensor
 
-from weft.serve import paged_attention
-from weft.serve import paged_flash_kernel as paged_flash
-from weft.serve.paged_attention import PagedBatch, prompt_attention
+from weft.serve.cache import paged_attention
+from weft.serve.cache import paged_flash_kernel as paged_flash
+from weft.serve.cache.paged_attention import PagedBatch, prompt_attention
 
 CPU = torch.device("cpu")
 HAS_PAGES = "block_table" in inspect.signature(varlen.varlen_attn).parameters

@@ -24,11 +24,11 @@ from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.plan import Memory, Pipe, Plan, Shard, Tensor
 from weft.serve.follow_steps import follow_steps
-from weft.serve.model_part import ModelPart
-from weft.serve.rank_part import RankPlace, part_numel, refuse_plan
-from weft.serve.ranks import RankMessage, ServingRanks
-from weft.serve.step_inputs import text_inputs
-from weft.serve.traffic import ServedSizes, step_calls
+from weft.serve.model.model_part import ModelPart
+from weft.serve.model.ranks import RankMessage, ServingRanks
+from weft.serve.model.step_inputs import text_inputs
+from weft.serve.parallel.rank_part import RankPlace, part_numel, refuse_plan
+from weft.serve.parallel.traffic import ServedSizes, step_calls
 
 FOUR_RANKS = [
     ("llama", Plan(tensor=Tensor(4))),

@@ -11,16 +11,16 @@ from commands_for_tests import caller
 from serving_for_tests import GREEDY, likeliest, serve_all, tokens_of
 from test_engine import make_engine
 
-import weft.serve.recurrent as recurrent
+import weft.serve.model.recurrent as recurrent
 from weft.architectures.recurrent import RecurrentConfig
 from weft.errors import ConfigError, WeftError
 from weft.models.recurrent import RecurrentModel, is_recurrent, load_recurrent, save_recurrent
-from weft.serve.four_bit_cache import FourBitFormat
-from weft.serve.graph_head import GraphHead, output_identity, output_matrix
-from weft.serve.recurrent import FusedGRU, FusedLSTM, RecurrentRows
-from weft.serve.request import Request, Sampling
-from weft.serve.step_inputs import text_inputs
-from weft.serve.vocabulary_graph import build_graph
+from weft.serve.cache.four_bit_cache import FourBitFormat
+from weft.serve.head.graph_head import GraphHead, output_identity, output_matrix
+from weft.serve.head.vocabulary_graph import build_graph
+from weft.serve.model.recurrent import FusedGRU, FusedLSTM, RecurrentRows
+from weft.serve.model.step_inputs import text_inputs
+from weft.serve.scheduling.request import Request, Sampling
 
 KINDS = ("lstm", "gru")
 CONFIG = RecurrentConfig(vocab_size=61, hidden_size=12, num_hidden_layers=2, max_position_embeddings=40)

@@ -11,17 +11,17 @@ from test_engine import make_engine
 
 from weft.errors import ConfigError, PlanError
 from weft.models import save_folder
+from weft.serve.cache.loki_cache import LokiChoice, LokiFormat
+from weft.serve.cache.model_identity import model_identity
 from weft.serve.generate import load_for_generation
-from weft.serve.loki_cache import LokiChoice, LokiFormat
-from weft.serve.model_identity import model_identity
-from weft.serve.packed_linear import end_to_end, make_room
-from weft.serve.paged_model import PagedModel, layers_of
-from weft.serve.rank_part import PartValues, build_whole
-from weft.serve.request import Request
-from weft.serve.streamed_layout import streamed_numbers
-from weft.serve.streamed_model import StreamedModel, Streaming, stream_model
-from weft.serve.streamed_weights import StreamedWeights
-from weft.serve.weight_formats import FORMATS
+from weft.serve.model.paged_model import PagedModel, layers_of
+from weft.serve.model.streamed_model import StreamedModel, Streaming, stream_model
+from weft.serve.parallel.rank_part import PartValues, build_whole
+from weft.serve.scheduling.request import Request
+from weft.serve.weights.packed_linear import end_to_end, make_room
+from weft.serve.weights.streamed_layout import streamed_numbers
+from weft.serve.weights.streamed_weights import StreamedWeights
+from weft.serve.weights.weight_formats import FORMATS
 
 CPU = torch.device("cpu")
 REQUESTS = [Request(str(i), (7 * i + 1, 5, 3, i), 6, GREEDY) for i in range(3)]
@@ -168,6 +168,6 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in (2, 3, -1):
         with pytest.raises(PlanError, match=f"--resident-blocks {number} of a rank's 2 blocks .* give 0 to 1"):
             make_engine(tiny_model("llama"), stream_weights=1, resident_blocks=number)
-    monkeypatch.setattr("weft.serve.streamed_weights.available_host_bytes", lambda: 2 << 30)
+    monkeypatch.setattr("weft.serve.weights.streamed_weights.available_host_bytes", lambda: 2 << 30)
     with pytest.raises(ConfigError, match=r"in host memory for each of 1 ranks here, and 2\.0 GiB are free"):
         make_engine(tiny_model("llama"), stream_weights=1)

@@ -11,9 +11,9 @@ from test_engine import make_engine
 from torch import Tensor
 
 from weft.models import save_folder
-from weft.serve.request import Request, Sampling
-from weft.serve.sampling import Sampler, gumbel_noise, likeliest
-from weft.serve.scheduler import ActiveRequest
+from weft.serve.head.sampling import Sampler, gumbel_noise, likeliest
+from weft.serve.scheduling.request import Request, Sampling
+from weft.serve.scheduling.scheduler import ActiveRequest
 
 NUM_TOKENS, NUM_DRAWS = 12, 6000
 LIMIT = 35.0  # of chi-square with 11 degrees of freedom: exceeded with a probability of 2e-4

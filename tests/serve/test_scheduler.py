@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.serve.blocks import PagedBlocks
-from weft.serve.request import Request
-from weft.serve.scheduler import ActiveRequest, ScheduledChunk, Scheduler
+from weft.serve.scheduling.blocks import PagedBlocks
+from weft.serve.scheduling.request import Request
+from weft.serve.scheduling.scheduler import ActiveRequest, ScheduledChunk, Scheduler
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)  # two tokens: equal beginnings are frequent
 REQUESTS = st.lists(

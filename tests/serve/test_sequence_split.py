@@ -26,15 +26,15 @@ from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.plan import Context, Pipe, Plan
 from weft.plan import Tensor as TensorDegrees
-from weft.serve import split_attention
+from weft.serve.cache import split_attention
+from weft.serve.cache.four_bit_cache import FourBitFormat
+from weft.serve.cache.page_share import PageShare
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.follow_steps import follow_steps
-from weft.serve.four_bit_cache import FourBitFormat
-from weft.serve.model_part import ModelPart
-from weft.serve.page_share import PageShare
-from weft.serve.rank_part import refuse_plan
-from weft.serve.ranks import ServingRanks
-from weft.serve.traffic import ServedSizes, step_calls
+from weft.serve.model.model_part import ModelPart
+from weft.serve.model.ranks import ServingRanks
+from weft.serve.parallel.rank_part import refuse_plan
+from weft.serve.parallel.traffic import ServedSizes, step_calls
 
 SEQUENCE = ((7, 13, 14, 15, 16), (5, 0, 3, 1))  # two chunks and three decodes, in blocks anywhere in the cache
 TWO = Plan(context=Context(2))

@@ -22,14 +22,14 @@ from weft.mesh import Mesh
 from weft.models import DecoderConfig, build, initialise
 from weft.plan import Pipe, Plan
 from weft.plan import Tensor as TensorDegrees
+from weft.serve.drafts.ngram_drafter import NgramDrafter, NgramIndex
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.ngram_drafter import NgramDrafter, NgramIndex
-from weft.serve.prometheus import ServerMetrics
-from weft.serve.rank_part import refuse_plan
-from weft.serve.request import GeneratedToken, Request, Sampling
-from weft.serve.sampling import gumbel_noise
-from weft.serve.scheduler import ActiveRequest, ScheduledChunk
-from weft.serve.speculation import PROBE_EVERY, DraftLengths, EarlyLayers, may_draft
+from weft.serve.head.sampling import gumbel_noise
+from weft.serve.http.prometheus import ServerMetrics
+from weft.serve.parallel.rank_part import refuse_plan
+from weft.serve.scheduling.request import GeneratedToken, Request, Sampling
+from weft.serve.scheduling.scheduler import ActiveRequest, ScheduledChunk
+from weft.serve.scheduling.speculation import PROBE_EVERY, DraftLengths, EarlyLayers, may_draft
 
 
 def repetitive(number: int = 5, seed: int = 0) -> list[tuple[int, ...]]:

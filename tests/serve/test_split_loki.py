@@ -24,16 +24,16 @@ from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.plan import Context, Plan
 from weft.plan import Tensor as TensorDegrees
-from weft.serve import split_loki_cache
+from weft.serve.cache import split_loki_cache
+from weft.serve.cache.four_bit_loki_cache import FourBitLokiFormat
+from weft.serve.cache.loki_cache import LokiFormat
+from weft.serve.cache.loki_choice import LokiChoice
+from weft.serve.cache.split_loki_cache import choice_calls
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.four_bit_loki_cache import FourBitLokiFormat
-from weft.serve.loki_cache import LokiFormat
-from weft.serve.loki_choice import LokiChoice
-from weft.serve.model_part import ModelPart
-from weft.serve.rank_part import refuse_plan
-from weft.serve.ranks import ServingRanks
-from weft.serve.split_loki_cache import choice_calls
-from weft.serve.traffic import ServedSizes, step_calls
+from weft.serve.model.model_part import ModelPart
+from weft.serve.model.ranks import ServingRanks
+from weft.serve.parallel.rank_part import refuse_plan
+from weft.serve.parallel.traffic import ServedSizes, step_calls
 
 pytestmark = pytest.mark.processes
 

@@ -16,15 +16,15 @@ from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.plan import Pipe, Plan, Tensor
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.model_part import refuse_shared_reading
-from weft.serve.packed_linear import pack_model
-from weft.serve.rank_part import RankPlace
-from weft.serve.ranks import ServingRanks
-from weft.serve.request import Request
-from weft.serve.streamed_layout import ALIGNMENT, BlockLayout
-from weft.serve.streamed_traffic import all_block_bytes, pass_calls
-from weft.serve.streamed_weights import StreamedWeights
-from weft.serve.weight_formats import FORMATS
+from weft.serve.model.model_part import refuse_shared_reading
+from weft.serve.model.ranks import ServingRanks
+from weft.serve.model.streamed_traffic import all_block_bytes, pass_calls
+from weft.serve.parallel.rank_part import RankPlace
+from weft.serve.scheduling.request import Request
+from weft.serve.weights.packed_linear import pack_model
+from weft.serve.weights.streamed_layout import ALIGNMENT, BlockLayout
+from weft.serve.weights.streamed_weights import StreamedWeights
+from weft.serve.weights.weight_formats import FORMATS
 
 LIMIT_SECONDS = 300.0
 OPTIONS = EngineOptions(block_size=4, num_blocks=30, token_budget=8, max_running=4)

@@ -8,11 +8,11 @@ from serving_for_tests import GREEDY, serve_all, tiny_model, tokens_of
 from test_engine import make_engine
 
 from weft.errors import ConfigError
-from weft.serve.packed_linear import pack_model
-from weft.serve.request import Request
-from weft.serve.streamed_traffic import copied_bytes
-from weft.serve.streamed_weights import StreamedWeights
-from weft.serve.weight_formats import FORMATS
+from weft.serve.model.streamed_traffic import copied_bytes
+from weft.serve.scheduling.request import Request
+from weft.serve.weights.packed_linear import pack_model
+from weft.serve.weights.streamed_weights import StreamedWeights
+from weft.serve.weights.weight_formats import FORMATS
 
 REQUESTS = [Request(str(i), (7 * i + 1, 5, 3, i), 6, GREEDY) for i in range(3)]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from weft.serve.request import GeneratedToken, Request
+from weft.serve.scheduling.request import GeneratedToken, Request
 from weft.serve.text import REPLACEMENT, Detokenizer, StopStrings, TextStream
 
 SOME_BYTES = st.lists(

@@ -1,4 +1,5 @@
-"""What a decode of one request takes on a CPU, measured once (`serve/measure_decode.py`) and kept in the cluster file.
+"""What a decode of one request takes on a CPU, measured once (`serve/measurement/measure_decode.py`) and kept in the
+cluster file.
 
     product with a weight    start + weights / rate; the rate depends on how long rows are and on what caches hold
     layer                    all but reading its weights: small operations, whose code products push out of the caches
@@ -120,8 +121,8 @@ class AttentionTimes:
 
 @dataclass(frozen=True)
 class SearchTimes:
-    """Seconds of a graph search (`serve/vocabulary_graph.py`): for each round, edge that is followed, logit that is
-    computed, and byte of a row that a logit is computed of.
+    """Seconds of a graph search (`serve/head/vocabulary_graph.py`): for each round, edge that is followed, logit that
+    is computed, and byte of a row that a logit is computed of.
     """
 
     round_seconds: float

@@ -202,8 +202,8 @@ def _measured_decodes() -> Any:
     from rich.console import Console
     from rich.progress import Progress
 
-    from weft.serve.cpu_threads import fastest_threads
-    from weft.serve.measure_decode import measure_decode
+    from weft.serve.measurement.cpu_threads import fastest_threads
+    from weft.serve.measurement.measure_decode import measure_decode
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(fastest_threads(torch.get_num_threads()))

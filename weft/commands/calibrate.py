@@ -28,10 +28,10 @@ def calibrate_command(
 ) -> None:
     """Find the axes of a model's keys on a text, for a cache that attends to chosen tokens (Loki)."""
     kind = chosen_device(device)
+    from weft.serve.cache.loki_choice import LokiChoice
+    from weft.serve.calibration.loki_calibration import calibrate, save
     from weft.serve.generate import load_for_generation
     from weft.serve.loading import calibration_texts
-    from weft.serve.loki_calibration import calibrate, save
-    from weft.serve.loki_choice import LokiChoice
 
     choice = LokiChoice(dims, tokens, newest, dense_below)
     model, tokens_of, context = load_for_generation(source, tokenizer, kind, lambda text: print(text, file=sys.stderr))

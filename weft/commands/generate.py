@@ -47,10 +47,10 @@ def generate_command(
 
     from weft.serve.cache_formats import cache_format, why_slow
     from weft.serve.generate import generate
-    from weft.serve.graph_head import graph_head
+    from weft.serve.head.graph_head import graph_head
     from weft.serve.loading import Packing, load_draft, load_model
-    from weft.serve.packed_linear import why_decoded
-    from weft.serve.streamed_model import Streaming
+    from weft.serve.model.streamed_model import Streaming
+    from weft.serve.weights.packed_linear import why_decoded
 
     with Console(stderr=True).status("generating"):
         streaming = Streaming.of(stream_weights, resident_blocks, None)

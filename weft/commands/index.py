@@ -23,8 +23,8 @@ def index_command(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of sentences")] = False,
 ) -> None:
     """Build a graph over a model's output matrix, by which a CPU finds the likeliest tokens (FGD)."""
+    from weft.serve.calibration.graph_index import index_model
     from weft.serve.generate import load_for_generation
-    from weft.serve.graph_index import index_model
     from weft.serve.loading import calibration_texts
 
     model, own, context = load_for_generation(source, tokenizer, "cpu", lambda text: print(text, file=sys.stderr))

@@ -13,7 +13,7 @@ from weft.cluster.hardware import Cluster
 from weft.commands.console import print_json
 from weft.errors import ConfigError
 from weft.planner.serving_cpu import CpuDecode, ServedConfig, predict_decode, refuse_size
-from weft.serve.graph_head import GraphHead, graph_head
+from weft.serve.head.graph_head import GraphHead, graph_head
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 NOT_PRICED = (

@@ -16,11 +16,11 @@ import typer
 from weft.commands.device_option import DeviceOption, chosen_device
 from weft.errors import ConfigError
 from weft.schema import build_dataclass, parse_override
-from weft.serve.addresses import is_loopback
+from weft.serve.http.addresses import is_loopback
 
 if TYPE_CHECKING:  # these import torch, or take a while
     from weft.plan import Plan
-    from weft.serve.run_server import Ready, ServeOptions
+    from weft.serve.http.run_server import Ready, ServeOptions
 
 EXAMPLE = "Example: weft serve runs/quickstart --port 8000, then: curl http://127.0.0.1:8000/v1/models"
 
@@ -147,8 +147,8 @@ def serve_command(
     _refuse_address(host, api_key or [])
     kind = chosen_device(device)
     with _needs_extra():
-        from weft.serve.http_guard import ServerLimits
-        from weft.serve.run_server import ServeOptions
+        from weft.serve.http.guard import ServerLimits
+        from weft.serve.http.run_server import ServeOptions
     ways: dict[str, Any] = {"speculate": speculate, "weights": weights, "cache": cache, "head": head, "sums": sums}
     ways |= {"stream_weights": stream_weights, "resident_blocks": resident_blocks, "swap_blocks": swap_blocks}
     where: dict[str, Any] = {"host": host, "port": port, "device": kind, "share_gpus": share_gpus}
@@ -183,7 +183,7 @@ def _needs_extra() -> Iterator[None]:
 def _serve(source: Path, options: ServeOptions, plan: Plan, ready: Ready) -> None:
     """Serve as a rank of a launcher, as the only rank, or with ranks that are started here."""
     from weft.launch.environment import detect
-    from weft.serve.run_server import run_rank, run_server
+    from weft.serve.http.run_server import run_rank, run_server
 
     rank_info = detect(os.environ)
     if rank_info is not None:
@@ -229,11 +229,11 @@ def serving_plan(overrides: list[str]) -> Plan:
 def _serve_on_ranks(source: Path, options: ServeOptions, plan: Plan, ready: Ready) -> None:
     """Start the ranks of a plan on this machine, and serve until told to stop."""
     from weft.launch.fork_server import ForkServer
-    from weft.serve.addresses import listen
     from weft.serve.generate import model_config
-    from weft.serve.local_ranks_server import serve_as_rank, start_server
-    from weft.serve.rank_part import refuse_plan
-    from weft.serve.run_server import refuse_options
+    from weft.serve.http.addresses import listen
+    from weft.serve.http.local_ranks_server import serve_as_rank, start_server
+    from weft.serve.http.run_server import refuse_options
+    from weft.serve.parallel.rank_part import refuse_plan
 
     refuse_plan(model_config(source), plan)
     refuse_options(source, options, plan)

@@ -1,7 +1,8 @@
 """Recurrent language models: an embedding, torch's LSTM or GRU, and a head. Their folders: config.json, safetensors.
 
 The modules are torch's own, so any training loop trains them, and checkpoints of torch's LSTM and GRU fit. `weft serve`
-and `weft generate` read the folders that `save_recurrent` writes, and compute faster steps (`serve/recurrent.py`).
+and `weft generate` read the folders that `save_recurrent` writes, and compute faster steps
+(`serve/model/recurrent.py`).
 """
 
 from __future__ import annotations

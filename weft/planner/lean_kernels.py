@@ -7,12 +7,12 @@ from __future__ import annotations
 import math
 
 from weft.planner.kernels import LAUNCH_SECONDS, Kernels
-from weft.serve.four_bit_cache import FourBitFormat
-from weft.serve.four_bit_loki_cache import FourBitLokiFormat, bytes_read
-from weft.serve.layer_cache import MAX_WHOLE_DECODES, CacheFormat
-from weft.serve.loki_cache import LokiFormat
-from weft.serve.loki_choice import LokiChoice
-from weft.serve.weight_formats import (
+from weft.serve.cache.four_bit_cache import FourBitFormat
+from weft.serve.cache.four_bit_loki_cache import FourBitLokiFormat, bytes_read
+from weft.serve.cache.layer_cache import MAX_WHOLE_DECODES, CacheFormat
+from weft.serve.cache.loki_cache import LokiFormat
+from weft.serve.cache.loki_choice import LokiChoice
+from weft.serve.weights.weight_formats import (
     FEW_ROWS,
     MAX_KERNEL_ROWS,
     MAX_ROUTED_TOKENS,
@@ -29,7 +29,8 @@ from weft.serve.weight_formats import (
 GROUPED_RATE, TOKEN_RATE = {4: 0.88, 8: 0.74}, {4: 0.88, 8: 1.0}
 TOKEN_LAUNCH_SECONDS = 2.2e-6
 # The same of experts: torch's grouped matmul of 16 bits; by bits, tiles of rows with codes, which are in
-# `serve/packed_expert_kernel.py`. Measured on an H200 with 8 experts, 2 used, and 64, 6 used, for 1 and 16 tokens.
+# `serve/weights/packed_expert_kernel.py`. Measured on an H200 with 8 experts, 2 used, and 64, 6 used, for 1 and 16
+# tokens.
 GROUPED_MATMUL_RATE, TILE_RATE = 0.71, {4: 0.55, 8: 0.95}
 # Kernels of a layer of experts beside its products: in 16 bits the router, the order of rows, rows and sums; the same
 # without rows of many tokens with codes; of few tokens, the router, the order if there are several, and sums.
@@ -37,8 +38,8 @@ EXPERT_KERNELS, MANY_PACKED_KERNELS, FEW_PACKED_KERNELS = 22, 18, 2
 PAGE_RATE = {32: 0.72, 64: 0.88, 128: 0.75}  # the same share of attention over pages of 4 bits, by their tokens
 # Bytes that plain functions move for each weight that is decoded, and for each input that is rounded to float8.
 DECODING_BYTES, ROUNDING_BYTES = 14, 16
-# Passes of Loki's choice over the joint scores of a key head (`serve/loki_kernel.py`): they are written, read for each
-# of 16 digits and for the count, and read to write the chosen tokens.
+# Passes of Loki's choice over the joint scores of a key head (`serve/cache/loki_kernel.py`): they are written, read for
+# each of 16 digits and for the count, and read to write the chosen tokens.
 CHOOSING_PASSES = 1 + 16 + 1 + 1
 SCORE_BYTES = 4
 # Of Loki over 4 bits, whose plain functions gather what they decode: bytes for each number (measured on an H200, for 16

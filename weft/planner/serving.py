@@ -1,9 +1,9 @@
 """Predicts how a model is served on a cluster: memory, requests held, time to the first token, tokens per second.
 
-A workload is simulated by the engine's own scheduler (`serve/scheduler.py`): for each step that it schedules, the time
-of every stage is the sum of its kernels (`kernels.py`), its reads of the key-value cache and its collectives
-(`serve/traffic.py`). The floor of a step is what no kernel can beat: weights and cache read once at the printed
-bandwidth, or the FLOPs at the printed peak, whichever takes longer.
+A workload is simulated by the engine's own scheduler (`serve/scheduling/scheduler.py`): for each step that it
+schedules, the time of every stage is the sum of its kernels (`kernels.py`), its reads of the key-value cache and its
+collectives (`serve/parallel/traffic.py`). The floor of a step is what no kernel can beat: weights and cache read once
+at the printed bandwidth, or the FLOPs at the printed peak, whichever takes longer.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from weft.planner.lean_kernels import (
 from weft.planner.micro_batch import LINK_SHARE
 from weft.planner.serving_streaming import StreamedStage, StreamingPrice, streamed_stage
 from weft.profiling.software import software_for_text
-from weft.serve.blocks import PagedBlocks
+from weft.serve.cache.split_attention import merge_bytes
 from weft.serve.cache_formats import cache_format
-from weft.serve.mixed_graph import MAX_TOKENS
-from weft.serve.model_part import GPU_SHARE, refuse_shared_reading
-from weft.serve.rank_part import RankPlace, part_bytes, refuse_plan, stage_of
-from weft.serve.request import Request
-from weft.serve.scheduler import ActiveRequest, ScheduledChunk, Scheduler
-from weft.serve.split_attention import merge_bytes
-from weft.serve.traffic import ServedSizes, step_calls
-from weft.serve.weight_formats import weight_format
+from weft.serve.model.mixed_graph import MAX_TOKENS
+from weft.serve.model.model_part import GPU_SHARE, refuse_shared_reading
+from weft.serve.parallel.rank_part import RankPlace, part_bytes, refuse_plan, stage_of
+from weft.serve.parallel.traffic import ServedSizes, step_calls
+from weft.serve.scheduling.blocks import PagedBlocks
+from weft.serve.scheduling.request import Request
+from weft.serve.scheduling.scheduler import ActiveRequest, ScheduledChunk, Scheduler
+from weft.serve.weights.weight_formats import weight_format
 
 BLOCK_SIZE = 16
 TOKEN_BUDGET, MAX_RUNNING = 2048, 256  # what `weft serve` uses on a GPU

@@ -14,11 +14,11 @@ from weft.architectures import DecoderConfig, LanguageConfig
 from weft.architectures.recurrent import RecurrentConfig
 from weft.cluster.decode_rates import DecodeRates, LayerKind
 from weft.errors import ConfigError, PlanError
-from weft.serve.cpu_group_product import GROUPS
-from weft.serve.graph_head import GraphHead
-from weft.serve.recurrent import TABLE_BYTES
-from weft.serve.traffic import ServedSizes
-from weft.serve.weight_formats import FORMATS, HEAD_FORMATS, Grouped, weight_bytes
+from weft.serve.head.graph_head import GraphHead
+from weft.serve.model.recurrent import TABLE_BYTES
+from weft.serve.parallel.traffic import ServedSizes
+from weft.serve.weights.cpu_group_product import GROUPS
+from weft.serve.weights.weight_formats import FORMATS, HEAD_FORMATS, Grouped, weight_bytes
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 Shape = tuple[int, int]  # outputs and inputs of a weight
@@ -167,7 +167,7 @@ def _layers(config: ServedConfig, dtype: str) -> _Layers:
 
 
 def _recurrent_layers(config: RecurrentConfig, dtype: str) -> _Layers:
-    """With a table of the first layer's products with inputs where it is small enough (`serve/recurrent.py`)."""
+    """With a table of the first layer's products with inputs where it is small enough (`serve/model/recurrent.py`)."""
     size, is_lstm = config.hidden_size, config.architecture == "lstm"
     gates = 4 if is_lstm else 3
     whole: tuple[Shape, ...] = ((gates * size, 2 * size),) if is_lstm else ((gates * size, size),) * 2

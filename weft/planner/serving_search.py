@@ -11,9 +11,9 @@ from weft.cluster.hardware import Cluster
 from weft.errors import PlanError
 from weft.plan import Context, Pipe, Plan, Tensor
 from weft.planner.serving import ServingModel, ServingPrediction, ServingWorkload, predict_serving
+from weft.serve.cache.layer_cache import PlainFormat
 from weft.serve.cache_formats import cache_format
-from weft.serve.layer_cache import PlainFormat
-from weft.serve.traffic import ServedSizes
+from weft.serve.parallel.traffic import ServedSizes
 
 LONG_SHARE = 0.1  # of the weights' bytes, that the cache of one request takes for which `context` is tried
 

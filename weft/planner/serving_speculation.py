@@ -1,4 +1,5 @@
-"""Predicts speculative decoding of one request (`serve/speculation.py`): drafts are checked by one step of the model.
+"""Predicts speculative decoding of one request (`serve/scheduling/speculation.py`): drafts are checked by one step of
+the model.
 
 The chance of a draft to be accepted is given, as only the text and the drafter decide it. With a chance of a and g
 drafts, a step gives 1 + a + ... + a^g tokens on average. The engine drafts one token more while that pays, so the
@@ -16,9 +17,9 @@ from weft.errors import ConfigError
 from weft.models.hf_config import folder_quantisation
 from weft.plan import Plan
 from weft.planner.serving import HOST_SECONDS, OPERATIONS_PER_LAYER, ServingModel
-from weft.serve.folder_codes import nearest_format
 from weft.serve.generate import model_config
-from weft.serve.speculation import LAYERS, MAX_DRAFTS, early_layers
+from weft.serve.scheduling.speculation import LAYERS, MAX_DRAFTS, early_layers
+from weft.serve.weights.folder_codes import nearest_format
 
 # What the host does for a step that is replayed as a CUDA graph takes 1.3 ms: of a decode of 4.35 ms without drafts,
 # the host of an H200 waited for 3.0 (benchmarks/serve_profile.py). The device waits for the half before the launch:

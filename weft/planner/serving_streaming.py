@@ -15,11 +15,11 @@ from weft.architectures import LanguageConfig
 from weft.cluster.hardware import Cluster
 from weft.errors import PlanError
 from weft.planner.step import HOST_LINK_SHARE
-from weft.serve.rank_part import RankPlace, block_bytes
-from weft.serve.streamed_layout import streamed_numbers
-from weft.serve.streamed_traffic import all_block_bytes, copied_bytes, pass_calls
-from weft.serve.streamed_weights import refuse_resident
-from weft.serve.weight_formats import WeightFormat
+from weft.serve.model.streamed_traffic import all_block_bytes, copied_bytes, pass_calls
+from weft.serve.parallel.rank_part import RankPlace, block_bytes
+from weft.serve.weights.streamed_layout import streamed_numbers
+from weft.serve.weights.streamed_weights import refuse_resident
+from weft.serve.weights.weight_formats import WeightFormat
 from weft.sharding.host_memory import KEPT_FREE_BYTES
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from weft.errors import ConfigError
-from weft.serve.four_bit_cache import GROUP, GROUPS, FourBitFormat
-from weft.serve.four_bit_loki_cache import FourBitLokiFormat
-from weft.serve.layer_cache import CacheFormat, PlainFormat
-from weft.serve.loki_calibration import load
+from weft.serve.cache.four_bit_cache import GROUP, GROUPS, FourBitFormat
+from weft.serve.cache.four_bit_loki_cache import FourBitLokiFormat
+from weft.serve.cache.layer_cache import CacheFormat, PlainFormat
+from weft.serve.calibration.loki_calibration import load
 
 DEFAULT_BLOCK_SIZE = 16
 FOUR_BITS = {"int4" if group == GROUP else f"int4-{group}": group for group in GROUPS}

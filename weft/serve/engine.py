@@ -3,8 +3,8 @@
     step() = schedule (which tokens) -> run (the model over pages) -> sample (on the device) -> read (on the host)
 
 On a GPU, the tokens of a step are read after the next step is launched, so the host's work is hidden behind the
-device's: a step returns the tokens of the one before it. Steps are replayed as CUDA graphs (`decode_graph.py`, and
-`mixed_graph.py` for those with prompts). One thread uses an engine.
+device's: a step returns the tokens of the one before it. Steps are replayed as CUDA graphs
+(`serve/model/decode_graph.py`, and `serve/model/mixed_graph.py` for those with prompts). One thread uses an engine.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import ConfigError, NumbersError
-from weft.serve.blocks import PagedBlocks
-from weft.serve.decode_graph import DecodeGraphs, GraphRecorder
-from weft.serve.drafters import make_drafter
+from weft.serve.cache.host_pages import HostPages
+from weft.serve.drafts.drafters import make_drafter
 from weft.serve.follow_steps import read_together
-from weft.serve.grammar import AnswerMatcher
-from weft.serve.host_pages import HostPages
-from weft.serve.mixed_graph import MixedGraphs
-from weft.serve.model_part import EngineOptions, ModelPart
-from weft.serve.paged_model import PagedModel
-from weft.serve.ranks import RankMessage, ServingRanks
-from weft.serve.request import EngineState, Finish, GeneratedToken, Request, RequestError, TokenLogprobs
-from weft.serve.request_rules import check_request
-from weft.serve.sampling import SampledTokens, Sampler
-from weft.serve.scheduler import ActiveRequest, ScheduledChunk, Scheduler
-from weft.serve.speculation import DraftLengths, Speculation
-from weft.serve.step_inputs import StepInputs, is_decode, runs_of, step_inputs, text_inputs
+from weft.serve.head.sampling import SampledTokens, Sampler
+from weft.serve.model.decode_graph import DecodeGraphs, GraphRecorder
+from weft.serve.model.mixed_graph import MixedGraphs
+from weft.serve.model.model_part import EngineOptions, ModelPart
+from weft.serve.model.paged_model import PagedModel
+from weft.serve.model.ranks import RankMessage, ServingRanks
+from weft.serve.model.step_inputs import StepInputs, is_decode, runs_of, step_inputs, text_inputs
+from weft.serve.scheduling.blocks import PagedBlocks
+from weft.serve.scheduling.grammar import AnswerMatcher
+from weft.serve.scheduling.request import EngineState, Finish, GeneratedToken, Request, RequestError, TokenLogprobs
+from weft.serve.scheduling.request_rules import check_request
+from weft.serve.scheduling.scheduler import ActiveRequest, ScheduledChunk, Scheduler
+from weft.serve.scheduling.speculation import DraftLengths, Speculation
 
 __all__ = ["Engine", "EngineOptions"]
 
@@ -66,10 +66,10 @@ class LaunchedStep:
 
 
 class Engine:
-    """Generates tokens for many requests with one model. See `request.py` for what it takes and gives.
+    """Generates tokens for many requests with one model. See `serve/scheduling/request.py` for what it takes and gives.
 
     With `ranks`, several ranks compute the model: this one schedules and samples, and `model` is its part
-    (`rank_part.py`). The others run `follow_steps`. `load` reads this rank's part of a newer checkpoint.
+    (`serve/parallel/rank_part.py`). The others run `follow_steps`. `load` reads this rank's part of a newer checkpoint.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from torch import nn
 
 from weft.errors import WeftError
 from weft.serve.follow import refuse_bad_numbers
-from weft.serve.model_part import ModelPart
+from weft.serve.model.model_part import ModelPart
 
 
 def follow_steps(part: ModelPart) -> None:

@@ -30,18 +30,18 @@ from weft.saved_run import (
     saved_tokenizer,
     with_intact_checkpoint,
 )
+from weft.serve.cache.layer_cache import CacheFormat, PlainFormat
 from weft.serve.cache_formats import block_size_of
-from weft.serve.corrected_blocks import corrected_parts, make_room_for_corrected
+from weft.serve.calibration.corrected_blocks import corrected_parts, make_room_for_corrected
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.folder_codes import Packed, Quantised, codes_of_folder, make_room_for_codes
-from weft.serve.graph_head import GraphHead
-from weft.serve.layer_cache import CacheFormat, PlainFormat
-from weft.serve.packed_linear import make_room
-from weft.serve.rank_part import PartValues, RankPlace, build_part, build_whole
-from weft.serve.request import Request, RequestError, Sampling
-from weft.serve.speculation import EarlyLayers
-from weft.serve.streamed_model import Streaming, stream_model
-from weft.serve.weight_formats import WeightFormat
+from weft.serve.head.graph_head import GraphHead
+from weft.serve.model.streamed_model import Streaming, stream_model
+from weft.serve.parallel.rank_part import PartValues, RankPlace, build_part, build_whole
+from weft.serve.scheduling.request import Request, RequestError, Sampling
+from weft.serve.scheduling.speculation import EarlyLayers
+from weft.serve.weights.folder_codes import Packed, Quantised, codes_of_folder, make_room_for_codes
+from weft.serve.weights.packed_linear import make_room
+from weft.serve.weights.weight_formats import WeightFormat
 
 Texts = Callable[[Tokenizer, int], Sequence[Tensor]]  # rows of a calibration text, by tokenizer and context length
 
@@ -76,8 +76,8 @@ def generate(
 ) -> str:
     """Generate up to `num_tokens` tokens after the prompt. Stops earlier at the end of the document or after `seconds`.
     Temperature 0 takes the most likely token. When the context is full, generation goes on after its second half.
-    `speculate` drafts tokens (`speculation.py`); the text is the same. `cache` is how keys and values are kept, `head`
-    how the likeliest tokens are found.
+    `speculate` drafts tokens (`serve/scheduling/speculation.py`); the text is the same. `cache` is how keys and values
+    are kept, `head` how the likeliest tokens are found.
     """
     deadline = time.monotonic() + seconds
     options = EngineOptions(
@@ -126,8 +126,8 @@ def load_for_generation(
     `place`, the model is the part of the rank there. `weights` is the format of linears, if not the model's dtype.
     `on_host`: the model stays in host memory, in the dtype in which the device computes. With `streaming`, blocks are
     read to where they stay, in host memory or on the device. Weights that a Hugging Face folder has in fewer bits stay
-    so (`folder_codes.py`); `say` is told which do not. By `texts`, the rounding of `weights` is corrected, block by
-    block (`corrected_blocks.py`).
+    so (`serve/weights/folder_codes.py`); `say` is told which do not. By `texts`, the rounding of `weights` is
+    corrected, block by block (`serve/calibration/corrected_blocks.py`).
     """
     wanted = _Wanted(torch.device(device), place, weights, on_host, streaming, texts, say)
     if is_recurrent(path):

@@ -19,7 +19,7 @@ from weft.errors import ConfigError
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.loading import load_model
 from weft.serve.log_likelihood import ScoredText, score, windows
-from weft.serve.request import Request, Sampling
+from weft.serve.scheduling.request import Request, Sampling
 from weft.serve.text import TextStream
 
 try:

@@ -17,15 +17,15 @@ from weft.data.config import ChatConfig
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, DataError
 from weft.saved_run import saved_data, saved_tokenizer, with_intact_checkpoint
-from weft.serve.corrected_codes import pack_corrected
+from weft.serve.calibration.corrected_codes import pack_corrected
 from weft.serve.generate import Texts, load_for_generation
-from weft.serve.grammar import Grammars
-from weft.serve.packed_linear import pack_head
-from weft.serve.rank_part import RankPlace
+from weft.serve.model.streamed_model import Streaming
+from weft.serve.parallel.rank_part import RankPlace
+from weft.serve.scheduling.grammar import Grammars
+from weft.serve.scheduling.speculation import LAYERS, EarlyLayers, early_layers
 from weft.serve.served_model import ServedModel, end_tokens
-from weft.serve.speculation import LAYERS, EarlyLayers, early_layers
-from weft.serve.streamed_model import Streaming
-from weft.serve.weight_formats import HEAD_FORMATS, WeightFormat, weight_format
+from weft.serve.weights.packed_linear import pack_head
+from weft.serve.weights.weight_formats import HEAD_FORMATS, WeightFormat, weight_format
 
 Say = Callable[[str], None]
 CALIBRATION_ROWS, CALIBRATION_WIDTH, CALIBRATION_BATCH = 128, 512, 8

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from weft.comm import Axis, receive, send
 from weft.errors import ConfigError, WeftError
 from weft.serve.engine import Engine
-from weft.serve.request import EngineState, GeneratedToken, Request, RequestError, Sampling, TokenLogprobs
+from weft.serve.scheduling.request import EngineState, GeneratedToken, Request, RequestError, Sampling, TokenLogprobs
 
 FRONT = 0  # its index on the axis
 

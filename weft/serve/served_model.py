@@ -11,7 +11,7 @@ from typing import Any
 from weft.data.chat_template import ChatTemplate, Messages
 from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError
-from weft.serve.grammar import Grammars
+from weft.serve.scheduling.grammar import Grammars
 
 END_FILES = ("generation_config.json", "config.json")  # of a Hugging Face folder, the first that states end tokens
 

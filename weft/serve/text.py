@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.data.tokenizer import Tokenizer
-from weft.serve.request import Finish, GeneratedToken, Request
+from weft.serve.scheduling.request import Finish, GeneratedToken, Request
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what tokenizers write for bytes that are no character
 MAX_CHARACTER_BYTES = 4  # of UTF-8; a token has at least one byte

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from weft.errors import WeftError
-from weft.serve.request import EngineState, GeneratedToken, Request, RequestError, TokenLogprobs
+from weft.serve.scheduling.request import EngineState, GeneratedToken, Request, RequestError, TokenLogprobs
 
 T = TypeVar("T")
 IDLE_SECONDS = 2.0

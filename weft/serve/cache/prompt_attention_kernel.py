@@ -1,0 +1,136 @@
+"""`prompt_attention_by_tiles` of `paged_attention.py` as a Triton kernel for GPUs, which reads pages.
+
+A program handles the queries of one tile that share one key head. It stops at the last key that its queries may see.
+How many programs there are follows from the number of tiles, and tiles without queries end at once, so a launch can be
+recorded in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.serve.cache.page_share import PageShare
+from weft.serve.cache.paged_attention import TILE_QUERIES
+from weft.serve.weights.early_launch_kernel import early_launch, wait_for_results
+
+_TOKENS = 64  # whose keys are loaded at a time
+_LOG2E = 1.4426950408889634
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _own_tokens(length, NUM_RANKS: tl.constexpr, RANK: tl.constexpr, PAGE: tl.constexpr):
+    """`PageShare.count`: how many of the first `length` tokens are in pages of this rank."""
+    if NUM_RANKS > 1:
+        in_block = tl.minimum(tl.maximum(length % (NUM_RANKS * PAGE) - RANK * PAGE, 0), PAGE)
+        length = length // (NUM_RANKS * PAGE) * PAGE + in_block
+    return length
+
+
+@triton.jit(do_not_specialize=["table_stride", "tile_stride"])  # they vary from step to step
+def _tiles(
+    query_ptr, key_ptr, value_ptr, table_ptr, tile_ptr, out_ptr, scale,
+    query_stride, table_stride, tile_stride,
+    NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, QUERIES: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    NUM_RANKS: tl.constexpr, RANK: tl.constexpr, OUT_WIDTH: tl.constexpr, IS_EARLY: tl.constexpr,
+):  # fmt: skip
+    tile_ptr += tl.program_id(0)
+    key_head, group = tl.program_id(1), NUM_HEADS // NUM_KEY_HEADS
+    wait_for_results(IS_EARLY)
+    number = tl.load(tile_ptr + tile_stride)
+    if number == 0:
+        return
+    first_token, request = tl.load(tile_ptr).to(tl.int64), tl.load(tile_ptr + 2 * tile_stride).to(tl.int64)
+    begin = tl.load(tile_ptr + 3 * tile_stride)
+    rows, columns = tl.arange(0, QUERIES * GROUP), tl.arange(0, WIDTH)
+    index, head = rows // GROUP, rows % GROUP
+    position = begin + index
+    inside = ((index < number) & (head < group))[:, None] & (columns < HEAD_DIM)[None, :]
+    place = (key_head * group + head)[:, None] * HEAD_DIM + columns[None, :]
+    query = tl.load(query_ptr + (first_token + index)[:, None] * query_stride + place, mask=inside, other=0.0)
+    highest = tl.full([QUERIES * GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES * GROUP], tl.float32)
+    mixed = tl.zeros([QUERIES * GROUP, WIDTH], tl.float32)
+    first, last = 0, _own_tokens(begin + number, NUM_RANKS, RANK, BLOCK_SIZE)
+    if WINDOW > 0:
+        first = _own_tokens(tl.maximum(begin + 1 - WINDOW, 0), NUM_RANKS, RANK, BLOCK_SIZE) // TOKENS * TOKENS
+    for start in range(first, last, TOKENS):
+        token = start + tl.arange(0, TOKENS)
+        valid = token < last
+        block = tl.load(table_ptr + request * table_stride + token // BLOCK_SIZE, mask=valid, other=0)
+        row = (block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE) * NUM_KEY_HEADS + key_head
+        key_place, loaded = row[:, None] * HEAD_DIM + columns[None, :], valid[:, None] & (columns < HEAD_DIM)[None, :]
+        key = tl.load(key_ptr + key_place, mask=loaded, other=0.0)  # [TOKENS, WIDTH]
+        value = tl.load(value_ptr + key_place, mask=loaded, other=0.0)
+        scores = tl.dot(query, tl.trans(key)).to(tl.float32) * scale
+        at = token  # its position
+        if NUM_RANKS > 1:
+            at = (token // BLOCK_SIZE * NUM_RANKS + RANK) * BLOCK_SIZE + token % BLOCK_SIZE
+        seen = at[None, :] <= position[:, None]
+        if WINDOW > 0:
+            seen = seen & (at[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        above = tl.maximum(highest, tl.max(scores, 1))
+        safe = tl.where(above == float("-inf"), 0.0, above)
+        weights, kept = tl.exp2(scores - safe[:, None]), tl.exp2(highest - safe)
+        total = total * kept + tl.sum(weights, 1)
+        mixed = mixed * kept[:, None] + tl.dot(weights.to(value.dtype), value)
+        highest = above
+    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    out_row = (first_token + index) * NUM_HEADS + key_head * group + head
+    out_place = out_row[:, None] * OUT_WIDTH + columns[None, :]
+    tl.store(out_ptr + out_place, mixed.to(out_ptr.dtype.element_ty), mask=inside)
+    if OUT_WIDTH > HEAD_DIM:
+        log_total = tl.where(total > 0, highest + tl.log2(total), float("-inf")) * LN2
+        tl.store(out_ptr + out_row * OUT_WIDTH + HEAD_DIM, log_total, mask=(index < number) & (head < group))
+
+
+def prompt_attention_by_kernel(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    tiles: Tensor,
+    block_size: int,
+    window: int | None,
+    out: Tensor,
+    share: PageShare | None = None,
+) -> None:
+    """Equals `paged_attention.prompt_attention_by_tiles`; see there for the arguments.
+
+    With a `share`, pages are a rank's own. If `out` is [tokens, heads, head_dim + 1], the last are the logarithms of
+    softmax denominators.
+    """
+    _, num_heads, head_dim = query.shape
+    num_key_heads = keys.shape[1]
+    assert query.stride()[1:] == (head_dim, 1) and out.is_contiguous(), "heads lie end to end"  # noqa: PT018
+    _tiles[(tiles.shape[1], num_key_heads)](
+        query,
+        keys,
+        values,
+        tables,
+        tiles,
+        out,
+        head_dim**-0.5 * _LOG2E,
+        query.stride(0),
+        tables.stride(0),
+        tiles.stride(0),
+        NUM_HEADS=num_heads,
+        NUM_KEY_HEADS=num_key_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        WINDOW=window or 0,
+        QUERIES=TILE_QUERIES,
+        GROUP=triton.next_power_of_2(num_heads // num_key_heads),
+        WIDTH=max(16, triton.next_power_of_2(head_dim)),
+        TOKENS=_TOKENS,
+        NUM_RANKS=1 if share is None else share.degree,
+        RANK=0 if share is None else share.index,
+        OUT_WIDTH=out.shape[-1],
+        num_warps=4,
+        num_stages=3,
+        **early_launch(query),
+    )

@@ -1,0 +1,70 @@
+"""Builds the graph of a model's head (`serve/head/graph_head.py`), chooses its beam on a text, and measures what it
+gives.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.serve.head.graph_head import GraphHead, output_identity, output_matrix, save, with_chosen_beam
+from weft.serve.head.vocabulary_graph import build_graph
+from weft.serve.model.model_part import EngineOptions, ModelPart
+from weft.serve.model.step_inputs import text_inputs
+
+NUM_TIMED = 20
+NUM_LIKELY = 10  # of the likeliest tokens after each place of the text, among which a search begins
+
+
+@torch.inference_mode()
+def index_model(
+    model: nn.Module, vocab_size: int, texts: Sequence[Tensor], out: Path, number: int, degree: int, most_rows: int
+) -> dict[str, Any]:
+    """Write the file of a model's graph. Returns what was found: beam, agreement, logits and milliseconds a search."""
+    part = ModelPart(model, EngineOptions(num_blocks=1, max_running=1))
+    num_tokens = min(vocab_size, part.paged.vocab_size)
+    weight, bias = output_matrix(model, num_tokens)
+    states = hidden_states(part, texts, most_rows)
+    likely = [F.linear(some, weight, bias).topk(min(NUM_LIKELY, num_tokens)).indices for some in states.split(256)]
+    graph = build_graph(weight, bias, degree, torch.cat(likely))
+    empty = GraphHead(graph, output_identity(model, num_tokens), min(number, num_tokens))
+    head, tried = with_chosen_beam(empty, weight, bias, states)
+    save(out, head)
+    some = [state[None] for state in states[:NUM_TIMED]]
+    return {
+        "tokens": num_tokens,
+        "beam": head.beam,
+        "agreement": tried[-1][1],
+        "scored": head.num_scored,
+        "search_ms": 1e3 * _median_seconds(lambda state: head.best(state[0], weight, bias), some),
+        "dense_ms": 1e3 * _median_seconds(lambda state: F.linear(state, weight, bias).topk(head.number), some),
+    }
+
+
+def hidden_states(part: ModelPart, texts: Sequence[Tensor], most: int) -> Tensor:
+    """At most so many of the hidden states [rows, hidden] of texts, evenly spread."""
+    found = []
+    for text in texts:
+        for row in text.tolist():
+            states = part.hidden_states(text_inputs(row, part.layout.block_size))
+            assert states is not None
+            found.append(states)
+        if sum(map(len, found)) >= 4 * most:
+            break
+    states = torch.cat(found)
+    return states[:: max(1, len(states) // most)][:most]
+
+
+def _median_seconds(call: Callable[[Tensor], Any], states: Sequence[Tensor]) -> float:
+    seconds = []
+    for state in states:
+        begin = time.perf_counter()
+        call(state)
+        seconds.append(time.perf_counter() - begin)
+    return sorted(seconds)[len(seconds) // 2]

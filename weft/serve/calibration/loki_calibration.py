@@ -1,0 +1,154 @@
+"""Finds the axes of Loki's keys (`serve/cache/loki_cache.py`) from a text, and keeps them in a file.
+
+The axes of a head are the principal axes of its keys on the text, without a mean: after rotation by position, or before
+it. The cache keeps rotated keys, and a decode turns rotated keys and queries to either axes. On the text on which they
+are found, axes after rotation explain most: no others explain more of the same keys. On other texts that need not hold,
+so some rows are held out, and each head gets the axes that explain more of its rotated keys there. The file is
+safetensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from weft.errors import ConfigError, NumbersError
+from weft.models.attention import rotate
+from weft.serve.cache.layer_cache import CacheSizes, LayerCache, PlainFormat, PlainLayer
+from weft.serve.cache.loki_cache import LokiFormat
+from weft.serve.cache.loki_choice import LokiChoice
+from weft.serve.cache.model_identity import model_identity
+from weft.serve.cache.paged_attention import PagedBatch
+from weft.serve.model.model_part import EngineOptions, ModelPart
+from weft.serve.model.paged_model import PagedModel
+from weft.serve.model.step_inputs import text_inputs
+
+KIND = "weft loki 2"
+
+
+HELD_OUT = 4  # every fourth row of the text
+AFTER, BEFORE = 0, 1  # rotation by position
+
+
+class RecordedLayer(PlainLayer):
+    """Keys and values as they are; sums of k k^T are added to what the format records."""
+
+    def __init__(self, index: int, sizes: CacheSizes, recording: RecordingFormat) -> None:
+        super().__init__(sizes)
+        self.counts = None
+        self._index, self._recording = index, recording
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
+        self._recording.add(self._index, keys[batch.slots], batch.positions)
+        return super().attend(query, keys, values, batch, window)
+
+
+class RecordingFormat(PlainFormat):
+    """The plain format, which records the keys of each block of the model."""
+
+    def __init__(self) -> None:
+        self.rotary: tuple[Tensor, Tensor] | None = None  # cos and sin of every position
+        self.is_held_out = False  # the text that is computed
+        # By block, and whether the text is held out: sums after and before rotation [2, key heads, head_dim, head_dim].
+        self.sums: dict[tuple[int, bool], Tensor] = {}
+
+    def layer(self, index: int, sizes: CacheSizes) -> LayerCache:
+        shape = (2, sizes.num_key_heads, sizes.head_dim, sizes.head_dim)
+        for is_held_out in (False, True):
+            self.sums.setdefault((index, is_held_out), torch.zeros(shape, dtype=torch.float64))
+        return RecordedLayer(index, sizes, self)
+
+    def add(self, index: int, keys: Tensor, positions: Tensor) -> None:
+        """Record the rotated keys [tokens, key heads, head_dim] of a block."""
+        after = keys.to("cpu", torch.float64)
+        before = after
+        if self.rotary is not None:
+            cos, sin = (table[positions][:, None].to("cpu", torch.float64) for table in self.rotary)
+            before = rotate(after, cos, -sin)
+        for kind, own in ((AFTER, after), (BEFORE, before)):
+            self.sums[index, self.is_held_out][kind] += torch.einsum("thd,the->hde", own, own)
+
+
+class Calibration(NamedTuple):
+    """The format for a model; how much of the squares of its keys the axes up to each explain [layers, key heads,
+    head_dim]; which heads have axes of keys before rotation [layers, key heads].
+    """
+
+    form: LokiFormat
+    explained: Tensor
+    is_before: Tensor
+
+
+def calibrate(model: nn.Module, texts: Sequence[Tensor], choice: LokiChoice) -> Calibration:
+    """Calibrate a model by rows of tokens."""
+    recording = RecordingFormat()
+    part = ModelPart(model, EngineOptions(num_blocks=1, max_running=1, cache=recording))
+    assert isinstance(part.paged, PagedModel)
+    recording.rotary = part.paged.rotary
+    for index, row in enumerate(row for text in texts for row in text.tolist()):
+        recording.is_held_out = index % HELD_OUT == HELD_OUT - 1
+        part.hidden_states(text_inputs(row, part.layout.block_size))
+    layers = sorted({index for index, _ in recording.sums})
+    fitted, held_out = (torch.stack([recording.sums[index, kind] for index in layers], 1) for kind in (False, True))
+    if not bool((fitted + held_out).isfinite().all()):
+        raise NumbersError("keys of the calibration text are NaN or infinite; the model's weights are damaged")
+    axes, is_before = best_axes(fitted, held_out, choice.num_dims(fitted.shape[-1]))
+    explained = explained_shares(axes, (fitted + held_out)[AFTER])
+    return Calibration(LokiFormat(axes, choice, model_identity(model)), explained, is_before)
+
+
+def best_axes(fitted: Tensor, held_out: Tensor, num_dims: int) -> tuple[Tensor, Tensor]:
+    """The axes [..., head_dim, head_dim] of heads, and which heads have those before rotation.
+
+    Given are the sums [after and before, ..., head_dim, head_dim] of two parts of a text: axes are found on the first,
+    and those whose first dims explain more of rotated keys on the second are taken, from both parts.
+    """
+    shares = explained_shares(principal_axes(fitted), held_out[AFTER].expand_as(held_out))[..., num_dims - 1]
+    is_before = shares[BEFORE] > shares[AFTER] + 1e-9
+    both = principal_axes(fitted + held_out)
+    return torch.where(is_before[..., None, None], both[BEFORE], both[AFTER]), is_before
+
+
+def principal_axes(sums: Tensor) -> Tensor:
+    """Axes in columns, most important first."""
+    axes: Tensor = torch.linalg.eigh(sums)[1]
+    return axes.flip(-1)
+
+
+def explained_shares(axes: Tensor, sums: Tensor) -> Tensor:
+    """The share of keys' squares, whose sums are [..., head_dim, head_dim], that axes up to each explain."""
+    along = torch.einsum("...de,...dc,...ce->...e", axes, sums, axes).clamp(min=0)
+    shares = along.cumsum(-1)
+    return shares / shares[..., -1:].clamp(min=1e-300)
+
+
+def save(path: Path, found: LokiFormat) -> None:
+    """Write a file that `load` reads."""
+    about = {"kind": KIND, "model": found.identity, **{key: str(value) for key, value in asdict(found.choice).items()}}
+    try:
+        save_file({"axes": found.axes.float().contiguous()}, str(path), about)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot write {path} ({error}); choose another place by --out") from None
+
+
+def load(path: Path) -> LokiFormat:
+    """Read the file that `weft calibrate` wrote. Raises ConfigError."""
+    try:
+        with safe_open(str(path), "pt") as file:
+            about, axes = file.metadata() or {}, file.get_tensor("axes")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"--cache loki={path} cannot be read ({error}); run weft calibrate") from None
+    if about.get("kind") != KIND or axes.dim() != 4 or not bool(axes.isfinite().all()):
+        raise ConfigError(f"--cache loki={path} is no file of weft calibrate, or of an older one; run weft calibrate")
+    product = axes.double().mT @ axes.double()
+    if float((product - torch.eye(axes.shape[-1])).abs().max()) > 1e-5:
+        raise ConfigError(f"the axes in {path} are not orthogonal: the file is damaged; run weft calibrate")
+    numbers = (float(about["dims"]), float(about["tokens"]), int(about["newest"]), int(about["dense_below"]))
+    return LokiFormat(axes, LokiChoice(*numbers), about["model"])

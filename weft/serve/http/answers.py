@@ -1,0 +1,152 @@
+"""Answers in the form of OpenAI's API: of completions and of chats, whole or in chunks, and errors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from weft.data.tokenizer import Tokenizer
+from weft.serve.scheduling.request import Finish, GeneratedToken
+from weft.serve.text import TextChunk
+
+ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+LEAST_LOGPROB = -9999.0
+
+
+def error_body(status: int, message: str, code: str | None = None) -> dict[str, Any]:
+    """An error as OpenAI writes it. The type tells the client's mistakes from the server's."""
+    kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+class AnswerForm(Protocol):
+    """How one end point writes answers."""
+
+    prefix: str  # of the answer's id
+    whole_object: str
+    chunk_object: str
+
+    def whole(self, index: int, answer: GeneratedAnswer) -> dict[str, Any]:
+        """A choice with a whole answer."""
+
+    def first(self, index: int, echo: GeneratedAnswer) -> dict[str, Any] | None:
+        """The choice of the chunk before the first token, which repeats the prompt; or None for no such chunk."""
+
+    def chunk(self, index: int, chunk: TextChunk, num_before: int) -> dict[str, Any]:
+        """A choice with a part of an answer, which has `num_before` characters already."""
+
+
+@dataclass
+class GeneratedAnswer:
+    """An answer, as far as it was generated. An answer that repeats its prompt begins with it."""
+
+    text: str = ""
+    tokens: list[GeneratedToken] = field(default_factory=list)
+    finish: Finish | None = None
+
+    def add(self, chunk: TextChunk) -> None:
+        """Add what was generated."""
+        self.text += chunk.text
+        self.tokens.append(chunk.token)
+        self.finish = chunk.finish
+
+
+@dataclass(frozen=True)
+class CompletionForm:
+    """Answers of /v1/completions."""
+
+    tokenizer: Tokenizer
+    has_logprobs: bool
+    prefix = "cmpl"
+    whole_object = chunk_object = "text_completion"
+
+    def whole(self, index: int, answer: GeneratedAnswer) -> dict[str, Any]:
+        return self._choice(index, answer.text, answer.tokens, answer.finish, 0)
+
+    def first(self, index: int, echo: GeneratedAnswer) -> dict[str, Any] | None:
+        return self._choice(index, echo.text, echo.tokens, None, 0) if echo.text else None
+
+    def chunk(self, index: int, chunk: TextChunk, num_before: int) -> dict[str, Any]:
+        return self._choice(index, chunk.text, [chunk.token], chunk.finish, num_before)
+
+    def _choice(
+        self, index: int, text: str, tokens: Sequence[GeneratedToken], finish: Finish | None, num_before: int
+    ) -> dict[str, Any]:
+        logprobs = self._logprobs(tokens, num_before) if self.has_logprobs else None
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+    def _logprobs(self, tokens: Sequence[GeneratedToken], num_before: int) -> dict[str, Any]:
+        words = [_word(self.tokenizer, token.token) for token in tokens]
+        offsets = np.cumsum([num_before, *map(len, words)])[:-1].tolist()
+        found = [token.logprobs for token in tokens]
+        return {
+            "tokens": words,
+            "token_logprobs": [None if one is None else _finite(one.token) for one in found],
+            "top_logprobs": [
+                None
+                if one is None
+                else {_word(self.tokenizer, token): _finite(value) for token, value in one.likeliest}
+                for one in found
+            ],
+            "text_offset": offsets,
+        }
+
+
+@dataclass(frozen=True)
+class ChatForm:
+    """Answers of /v1/chat/completions."""
+
+    tokenizer: Tokenizer
+    has_logprobs: bool
+    prefix = "chatcmpl"
+    whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
+
+    def whole(self, index: int, answer: GeneratedAnswer) -> dict[str, Any]:
+        message = {"role": "assistant", "content": answer.text}
+        return {"index": index, "message": message, **self._rest(answer.tokens, answer.finish)}
+
+    def first(self, index: int, echo: GeneratedAnswer) -> dict[str, Any] | None:
+        return {"index": index, "delta": {"role": "assistant", "content": ""}, **self._rest([], None)}
+
+    def chunk(self, index: int, chunk: TextChunk, num_before: int) -> dict[str, Any]:
+        delta = {"content": chunk.text} if chunk.text else {}
+        return {"index": index, "delta": delta, **self._rest([chunk.token], chunk.finish)}
+
+    def _rest(self, tokens: Sequence[GeneratedToken], finish: Finish | None) -> dict[str, Any]:
+        logprobs = {"content": [self._logprob(token) for token in tokens]} if self.has_logprobs else None
+        return {"logprobs": logprobs, "finish_reason": finish}
+
+    def _logprob(self, token: GeneratedToken) -> dict[str, Any]:
+        assert token.logprobs is not None
+        likeliest = [self._entry(*pair) for pair in token.logprobs.likeliest]
+        return {**self._entry(token.token, token.logprobs.token), "top_logprobs": likeliest}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        word = _word(self.tokenizer, token)
+        return {"token": word, "logprob": _finite(logprob), "bytes": list(word.encode())}
+
+
+def usage(num_prompt_tokens: int, num_answer_tokens: int) -> dict[str, int]:
+    """The tokens that an answer cost."""
+    total = num_prompt_tokens + num_answer_tokens
+    return {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_answer_tokens, "total_tokens": total}
+
+
+def envelope(name: str, kind: str, model: str, fingerprint: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    """What surrounds choices, in whole answers and in chunks. `fingerprint` names the weights in use."""
+    about = {"id": name, "object": kind, "created": int(time.time()), "model": model}
+    return {**about, "system_fingerprint": fingerprint, "choices": choices}
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity, which a token that cannot come has."""
+    return max(logprob, LEAST_LOGPROB)
+
+
+def _word(tokenizer: Tokenizer, token: int) -> str:
+    return tokenizer.decode(np.array([token]))

@@ -1,0 +1,171 @@
+"""The HTTP server's end points: OpenAI's API, and what operators need.
+
+app = build_app(Api(model, worker, ServerLimits()), api_keys=["secret"])      # an ASGI application
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from weft.serve.http.answers import AnswerForm, ChatForm, CompletionForm
+from weft.serve.http.guard import ERROR_HANDLERS, HttpGuard, ServerLimits, read_body, unless_disconnected
+from weft.serve.http.prometheus import ServerMetrics
+from weft.serve.http.request_body import (
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    EmbeddingsBody,
+    Generation,
+    TokenizeBody,
+    chat,
+    completion,
+    messages_of,
+    parse_body,
+    prompts_of,
+    refuse_other_model,
+)
+from weft.serve.http.running_answer import EventStream, RunningAnswer
+from weft.serve.served_model import ServedModel
+from weft.serve.worker import EngineWorker
+
+PAGE = "page.html"
+# The page loads nothing, from nowhere; it talks to this server alone.
+PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+)
+
+
+class Api:
+    """The end points. `fingerprint` names the weights in use; `--follow` changes it."""
+
+    def __init__(self, model: ServedModel, worker: EngineWorker, limits: ServerLimits, fingerprint: str = "") -> None:
+        self._model, self._worker, self._limits = model, worker, limits
+        self.fingerprint = fingerprint
+        self.metrics = ServerMetrics()
+        self._created = int(time.time())
+        self._page = resources.files("weft.serve.http").joinpath(PAGE).read_text(encoding="utf-8")
+
+    @property
+    def routes(self) -> list[Route]:
+        """Every end point."""
+        return [
+            Route("/", self.page),
+            Route("/health", self.health),
+            Route("/metrics", self.prometheus),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.one_model),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+        ]
+
+    async def page(self, request: HttpRequest) -> Response:
+        return HTMLResponse(self._page, headers={"Content-Security-Policy": PAGE_POLICY})
+
+    async def health(self, request: HttpRequest) -> Response:
+        refusal, state = self._worker.refusal, self._worker.state
+        body = {
+            "status": "ok" if refusal is None else str(refusal),
+            "weights": self.fingerprint,
+            "num_running": state.num_running,
+            "num_waiting": state.num_waiting,
+            "num_generated": state.num_generated,
+            "cache_share": 1 - state.num_free_blocks / max(1, state.num_blocks),
+        }
+        return JSONResponse(body, 200 if refusal is None else 503)
+
+    async def prometheus(self, request: HttpRequest) -> Response:
+        text = self.metrics.text(self._worker.state, self._worker.num_requests)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    async def models(self, request: HttpRequest) -> Response:
+        return JSONResponse({"object": "list", "data": [self._about_model(name) for name in self._names]})
+
+    async def one_model(self, request: HttpRequest) -> Response:
+        name = request.path_params["name"]
+        refuse_other_model(name, self._names)
+        return JSONResponse(self._about_model(name))
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """The model, and its adapters."""
+        return self._model.name, *self._model.adapters
+
+    def _about_model(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "parent": None if name == self._model.name else self._model.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "weft",
+            "context_length": self._model.context_length,
+            "vocab_size": self._model.vocab_size,
+            "has_chat_template": self._model.template is not None,
+        }
+
+    async def tokenize(self, request: HttpRequest) -> Response:
+        body = parse_body(TokenizeBody, await read_body(request, self._limits), self._names)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "give 'prompt' or 'messages', and not both")
+        if body.prompt is not None:
+            tokens = await asyncio.to_thread(self._model.encode, body.prompt)
+        else:
+            tokens = await asyncio.to_thread(self._model.encode_chat, messages_of(body.messages), ())
+        found = {"tokens": tokens, "count": len(tokens), "context_length": self._model.context_length}
+        return JSONResponse(found)
+
+    async def completions(self, request: HttpRequest) -> Response:
+        body = parse_body(CompletionBody, await read_body(request, self._limits), self._names)
+        asked = await asyncio.to_thread(completion, body, self._model, request.scope["tenant"])
+        return await self._respond(request, asked, CompletionForm(self._model.tokenizer, asked.has_logprobs))
+
+    async def chat_completions(self, request: HttpRequest) -> Response:
+        body = parse_body(ChatBody, await read_body(request, self._limits), self._names)
+        asked = await asyncio.to_thread(chat, body, self._model, request.scope["tenant"])
+        return await self._respond(request, asked, ChatForm(self._model.tokenizer, asked.has_logprobs))
+
+    async def embeddings(self, request: HttpRequest) -> Response:
+        body = parse_body(EmbeddingsBody, await read_body(request, self._limits), (self._model.name,))
+        inputs = await asyncio.to_thread(prompts_of, body.input, self._model, "input")
+        rows = []
+        for index, tokens in enumerate(inputs):
+            vector = await unless_disconnected(request.receive, self._worker.embed(tokens, body.pool))
+            packed = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+            value = packed if body.encoding_format == "base64" else vector.tolist()
+            rows.append({"object": "embedding", "index": index, "embedding": value})
+        count = sum(map(len, inputs))
+        used = {"prompt_tokens": count, "total_tokens": count}
+        return JSONResponse({"object": "list", "data": rows, "model": self._model.name, "usage": used})
+
+    async def _respond(self, request: HttpRequest, asked: Generation, form: AnswerForm) -> Response:
+        """Give the engine what was asked for, and answer whole or in a stream."""
+        self.metrics.num_prompt_tokens += asked.num_prompt_tokens
+        running = RunningAnswer(self._model, self._worker, self.metrics, self.fingerprint, asked, form)
+        seconds = self._limits.request_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await unless_disconnected(request.receive, running.start())
+                if not asked.stream:
+                    return JSONResponse(await unless_disconnected(request.receive, running.whole()))
+        except BaseException:
+            running.close()
+            raise
+        return EventStream(running, seconds)
+
+
+def build_app(api: Api, api_keys: Sequence[str] = (), loopback_only: bool = True) -> ASGIApp:
+    """Returns the server as an ASGI application."""
+    app = Starlette(routes=list(api.routes), exception_handlers=ERROR_HANDLERS)
+    return HttpGuard(app, api_keys, loopback_only, api.metrics)

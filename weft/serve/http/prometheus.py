@@ -1,0 +1,80 @@
+"""Counts and times of a server, and the text in which Prometheus reads them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+
+from weft.serve.scheduling.request import EngineState
+
+BOUNDS_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class Histogram:
+    """Counts of values up to each of `BOUNDS_SECONDS`, and their sum."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(BOUNDS_SECONDS) + 1)
+        self._sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(BOUNDS_SECONDS, seconds)] += 1
+        self._sum += seconds
+
+    def lines(self, name: str) -> Iterator[str]:
+        """The lines of a histogram of that name."""
+        total = 0
+        for bound, count in zip([*map(str, BOUNDS_SECONDS), "+Inf"], self._counts, strict=True):
+            total += count
+            yield f'{name}_bucket{{le="{bound}"}} {total}'
+        yield f"{name}_sum {self._sum}"
+        yield f"{name}_count {total}"
+
+
+class ServerMetrics:
+    """What the server measures: answers by end point and status, tokens of prompts, and times."""
+
+    def __init__(self) -> None:
+        self.responses: Counter[tuple[str, int]] = Counter()
+        self.num_prompt_tokens = 0
+        self.first_token = Histogram()
+        self.next_token = Histogram()
+        self.whole = Histogram()
+
+    def text(self, state: EngineState, num_requests: int) -> str:
+        """All metrics in Prometheus' text format."""
+        return "\n".join(self._lines(state, num_requests)) + "\n"
+
+    def _lines(self, state: EngineState, num_requests: int) -> Iterator[str]:
+        yield from _head("weft_responses_total", "counter", "HTTP responses by end point and status.")
+        for (endpoint, status), count in sorted(self.responses.items()):
+            yield f'weft_responses_total{{endpoint="{endpoint}",status="{status}"}} {count}'
+        used = state.num_blocks - state.num_free_blocks
+        for name, kind, value, about in (
+            ("requests", "gauge", num_requests, "Requests that clients wait for."),
+            ("running", "gauge", state.num_running, "Requests that the engine computes."),
+            ("waiting", "gauge", state.num_waiting, "Requests in the engine's queue."),
+            ("cache_blocks", "gauge", state.num_blocks, "Blocks of the key-value cache."),
+            ("cache_blocks_used", "gauge", used, "Blocks of the key-value cache in use."),
+            ("preempted_total", "counter", state.num_preempted, "Requests sent back to the queue for lack of memory."),
+            ("prefix_tokens_total", "counter", state.num_prefix_tokens, "Prompt tokens found in the prefix cache."),
+            ("generated_tokens_total", "counter", state.num_generated, "Tokens generated."),
+            ("draft_tokens_total", "counter", state.num_drafted, "Tokens drafted by speculative decoding."),
+            ("accepted_draft_tokens_total", "counter", state.num_accepted, "Drafted tokens that the model accepted."),
+            ("prompt_tokens_total", "counter", self.num_prompt_tokens, "Tokens of prompts."),
+        ):
+            yield from _head(f"weft_{name}", kind, about)
+            yield f"weft_{name} {value}"
+        for name, histogram, about in (
+            ("time_to_first_token_seconds", self.first_token, "From a request to its first token."),
+            ("time_per_token_seconds", self.next_token, "Between two tokens of an answer."),
+            ("request_seconds", self.whole, "From a request to the end of its answers."),
+        ):
+            yield from _head(f"weft_{name}", "histogram", about)
+            yield from histogram.lines(f"weft_{name}")
+
+
+def _head(name: str, kind: str, about: str) -> tuple[str, str]:
+    return f"# HELP {name} {about}", f"# TYPE {name} {kind}"

@@ -1,0 +1,305 @@
+"""Bodies of HTTP requests, as JSON of OpenAI's API, checked and turned into requests to the engine.
+
+Keys that weft does not know are refused by name. `IGNORED` ones are accepted: they do not change an answer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from weft.errors import WeftError
+from weft.schema import build_dataclass
+from weft.serve.scheduling.grammar import schema_of
+from weft.serve.scheduling.request import Request, Sampling
+from weft.serve.served_model import ServedModel
+
+B = TypeVar("B")
+IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
+MAX_CHOICES = 128  # answers of one HTTP request
+MAX_STOPS, MAX_STOP_CHARACTERS, MAX_LOGPROBS = 16, 1000, 20
+RANGES: dict[str, tuple[int, int]] = {  # smallest and largest values; the engine checks how tokens are sampled
+    "seed": (-(1 << 63), (1 << 63) - 1),
+    "n": (1, MAX_CHOICES),
+    "max_tokens": (0, 1 << 30),
+    "max_completion_tokens": (1, 1 << 30),
+    "logprobs": (0, MAX_LOGPROBS),
+    "top_logprobs": (0, MAX_LOGPROBS),
+}
+
+
+class ApiError(WeftError):
+    """A refusal with an HTTP status. `code` is for programs, the message for people."""
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """Options of a streamed answer."""
+
+    include_usage: bool = False
+
+
+@dataclass(frozen=True)
+class GenerationBody:
+    """What completions and chats have in common. Keys that OpenAI does not have are named as in other servers."""
+
+    model: str | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[str, float] | None = None
+    seed: int | None = None
+    n: int = 1
+    stop: str | tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    max_tokens: int | None = None
+    cache_salt: str = ""
+    response_format: Mapping[str, Any] | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else self.stop
+
+
+@dataclass(frozen=True)
+class CompletionBody(GenerationBody):
+    """The body of /v1/completions."""
+
+    prompt: Any = None
+    logprobs: int | None = None
+    echo: bool = False
+
+
+@dataclass(frozen=True)
+class ChatBody(GenerationBody):
+    """The body of /v1/chat/completions."""
+
+    messages: Any = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+    tools: tuple[Mapping[str, Any], ...] = ()
+    tool_choice: Literal["auto", "none"] = "auto"
+
+
+@dataclass(frozen=True)
+class EmbeddingsBody:
+    """The body of /v1/embeddings. `pool` says of which hidden states an embedding is made; OpenAI has no such key."""
+
+    input: Any = None
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    pool: Literal["mean", "last"] = "mean"
+
+
+@dataclass(frozen=True)
+class TokenizeBody:
+    """The body of /tokenize: a text, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Any = None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What is to be generated for one HTTP request: a request to the engine for each answer."""
+
+    requests: tuple[Request, ...]
+    num_prompt_tokens: int
+    stops: tuple[str, ...]
+    has_logprobs: bool
+    stream: bool
+    include_usage: bool
+    echoes: tuple[str, ...] = ()  # a text to begin each answer with; empty: none
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Do answers begin with the log-probabilities of their prompts?"""
+        return bool(self.echoes) and self.has_logprobs
+
+
+def parse_body(kind: type[B], data: bytes, model_names: Sequence[str]) -> B:
+    """Returns the body of a request to a model of these names. Raises ApiError or ConfigError."""
+    try:
+        table = json.loads(data, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+    if not isinstance(table, dict):
+        raise ApiError(400, f"the body is a JSON {type(table).__name__}; it must be an object")
+    table = {key: value for key, value in table.items() if value is not None and key not in IGNORED}
+    body = build_dataclass(kind, table)
+    for key, (smallest, largest) in RANGES.items():
+        value = table.get(key)
+        if isinstance(value, int) and not isinstance(value, bool) and not smallest <= value <= largest:
+            raise ApiError(400, f"'{key}' = {value}; it must be from {smallest} to {largest}")
+    refuse_other_model(table.get("model", model_names[0]), model_names)
+    return body
+
+
+def refuse_other_model(asked: str, model_names: Sequence[str]) -> None:
+    """Raise ApiError unless the model that is asked for is one that is served."""
+    if asked not in model_names:
+        names = ", ".join(f"'{name}'" for name in model_names)
+        raise ApiError(404, f"the model '{asked}' is not served here; this server has {names}", "model_not_found")
+
+
+def completion(body: CompletionBody, model: ServedModel, tenant: str) -> Generation:
+    """Returns what a completion asks for. Answers of the first prompt come first."""
+    prompts = prompts_of(body.prompt, model, "prompt")
+    max_tokens = 16 if body.max_tokens is None else body.max_tokens
+    if max_tokens == 0 and not body.echo:
+        raise ApiError(400, "'max_tokens' = 0 generates nothing; it must be at least 1, or 'echo' true")
+    made = _generation(body, prompts, max_tokens, body.logprobs, model, tenant)
+    given = _as_list(body.prompt)
+    texts = [one if isinstance(one, str) else model.tokenizer.decode(np.array(one)) for one in given]
+    return replace(made, echoes=tuple(text for text in texts for _ in range(body.n)) if body.echo else ())
+
+
+def chat(body: ChatBody, model: ServedModel, tenant: str) -> Generation:
+    """Returns what a chat asks for. Without 'max_tokens' an answer may fill the context."""
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, f"'top_logprobs' = {body.top_logprobs} needs 'logprobs' true")
+    tools = body.tools if body.tool_choice == "auto" else ()
+    tokens = model.encode_chat(messages_of(body.messages), tools)
+    given = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    if given == 0:
+        raise ApiError(400, "'max_tokens' = 0 generates nothing; it must be at least 1")
+    max_tokens = max(1, model.context_length - len(tokens)) if given is None else given
+    return _generation(body, [tokens], max_tokens, body.top_logprobs if body.logprobs else None, model, tenant)
+
+
+def prompts_of(value: Any, model: ServedModel, key: str) -> list[tuple[int, ...]]:
+    """Returns the tokens of each prompt: a text, a list of texts, a list of tokens or a list of lists of tokens."""
+    found = []
+    for one in _as_list(value):
+        if isinstance(one, str):
+            found.append(model.encode(one))
+        elif isinstance(one, list) and one and all(type(token) is int for token in one):
+            found.append(_known_tokens(one, model, key))
+        else:
+            raise ApiError(
+                400, f"'{key}' is {value!r:.100}; it must be a text, a list of texts, or one or more lists of tokens"
+            )
+    if not 1 <= len(found) <= MAX_CHOICES:
+        raise ApiError(400, f"'{key}' has {len(found)} prompts; it must have from 1 to {MAX_CHOICES}")
+    return found
+
+
+def messages_of(value: Any) -> list[dict[str, Any]]:
+    """Returns the messages of a chat. Parts of a message are joined, and must be text."""
+    if not isinstance(value, list) or not value:
+        raise ApiError(400, f"'messages' is {value!r:.100}; it must be a list of {{'role': ..., 'content': ...}}")
+    found = []
+    for number, message in enumerate(value):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ApiError(400, f"'messages[{number}]' is {message!r:.100}; it must be an object with a 'role'")
+        content = message.get("content")
+        if isinstance(content, list):
+            if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+                raise ApiError(400, f"'messages[{number}].content' has a part that is no text; only text is taken")
+            content = "".join(part["text"] for part in content)
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise ApiError(400, f"'messages[{number}].content' is {content!r:.100}; it must be a text")
+        found.append({**message, "content": content})
+    return found
+
+
+def _generation(
+    body: GenerationBody,
+    prompts: list[tuple[int, ...]],
+    max_tokens: int,
+    num_logprobs: int | None,
+    model: ServedModel,
+    tenant: str,
+) -> Generation:
+    if len(prompts) * body.n > MAX_CHOICES:
+        raise ApiError(400, f"{len(prompts)} prompts with 'n' = {body.n} are more than {MAX_CHOICES} answers")
+    _refuse_stops(body.stops)
+    ends = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else model.end_tokens)
+    schema = schema_of(body.response_format)
+    if schema is not None:
+        model.grammars.matcher(schema)  # compiled here, not between two steps of the engine; refused if it is wrong
+        ends |= {model.tokenizer.end}
+    sampling, name = _sampling(body, num_logprobs), uuid.uuid4().hex
+    requests = tuple(
+        Request(
+            name=f"{name}-{number}-{choice}",
+            tokens=tokens,
+            max_tokens=max_tokens,
+            sampling=replace(sampling, seed=_seed(body.seed, choice)),
+            stop_tokens=ends,
+            tenant=f"{tenant}/{body.cache_salt}",
+            adapter=body.model if body.model in model.adapters else "",
+            json_schema=schema,
+        )
+        for number, tokens in enumerate(prompts)
+        for choice in range(body.n)
+    )
+    num_tokens, stream, usage = sum(map(len, prompts)), body.stream, body.stream_options.include_usage
+    return Generation(requests, num_tokens, body.stops, num_logprobs is not None, stream, usage)
+
+
+def _known_tokens(tokens: list[int], model: ServedModel, key: str) -> tuple[int, ...]:
+    """Returns tokens of the model's vocabulary. Raises ApiError for others."""
+    wrong = next((token for token in tokens if not 0 <= token < model.vocab_size), None)
+    if wrong is not None:
+        raise ApiError(400, f"'{key}' has the token {wrong}; tokens of this model are from 0 to {model.vocab_size - 1}")
+    return tuple(tokens)
+
+
+def _sampling(body: GenerationBody, num_logprobs: int | None) -> Sampling:
+    bias = body.logit_bias or {}
+    if not all(key.isascii() and key.isdigit() and len(key) < 10 and math.isfinite(bias[key]) for key in bias):
+        raise ApiError(400, "'logit_bias' must be an object of tokens and finite numbers, such as {\"50256\": -100}")
+    return Sampling(
+        temperature=body.temperature,
+        top_k=body.top_k,
+        top_p=body.top_p,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias={int(key): value for key, value in bias.items()},
+        num_logprobs=num_logprobs,
+    )
+
+
+def _seed(seed: int | None, choice: int) -> int | None:
+    """The seed of one of the answers to a prompt. The first has the seed given."""
+    return None if seed is None else (seed + choice) % (1 << 63)
+
+
+def _refuse_stops(stops: tuple[str, ...]) -> None:
+    if len(stops) > MAX_STOPS or any(not 0 < len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
+        raise ApiError(
+            400, f"'stop' must have at most {MAX_STOPS} texts, each of 1 to {MAX_STOP_CHARACTERS} characters"
+        )
+
+
+def _as_list(value: Any) -> list[Any]:
+    """The prompts in a value: itself if it is one text or one list of tokens."""
+    is_one = isinstance(value, str) or (isinstance(value, list) and bool(value) and type(value[0]) is int)
+    return [value] if is_one else value if isinstance(value, list) else [value]
+
+
+def _refuse_constant(word: str) -> None:
+    raise ValueError(f"{word} is no JSON number")

@@ -1,0 +1,163 @@
+"""The answers to one HTTP request while the engine generates them: as one body, or as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from weft.serve.http.answers import AnswerForm, GeneratedAnswer, envelope, usage
+from weft.serve.http.guard import error_answer, unless_disconnected
+from weft.serve.http.prometheus import ServerMetrics
+from weft.serve.http.request_body import ApiError, Generation
+from weft.serve.scheduling.request import GeneratedToken
+from weft.serve.served_model import ServedModel
+from weft.serve.text import TextChunk, TextStream
+from weft.serve.worker import EngineWorker, TokenStream
+
+STUCK = "the answer cannot go on: the tokenizer has no token that the schema allows next, or the schema is too complex"
+LAST_WORDS_SECONDS = 5.0  # to send the error that ends a stream
+
+
+class RunningAnswer:
+    """The answers to one HTTP request. `close` cancels those that are not finished."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        worker: EngineWorker,
+        metrics: ServerMetrics,
+        fingerprint: str,
+        asked: Generation,
+        form: AnswerForm,
+    ) -> None:
+        self._model, self._worker, self._metrics = model, worker, metrics
+        self._fingerprint, self._asked, self._form = fingerprint, asked, form
+        self._name = f"{form.prefix}-{uuid.uuid4().hex}"
+        self._stream: TokenStream | None = None
+        self._began = time.monotonic()
+        self._num_tokens = 0
+        self._prompts: dict[
+            tuple[int, ...], list[GeneratedToken]
+        ] = {}  # with log-probabilities, if these are asked for
+
+    async def start(self) -> None:
+        """Give the engine the requests. Raises RequestError or UnavailableError."""
+        for request in self._asked.requests if self._asked.scores_prompts else ():
+            if request.tokens not in self._prompts:
+                found = [None, *await self._worker.score(request)]
+                pairs = zip(request.tokens, found, strict=True)
+                self._prompts[request.tokens] = [GeneratedToken(request.name, *pair) for pair in pairs]
+        self._stream = await self._worker.submit([one for one in self._asked.requests if one.max_tokens > 0])
+
+    def close(self) -> None:
+        """Cancel what is not finished."""
+        if self._stream is not None:
+            self._stream.cancel()
+
+    async def whole(self) -> dict[str, Any]:
+        """Returns the body with all answers."""
+        answers = self._echoes()
+        async for index, chunk in self._chunks():
+            answers[index].add(chunk)
+        for answer in answers:
+            answer.finish = answer.finish or "length"  # of an echo alone
+        choices = [self._form.whole(index, answer) for index, answer in enumerate(answers)]
+        return {**self._envelope(self._form.whole_object, choices), "usage": self._usage()}
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """Yields the chunks of a stream."""
+        asked, form = self._asked, self._form
+        echoes = self._echoes()
+        num_characters = [len(echo.text) for echo in echoes]
+        for index, echo in enumerate(echoes):
+            first = form.first(index, echo)
+            if first is not None:
+                yield self._envelope(form.chunk_object, [first])
+        async for index, chunk in self._chunks():
+            if chunk.text or chunk.finish is not None or asked.has_logprobs:
+                yield self._envelope(form.chunk_object, [form.chunk(index, chunk, num_characters[index])])
+            num_characters[index] += len(chunk.text)
+        if asked.include_usage:
+            yield {**self._envelope(form.chunk_object, []), "usage": self._usage()}
+
+    def _echoes(self) -> list[GeneratedAnswer]:
+        """What each answer begins with: nothing, or its prompt."""
+        asked = self._asked
+        texts = asked.echoes or [""] * len(asked.requests)
+        pairs = zip(texts, asked.requests, strict=True)
+        return [GeneratedAnswer(text, list(self._prompts.get(request.tokens, ()))) for text, request in pairs]
+
+    async def _chunks(self) -> AsyncIterator[tuple[int, TextChunk]]:
+        """Yields what is generated, with the index of the answer that it belongs to."""
+        assert self._stream is not None
+        requests = self._asked.requests
+        index_of = {request.name: index for index, request in enumerate(requests)}
+        texts = [TextStream(self._model.tokenizer, request, self._asked.stops) for request in requests]
+        last_seconds = [self._began] * len(requests)
+        async for token in self._stream.tokens():
+            index, now = index_of[token.request], time.monotonic()
+            times = self._metrics.first_token if last_seconds[index] == self._began else self._metrics.next_token
+            times.add(now - last_seconds[index])
+            last_seconds[index] = now
+            self._num_tokens += 1
+            if token.finish == "stuck":
+                raise ApiError(400, STUCK)
+            chunk = texts[index].push(token)
+            if chunk.finish is not None:
+                self._stream.cancel(token.request)  # a stop string ends an answer before the engine does
+            yield index, chunk
+        self._metrics.whole.add(time.monotonic() - self._began)
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        model = self._asked.requests[0].adapter or self._model.name
+        return envelope(self._name, kind, model, self._fingerprint, choices)
+
+    def _usage(self) -> dict[str, int]:
+        return usage(self._asked.num_prompt_tokens, self._num_tokens)
+
+
+class EventStream(Response):
+    """Answers as server-sent events. Whatever ends it, what is not finished is cancelled."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, running: RunningAnswer, seconds: float) -> None:
+        super().__init__(headers={"Cache-Control": "no-store"})
+        del self.headers["content-length"]
+        self._running, self._seconds = running, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_disconnected(receive, self._send_all(send))
+        except ClientDisconnect:
+            pass  # nobody is left to be told
+        finally:
+            self._running.close()
+
+    async def _send_all(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        try:
+            async with asyncio.timeout(self._seconds):  # a client that does not read holds nothing for longer
+                await send(start)
+                async for event in self._running.events():
+                    await _send_event(send, json.dumps(event))
+                last = "[DONE]"
+        except Exception as error:
+            last = json.dumps(error_answer(error)[1])
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_SECONDS):
+                await _send_event(send, last)
+                await send({"type": "http.response.body", "body": b""})
+
+
+async def _send_event(send: Send, data: str) -> None:
+    await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})

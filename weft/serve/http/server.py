@@ -1,0 +1,84 @@
+"""The HTTP server: listens, and stops without losing what it has begun.
+
+On SIGTERM or Ctrl-C it takes no more requests (503) and finishes those that it has, for at most `drain_seconds`. A
+second signal stops it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable, Coroutine
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from weft.serve.http.addresses import MAX_CONNECTIONS
+from weft.serve.http.guard import ServerLimits
+from weft.serve.worker import EngineWorker
+
+CLOSE_SECONDS = 5  # for responses to be sent after the last token
+STOPPING = "the server stops and takes no more requests; ask another one, or this one when it is back"
+
+
+class HttpServer(uvicorn.Server):
+    """Serves an application until a signal, or `drain`, and then until its requests are done.
+
+    `ready` is called when it listens; `beside` runs in its event loop as long as it serves.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        worker: EngineWorker,
+        limits: ServerLimits,
+        ready: Callable[[], None],
+        beside: Coroutine[Any, Any, None] | None = None,
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            limit_concurrency=MAX_CONNECTIONS,
+            timeout_graceful_shutdown=CLOSE_SECONDS,
+        )
+        super().__init__(config)
+        self._worker, self._limits, self._ready, self._beside = worker, limits, ready, beside
+        self._task: asyncio.Task[None] | None = None
+        self._drain_until: float | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._worker.start()
+        await super().startup(sockets)
+        if self._beside is not None:
+            self._task = asyncio.create_task(self._beside)
+        self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        self._worker.close()
+        await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """On a signal."""
+        if self._drain_until is None:
+            self.drain()
+        else:
+            self.should_exit = True
+
+    def drain(self) -> None:
+        """Take no more requests, and stop when those that are held are done."""
+        self._worker.refuse(STOPPING)
+        self._drain_until = time.monotonic() + self._limits.drain_seconds
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second."""
+        if self._drain_until is not None and (self._worker.num_requests == 0 or time.monotonic() > self._drain_until):
+            self.should_exit = True
+        return await super().on_tick(counter)

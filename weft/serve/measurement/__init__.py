@@ -1,0 +1,1 @@
+"""Measures what a decode takes on this CPU: threads, products, layers and graph searches."""

@@ -1,0 +1,33 @@
+"""Measures all that `weft plan --serve` needs of this CPU, in about a minute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from weft.cluster.decode_rates import DecodeRates
+from weft.serve.measurement import measure_layers, measure_products
+from weft.serve.measurement.measure_search import measured_search
+
+
+@torch.inference_mode()
+def measure_decode(progress: Callable[[int, int], None] = lambda done, total: None) -> DecodeRates:
+    """Measure with the threads that torch has. `progress` is told how much is done, and of how much."""
+    layers = measure_layers.PASSES * len(measure_layers.KINDS)
+    total, done = measure_products.NUM_TOLD + measure_products.PASSES + layers + 2, 0
+
+    def tell() -> None:
+        nonlocal done
+        done += 1
+        progress(done, total)
+
+    products = measure_products.measured_products(measure_layers.product_starts, tell)
+    times = measure_layers.measured_layers(tell)
+    attention = measure_products.measured_attention(tell)
+    per_token = measure_layers.vocabulary_seconds()
+    tell()
+    search = measured_search()
+    tell()
+    threads = torch.get_num_threads()
+    return DecodeRates(threads, per_token, tuple(products), tuple(times), tuple(attention), search)

@@ -1,0 +1,387 @@
+"""This rank's part of a served model: its blocks over pages, its cache, and its share of each step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import ConfigError, PlanError
+from weft.models import GPT2, Decoder
+from weft.models.recurrent import RecurrentModel
+from weft.plan import Plan
+from weft.serve.cache.layer_cache import CacheFormat, LayerCache, PlainFormat
+from weft.serve.cache.model_identity import model_identity
+from weft.serve.cache.page_share import PageShare
+from weft.serve.cache.paged_attention import PagedBatch
+from weft.serve.cache.split_formats import split_format
+from weft.serve.head.graph_head import GraphHead
+from weft.serve.model.adapters import attach_adapters
+from weft.serve.model.paged_model import PagedModel
+from weft.serve.model.ranks import ServingRanks
+from weft.serve.model.recurrent import RecurrentRows
+from weft.serve.model.split_layers import ModelAxes
+from weft.serve.model.step_inputs import PageLayout, StepInputs
+from weft.serve.model.streamed_model import StreamedModel, Streaming, stream_model
+from weft.serve.parallel.rank_part import cuts_of, own_key_heads, own_layers
+from weft.serve.scheduling.grammar import Grammars
+from weft.serve.scheduling.request import TokenLogprobs
+from weft.serve.scheduling.speculation import EarlyLayers
+from weft.serve.weights.packed_linear import PackedLinear
+from weft.serve.weights.streamed_weights import StreamedWeights
+
+GPU_SHARE = 0.92  # of a GPU's free memory, for the cache
+CPU_SHARE = 0.25
+_SCORED_ROWS = 256  # of a text whose logits are computed at a time
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Sizes of an engine. None means: from the model, or from the free memory."""
+
+    block_size: int = 16  # tokens a block of the key-value cache; of a block's page on each rank of `context`
+    num_blocks: int | None = None
+    max_running: int = 64  # requests computed at once
+    max_waiting: int = 1024
+    token_budget: int = 512  # tokens a step
+    prefix_cache: bool = True
+    context_length: int | None = None
+    vocab_size: int | None = None  # token ids below this are generated
+    dtype: torch.dtype | None = None
+    device: torch.device | str | None = None
+    overlap: bool | None = None  # read tokens after the next step is launched; None: on GPUs
+    graphs: bool = True  # CUDA graphs of decodes
+    swap_blocks: int = 0  # of host memory, for requests sent back to the queue; without room, they compute again
+    adapters: Mapping[str, Path] = field(default_factory=dict)  # folders of PEFT by the names that requests choose
+    grammars: Grammars | None = None  # compiles the schemas of requests; None: requests with schemas are refused
+    speculate: Literal["ngram"] | EarlyLayers | nn.Module | None = None  # what drafts tokens
+
+    stream_weights: int = 0  # blocks whose weights are copied ahead from host memory; 0: all stay on the device
+    resident_blocks: int = 0  # of the blocks of each rank, whose weights stay on the device while others are streamed
+    cache: CacheFormat | None = None  # how keys and values are kept (`serve/cache/layer_cache.py`); None: as they are
+    head: GraphHead | None = None  # finds the likeliest tokens by graph search; None: by all logits
+
+    @property
+    def num_rows(self) -> int:
+        """Requests that run at once: all their decodes fit the token budget."""
+        return min(self.max_running, self.token_budget)
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "num_blocks", "max_running", "token_budget", "context_length", "vocab_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} = {value} of the engine is not positive; give 1 or more")
+
+
+class ModelPart:
+    """A model, or a rank's part of one if there are `ranks`, with the cache of its keys and values.
+
+    All ranks must create it with the same options: the number of blocks is the least that fits any of them. `load`
+    reads this rank's part of another checkpoint.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: EngineOptions,
+        ranks: ServingRanks | None = None,
+        load: Callable[[Path], nn.Module] | None = None,
+    ) -> None:
+        parameter = next(model.parameters())
+        self.device = torch.device(options.device or parameter.device)
+        if isinstance(model, RecurrentModel):
+            _refuse_recurrent(options, ranks)
+        _refuse_streaming(options, ranks)
+        model, self.streamed = _in_place(model, options, self.device, ranks)
+        self.ranks = ranks
+        self.load = load
+        self.context_length = _context_length(model, options.context_length)
+        has_shares = ranks is not None and ranks.readers is not None  # of each block's weights
+        with nullcontext() if self.streamed is None or has_shares else self.streamed.values():
+            _refuse_cache(options, model, ranks)
+        _refuse_head(options, model, ranks, self.device)
+        self._head = options.head
+        axes = ModelAxes() if ranks is None else ranks.axes
+        if isinstance(model, RecurrentModel):
+            self.paged: PagedModel | RecurrentRows = RecurrentRows(model)
+        else:
+            form = _own_format(options, model, ranks)
+            self.paged = PagedModel(model, self.context_length, axes, form, self.device, self.streamed)
+        self._arrange_weights()
+        linears = [linear for block in self.paged.blocks for linear in block.linears]
+        if options.adapters and any(isinstance(linear, PackedLinear) for linear in linears):
+            raise ConfigError("adapters cannot be added to weights in fewer bits; leave out --weights or --adapter")
+        if options.adapters and ranks is not None:
+            raise ConfigError("adapters are chosen by requests on one rank only; merge the adapter, or use one rank")
+        self.adapters = attach_adapters(model, linears, options.adapters)
+        num_blocks = options.num_blocks or self._blocks_that_fit(options)
+        if ranks is not None:
+            num_blocks = ranks.agree(num_blocks)
+        num_rows = options.num_rows
+        self.cache = self.paged.new_cache(num_blocks + 1, options.block_size, num_rows)  # the last block is for padding
+        answers_choose = self.paged.cache_format.answers_choose
+        given = (self._block_size(options), num_blocks, num_rows, self.device, answers_choose)
+        self.layout = PageLayout(*given, self._share(options))
+
+    @torch.inference_mode()
+    def logits(
+        self, inputs: StepInputs, last: Tensor | None = None, num_layers: int | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Compute this rank's part of a step. On the last stage, returns the logits after the tokens at which requests
+        sample, and the positions of these tokens; None if there are none. With `num_layers`, only so many of the
+        first layers compute, and the norm and head are given what they give.
+        """
+        batch = inputs.batch(self.layout, last)
+        residual = self._through(batch, self.cache[:num_layers])
+        if residual is None or not inputs.sampled:
+            return None
+        positions = batch.positions
+        # All tokens are in their order, unless those of answers come before those of prompts.
+        if len(inputs.sampled) < inputs.num_tokens or self.layout.answers_choose:
+            ends = inputs.sampled_tokens(self.device)
+            residual, positions = residual[ends], positions[ends]
+        if self._head is None:
+            return self.paged.logits(residual), positions
+        hidden = self.paged.hidden_states(residual)
+        return self._head.logits(hidden, self.paged.model.lm_head), positions
+
+    @torch.inference_mode()
+    def hidden_states(self, inputs: StepInputs) -> Tensor | None:
+        """The hidden states [tokens, hidden] of a text, by an empty cache. On the last stage; None on others."""
+        residual = self._residual_of_text(inputs)
+        return None if residual is None else self.paged.hidden_states(residual)
+
+    @torch.inference_mode()
+    def text_logprobs(self, inputs: StepInputs, vocab_size: int, num_likeliest: int) -> list[TokenLogprobs]:
+        """The log-probabilities of each token of a text but the first, among the first `vocab_size` tokens. On the last
+        stage; none on others.
+        """
+        residual = self._residual_of_text(inputs)
+        if residual is None:
+            return []
+        tokens, found = inputs.flat[0].long().to(self.device), list[TokenLogprobs]()
+        for start in range(0, len(tokens) - 1, _SCORED_ROWS):
+            targets = tokens[start + 1 : start + 1 + _SCORED_ROWS]
+            logits = self.paged.logits(residual[start : start + len(targets)])[:, :vocab_size]
+            logprobs = logits.float().log_softmax(-1)
+            own = logprobs.gather(1, targets[:, None])[:, 0].tolist()
+            best = logprobs.topk(num_likeliest)
+            pairs = zip(own, best.indices.tolist(), best.values.tolist(), strict=True)
+            found += [TokenLogprobs(one, tuple(zip(*likeliest, strict=True))) for one, *likeliest in pairs]
+        return found
+
+    def _residual_of_text(self, inputs: StepInputs) -> Tensor | None:
+        layout = replace(self.layout, num_blocks=-(-inputs.num_tokens // self.layout.block_size))
+        cache = self.paged.new_cache(layout.num_blocks + 1, layout.page_size, 1)
+        return self._through(inputs.batch(layout), cache)
+
+    def _through(self, batch: PagedBatch, cache: Sequence[LayerCache]) -> Tensor | None:
+        """The residual stream after the last block, on the last stage. Other stages send it on."""
+        ranks = self.ranks
+        if ranks is None:
+            return self.paged.residual(batch, cache)
+        assert isinstance(self.paged, PagedModel)
+        if ranks.is_first_stage:
+            residual = self.paged.embed(batch)
+        else:
+            sizes = (len(batch.tokens), self.paged.stream_width)
+            residual = ranks.receive_residual(*sizes, self.paged.dtype, self.device)
+        residual = self.paged.through_blocks(residual, batch, cache)
+        if ranks.is_last_stage:
+            return residual
+        ranks.send_residual(residual)
+        return None
+
+    @torch.inference_mode()
+    def pass_by(self) -> None:
+        """Take part in a step of other replicas that reads weights together with this rank."""
+        assert self.streamed is not None
+        self.streamed.pass_by()
+
+    @torch.inference_mode()
+    def take_weights(self, model: nn.Module) -> None:
+        """Copy the weights of another model, or part, of the same config."""
+        new = dict((*model.named_parameters(), *model.named_buffers()))
+        for name, own in (*self.paged.model.named_parameters(), *self.paged.model.named_buffers()):
+            own.copy_(new[name])
+        self._arrange_weights()
+
+    def _arrange_weights(self) -> None:
+        if self.device.type == "cpu" and self.streamed is None and isinstance(self.paged, PagedModel):
+            self.paged.arrange_for_cpu()
+
+    def refuse_weights(self, model: nn.Module) -> None:
+        """Raise ConfigError if a model is another one than this."""
+        own = self.paged.model
+        if self.streamed is not None:
+            raise ConfigError("weights in host memory cannot be replaced while they are served; start another engine")
+        if isinstance(own, RecurrentModel):
+            raise ConfigError("weights of a recurrent model are packed when they are read; start another engine")
+        if self._head is not None:
+            raise ConfigError("--head graph is of the weights in use; leave it out to take newer ones while serving")
+        if getattr(model, "config", None) != own.config or _names(own) != _names(model):
+            raise ConfigError(
+                f"the new weights are of {getattr(model, 'config', type(model).__name__)}, the engine serves "
+                f"{own.config}; give weights of the same model, or start another engine"
+            )
+
+    def _blocks_that_fit(self, options: EngineOptions) -> int:
+        """As many blocks as all running requests can use, or as the free memory holds."""
+        block_size = self._block_size(options)
+        most = options.max_running * -(-self.context_length // block_size)
+        if not self.paged.keeps_pages:
+            return most
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            free = GPU_SHARE * torch.cuda.mem_get_info(self.device)[0]
+        else:
+            num_local = 1 if self.ranks is None else self.ranks.mesh.num_local_ranks
+            free = CPU_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / num_local
+        # What a step holds beside the cache: a few activations of each token, and logits in float32 while sampling.
+        linears = [module for module in self.paged.body.modules() if isinstance(module, nn.Linear)]
+        widest = max(linear.weight.shape[0] for linear in linears)
+        free -= 16 * options.token_budget * widest + 24 * options.max_running * self.paged.vocab_size
+        bytes_per_block = self.paged.bytes_per_token * options.block_size
+        if isinstance(options.speculate, nn.Module):  # the draft model's cache has as many blocks, each whole
+            bytes_per_block += PagedModel(options.speculate, 1).bytes_per_token * block_size
+        free -= self.paged.bytes_beside_pages(options.num_rows)
+        fitting = int(free // bytes_per_block)
+        if fitting < 1:
+            raise ConfigError(
+                f"no memory is left for the key-value cache on {self.device}: the weights, {options.token_budget} "
+                f"tokens a step and {options.max_running} requests fill it; lower token_budget, max_running "
+                f"or --resident-blocks, or keep weights in fewer bits (--weights)"
+            )
+        return min(most, fitting)
+
+    def _share(self, options: EngineOptions) -> PageShare | None:
+        """This rank's share of the pages of each block; None if it has whole blocks."""
+        axis = None if self.ranks is None else self.ranks.axes.context
+        return None if axis is None else PageShare(axis.index, axis.degree, options.block_size)
+
+    def _block_size(self, options: EngineOptions) -> int:
+        """Tokens of a block, on all ranks that hold its pages."""
+        share = self._share(options)
+        return options.block_size if share is None else share.block_size
+
+
+def _in_place(
+    model: nn.Module, options: EngineOptions, device: torch.device, ranks: ServingRanks | None
+) -> tuple[nn.Module, StreamedWeights | None]:
+    """The model with its weights where they stay, and those that are streamed."""
+    if isinstance(model, StreamedModel):
+        return model.model, model.weights
+    model = model.to(dtype=options.dtype or next(model.parameters()).dtype).eval()
+    streaming = Streaming.of(options.stream_weights, options.resident_blocks, ranks)
+    if streaming is None:
+        return model.to(device), None
+    streamed = stream_model(model, device, streaming)
+    return streamed.model, streamed.weights
+
+
+def _refuse_streaming(options: EngineOptions, ranks: ServingRanks | None) -> None:
+    """Raise ConfigError for options that do not go with weights in host memory."""
+    if options.stream_weights < 0:
+        raise ConfigError(f"stream_weights = {options.stream_weights} is negative; give the blocks to copy ahead, or 0")
+    if options.stream_weights and options.adapters:
+        raise ConfigError("weights are streamed without adapters; leave out --stream-weights or these")
+    if options.stream_weights and ranks is not None:
+        refuse_shared_reading(ranks.mesh.plan)
+        assert (ranks.readers is not None) == (ranks.mesh.plan.data > 1), (
+            "the ranks must know that weights are streamed"
+        )
+
+
+def refuse_shared_reading(plan: Plan) -> None:
+    """Raise PlanError if replicas of a plan cannot read weights from host memory together."""
+    if plan.data > 1 and plan.pipe.degree > 1:
+        raise PlanError(
+            f"plan.data = {plan.data} replicas read weights in host memory together, step by step, and the stages of "
+            f"plan.pipe = {plan.pipe.degree} are in different steps; use one of the two, or leave out --stream-weights"
+        )
+
+
+def _refuse_cache(options: EngineOptions, model: nn.Module, ranks: ServingRanks | None) -> None:
+    """Raise ConfigError for a format of the cache that does not go with the model or other options."""
+    if options.cache is None:
+        return
+    if options.cache.identity and ranks is not None and ranks.readers is not None:
+        raise ConfigError(
+            f"replicas that read weights in host memory together have shares of each block, and cannot compare them "
+            f"with the file of --cache {options.cache.name}; leave out plan.data, --stream-weights or --cache"
+        )
+    if options.cache.identity and isinstance(model, Decoder | GPT2):
+        parts = () if ranks is None else (cuts_of(model, ranks.place), ranks.add_up)
+        if options.cache.identity != model_identity(model, *parts):
+            raise ConfigError(
+                f"the file of --cache {options.cache.name} is of another model; run weft calibrate on the model that "
+                f"is served"
+            )
+    if options.cache.block_size not in (None, options.block_size):
+        raise ConfigError(
+            f"a cache of {options.cache.name} needs blocks of {options.cache.block_size} tokens, not "
+            f"{options.block_size}; give block_size = {options.cache.block_size}"
+        )
+
+
+def _own_format(options: EngineOptions, model: nn.Module, ranks: ServingRanks | None) -> CacheFormat | None:
+    """How this rank keeps keys and values. Raises ConfigError for what ranks of `context` cannot hold together."""
+    if options.cache is None or ranks is None or not isinstance(model, Decoder | GPT2):
+        return options.cache
+    found = options.cache if ranks.axes.context is None else split_format(options.cache)
+    if found is None:
+        raise ConfigError(
+            f"a cache of {options.cache.name} is not split over plan.context; use plan.tensor.x, or leave out --cache"
+        )
+    return found.part(own_layers(model.config, ranks.place), own_key_heads(model.config, ranks.place))
+
+
+def _refuse_recurrent(options: EngineOptions, ranks: ServingRanks | None) -> None:
+    """Raise ConfigError for what a recurrent model has no place for."""
+    given = {
+        "a plan of several ranks": ranks is not None,
+        "--speculate": options.speculate is not None,
+        "--cache": options.cache is not None and not isinstance(options.cache, PlainFormat),
+        "--stream-weights": options.stream_weights > 0,
+        "--swap-blocks": options.swap_blocks > 0,
+        "--adapter": bool(options.adapters),
+    }
+    wrong = next((name for name, is_given in given.items() if is_given), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"{wrong} does not go with a recurrent model, which keeps one state for each request and no keys and "
+            f"values; leave it out"
+        )
+
+
+def _refuse_head(options: EngineOptions, model: nn.Module, ranks: ServingRanks | None, device: torch.device) -> None:
+    """Raise ConfigError for a graph of the head that does not go with the model or other options."""
+    if options.head is None:
+        return
+    if ranks is not None:
+        raise ConfigError("--head graph needs one rank, which has the whole output matrix; serve without a plan")
+    num_tokens = min(options.vocab_size or 1 << 62, int(getattr(model.config, "vocab_size", 0)))
+    if options.head.num_tokens != num_tokens:
+        raise ConfigError(
+            f"the graph of --head is of {options.head.num_tokens} tokens, and {num_tokens} are served; run weft index "
+            f"with the tokenizer that is served"
+        )
+    options.head.refuse(model, device)
+
+
+def _names(model: nn.Module) -> list[str]:
+    """The names of all values of a model, which has buffers where weights are in fewer bits."""
+    return [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+
+
+def _context_length(model: nn.Module, asked: int | None) -> int:
+    """The asked number of positions, or as many as the model is made for; GPT-2 has no more than these."""
+    if isinstance(model, GPT2):
+        return min(asked or model.config.n_positions, model.config.n_positions)
+    return asked or int(getattr(getattr(model, "config", None), "max_position_embeddings", 1))

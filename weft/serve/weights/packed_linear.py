@@ -1,0 +1,208 @@
+"""Linears whose weights are kept in fewer bits (`weight_formats.py`).
+
+Those of attention and MLPs are packed, the head if asked for, and stacked experts (`packed_experts.py`). Embeddings,
+norms and routers stay as they are. Parts of a packed weight are buffers of integers, so that casting a model to another
+dtype does not change them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import ConfigError
+from weft.models import GPT2, Decoder
+from weft.models.attention import RMSNorm
+from weft.models.decoder import Attention
+from weft.models.experts import StackedExperts, SwiGLU
+from weft.models.gpt2 import GPT2MLP, GPT2Attention
+from weft.serve.weights.cpu_product import CpuWeight
+from weft.serve.weights.packed_experts import PackedExperts, PackedStack
+from weft.serve.weights.plain_norm import plain_norm
+from weft.serve.weights.weight_formats import HEAD_FORMATS, AfterProduct, WeightFormat, refuse_bad_weight, weight_format
+
+PACKED_OWNERS = (Attention, SwiGLU, GPT2Attention, GPT2MLP)
+
+
+class PackedLinear(nn.Linear):
+    """hidden @ weight.T + bias, with the weight in fewer bits. `weight` has its shape, and no values."""
+
+    def __init__(self, format: WeightFormat, parts: Sequence[Tensor], num_in: int, bias: Tensor | None) -> None:
+        nn.Module.__init__(self)
+        self.format = format
+        self.for_cpu: CpuWeight | None = None  # the weight a second time (`arrange_for_cpu`)
+        self.in_features, self.out_features = num_in, len(parts[0])
+        for index, part in enumerate(parts):
+            self.register_buffer(f"part_{index}", part)
+        self.has_bias = bias is not None  # to ask the module for its bias takes longer
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return tuple(self._buffers.values())  # type: ignore[arg-type]
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return torch.empty(self.out_features, self.in_features, device="meta")
+
+    def product(self, hidden: Tensor) -> Tensor:
+        """hidden @ weight.T."""
+        own = self._for_rows(hidden)
+        return self.format.product(hidden, self.parts, AfterProduct()) if own is None else own.product(hidden)
+
+    def _for_rows(self, hidden: Tensor) -> CpuWeight | None:
+        """The weight for a product with codes on a CPU; None if there is none, or another way is faster."""
+        own, shape = self.for_cpu, hidden.shape
+        return own if own is not None and len(shape) == 2 and shape[0] <= own.max_rows else None
+
+    def arrange_for_cpu(self, dtype: torch.dtype) -> None:
+        """Keep the weight a second time as a CPU's product with codes takes it, where that is faster."""
+        self.for_cpu = self.format.for_cpu(self.parts, dtype)
+
+    def fused(
+        self,
+        hidden: Tensor,
+        residual: Tensor | None = None,
+        is_gated: bool = False,
+        norm: RMSNorm | None = None,
+    ) -> Tensor:
+        """The linear of norm(hidden), and what follows it (`AfterProduct`)."""
+        after = AfterProduct(self.bias if self.has_bias else None, residual, is_gated)
+        own = self._for_rows(hidden)
+        if own is None:
+            return self.format.product(hidden, self.parts, after, norm)
+        return after.of(own.product(hidden if norm is None else plain_norm(hidden, norm)))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.fused(hidden)
+
+    @torch.no_grad()
+    def take(self, parts: Sequence[Tensor]) -> None:
+        """Take other values of the same shape."""
+        for own, part in zip(self.parts, parts, strict=True):
+            own.copy_(part)
+
+    def read(self, name: str, weight: Tensor) -> None:
+        """Take the values of a whole weight that is named so. Raises NumbersError."""
+        refuse_bad_weight(name, weight)
+        self.take(self.format.encode(weight))
+
+
+def linears_to_pack(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """The linears that can be packed, by name."""
+    for owner_name, owner in model.named_modules():
+        if isinstance(owner, PACKED_OWNERS):
+            for name, linear in owner.named_children():
+                if isinstance(linear, nn.Linear):
+                    yield f"{owner_name}.{name}", linear
+
+
+def experts_to_pack(model: nn.Module) -> Iterator[tuple[str, StackedExperts]]:
+    """The stacked experts, by name."""
+    for name, module in model.named_modules():
+        if isinstance(module, StackedExperts):
+            yield name, module
+
+
+def names_to_pack(model: nn.Module) -> Iterator[str]:
+    """The names of all parameters that can be packed."""
+    yield from (f"{name}.weight" for name, _ in linears_to_pack(model))
+    for name, experts in experts_to_pack(model):
+        yield from (f"{name}.{own}" for own, _ in experts.named_parameters())
+
+
+def replace_module(model: nn.Module, name: str, packed: PackedLinear | PackedExperts) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, packed)
+
+
+def make_room(model: nn.Module, format: WeightFormat) -> None:
+    """Replace linears and experts on the meta device by packed ones without values."""
+    for name, linear in list(linears_to_pack(model)):
+        num_out, num_in = linear.weight.shape
+        parts = format.empty(num_out, num_in, "meta")
+        replace_module(model, name, PackedLinear(format, parts, num_in, linear.bias))
+    make_room_for_experts(model, format)
+
+
+def make_room_for_experts(model: nn.Module, format: WeightFormat) -> None:
+    """Replace experts on the meta device by packed ones without values."""
+    for name, experts in list(experts_to_pack(model)):
+        replace_module(model, name, PackedExperts(format, experts, "meta"))
+
+
+@torch.no_grad()
+def pack_model(model: nn.Module, format: WeightFormat) -> None:
+    """Pack the linears and experts of a model that has its values, each weight by itself."""
+    for name, linear in list(linears_to_pack(model)):
+        refuse_bad_weight(f"{name}.weight", linear.weight)
+        packed = PackedLinear(format, format.encode(linear.weight), linear.weight.shape[1], linear.bias)
+        replace_module(model, name, packed)
+    for name, experts in list(experts_to_pack(model)):
+        stacked = PackedExperts(format, experts, experts.down_proj.device)
+        for own, stack in stacked.stacks.items():
+            weights = experts.get_parameter(own)
+            stack.take(f"{name}.{own}", weights, weights.dtype)
+        replace_module(model, name, stacked)
+
+
+@torch.no_grad()
+def pack_head(model: nn.Module, name: str | None, device: torch.device | str) -> None:
+    """Keep the weight of the head in a format of integers if --head names one. An embedding that it shares stays."""
+    if name not in HEAD_FORMATS:
+        return
+    if torch.device(device).type != "cpu" or not isinstance(model, Decoder | GPT2):
+        raise ConfigError(
+            f"--head {name} is for models of attention on CPUs, not for a {type(model).__name__} on {device}; leave it "
+            f"out"
+        )
+    head = model.lm_head
+    if isinstance(head, nn.Linear):  # only the last stage has one
+        refuse_bad_weight("lm_head.weight", head.weight)
+        form = weight_format(name)
+        model.tied_to = None
+        model.lm_head = PackedLinear(form, form.encode(head.weight), head.weight.shape[1], head.bias)
+
+
+def why_decoded(model: nn.Module) -> list[str]:
+    """Why a CPU decodes weights of a model for each product, which takes long: a sentence for each reason."""
+    dtype = next(model.parameters()).dtype
+    packed = [one for one in model.modules() if isinstance(one, PackedLinear | PackedStack)]
+    what = "linears and stacks of experts" if any(isinstance(one, PackedStack) for one in packed) else "linears"
+    reasons = [one.format.why_decoded(one.in_features, dtype) for one in packed]
+    return [
+        f"{reasons.count(reason)} of {len(packed)} {what} are decoded for each product, which saves memory and no "
+        f"time: {reason}"
+        for reason in dict.fromkeys(reasons)
+        if reason is not None
+    ]
+
+
+def end_to_end(tensors: Sequence[Tensor]) -> Tensor:
+    """One tensor with the rows of all, end to end. It has their memory if they lie so already."""
+    first = tensors[0].detach()
+    place, memory = first.storage_offset(), first.untyped_storage()._cdata
+    for one in tensors:
+        if one.untyped_storage()._cdata != memory or one.storage_offset() != place or not one.is_contiguous():
+            return torch.cat([one.detach() for one in tensors])
+        place += one.numel()
+    rows = sum(len(one) for one in tensors)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def join_packed(linears: Sequence[PackedLinear]) -> PackedLinear:
+    """One linear that gives the results of all, end to end. Their parts become views of its own."""
+    sizes = [len(one.parts[0]) for one in linears]
+    parts = [end_to_end(same) for same in zip(*(one.parts for one in linears), strict=True)]
+    biases: list[Tensor] = [one.bias for one in linears if one.bias is not None]
+    bias = end_to_end(biases) if biases else None
+    joined = PackedLinear(linears[0].format, parts, linears[0].in_features, bias)
+    for index, part in enumerate(parts):
+        for one, view in zip(linears, part.split(sizes), strict=True):
+            one._buffers[f"part_{index}"] = view
+    if joined.bias is not None:
+        for one, view in zip(linears, joined.bias.split(sizes), strict=True):
+            one.bias = nn.Parameter(view, requires_grad=False)
+    return joined

@@ -1,0 +1,311 @@
+"""How the weights of linears are kept in fewer bits: the formats that `weft serve --weights` names.
+
+    fp8        float8 (e4m3), one scale of 32 bits for each row of outputs
+    fp16       float16; for CPUs
+    int8-row   8 bits, one scale of 32 bits for each row of outputs; for CPUs
+    int8       8 bits in groups of 128 inputs, with a scale and a least value of 16 bits each (`group_codes.py`)
+    int4       4 bits in groups of 64
+    int4-128   4 bits in groups of 128
+
+Where the number of inputs is no multiple of the group, the group is their greatest common divisor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.errors import ConfigError, NumbersError
+from weft.models.attention import RMSNorm
+from weft.serve.weights import cpu_group_product, cpu_half_product, cpu_row_product
+from weft.serve.weights.cpu_product import CpuWeight
+from weft.serve.weights.group_codes import GroupCodes, decode, encode, joined_ranges, size_of_block, split_ranges
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0  # the largest number of e4m3
+MAX_KERNEL_ROWS = 64  # of a product by a kernel, which is bound by memory; weights are decoded for more
+MAX_TOKEN_BYTES = 8192  # codes of one output of a product by the kernel for one row, which holds them in registers
+FEW_ROWS = 4  # of a product by the kernel for few rows
+MAX_ROUTED_TOKENS = 64  # that go to experts by the router's kernel, of which each is one program
+DECODED_WEIGHTS = 1 << 19  # that a CPU decodes at a time
+
+
+class AfterProduct(NamedTuple):
+    """What follows a product: out + bias; then silu(gate) * up of both end to end, or residual + out."""
+
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    is_gated: bool = False
+
+    def of(self, out: Tensor) -> Tensor:
+        out = out if self.bias is None else out + self.bias
+        if self.is_gated:
+            gate, up = out.chunk(2, dim=-1)
+            out = F.silu(gate) * up
+        return out if self.residual is None else self.residual + out
+
+
+class WeightFormat(Protocol):
+    """A weight [out, in] as some tensors of integers, `parts`, each with a row for each output."""
+
+    def empty(self, num_out: int, num_in: int, device: torch.device | str) -> tuple[Tensor, ...]:
+        """Room for a weight. Raises ConfigError if the format cannot keep weights of this shape."""
+
+    def encode(self, weight: Tensor) -> tuple[Tensor, ...]: ...
+
+    def decode(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor: ...
+
+    def product(
+        self, hidden: Tensor, parts: Sequence[Tensor], after: AfterProduct, norm: RMSNorm | None = None
+    ) -> Tensor:
+        """norm(hidden) @ weight.T, and what follows."""
+
+    def for_cpu(self, parts: Sequence[Tensor], dtype: torch.dtype) -> CpuWeight | None:
+        """The weight a second time, as a CPU's product with codes takes it; None if it is decoded for each product."""
+
+    def why_decoded(self, num_in: int, dtype: torch.dtype) -> str | None:
+        """Why a CPU decodes a weight for each product with inputs of a dtype; None if it does not."""
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Integers in groups of inputs."""
+
+    bits: int
+    group: int
+
+    def size_of_group(self, num_in: int) -> int:
+        return math.gcd(num_in, self.group)
+
+    def empty(self, num_out: int, num_in: int, device: torch.device | str) -> tuple[Tensor, ...]:
+        if num_in * self.bits % 8:
+            raise ConfigError(f"int4 keeps two weights in a byte, and a layer has {num_in} inputs; use int8 or fp8")
+        codes = torch.empty(num_out, num_in * self.bits // 8, dtype=torch.uint8, device=device)
+        return codes, torch.empty(num_out, num_in // self.size_of_group(num_in), dtype=torch.int32, device=device)
+
+    def encode(self, weight: Tensor) -> tuple[Tensor, ...]:
+        codes, scale, least = encode(weight, self.size_of_group(weight.shape[1]), self.bits)
+        return codes, joined_ranges(scale, least)
+
+    def decode(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        codes, ranges = parts
+        return decode(GroupCodes(codes, *split_ranges(ranges)), self.bits, dtype)
+
+    def block(self, num_in: int) -> tuple[int, int, int]:
+        """For kernels: bits, inputs of a block and groups of a block. In a block, codes of 4 bits are packed."""
+        group = self.size_of_group(num_in)
+        block = size_of_block(num_in, group)
+        return (4, block, block // group) if self.bits == 4 else (8, group, 1)
+
+    def product(
+        self, hidden: Tensor, parts: Sequence[Tensor], after: AfterProduct, norm: RMSNorm | None = None
+    ) -> Tensor:
+        codes, ranges = parts
+        num_in = hidden.shape[-1]
+        if is_for_kernel(hidden) and self.size_of_group(num_in) >= 32:
+            return product_by_kernel(hidden, codes, ranges, self.block(num_in), after, norm)
+        return after.of(decoded_product(self, hidden if norm is None else norm(hidden), parts))
+
+    def for_cpu(self, parts: Sequence[Tensor], dtype: torch.dtype) -> CpuWeight | None:
+        codes, ranges = parts
+        return cpu_group_product.arranged(GroupCodes(codes, *split_ranges(ranges)), self.bits, dtype)
+
+    def why_decoded(self, num_in: int, dtype: torch.dtype) -> str | None:
+        return cpu_group_product.refusal(num_in, self.size_of_group(num_in), self.bits, dtype)
+
+
+@dataclass(frozen=True)
+class Half:
+    """float16."""
+
+    def empty(self, num_out: int, num_in: int, device: torch.device | str) -> tuple[Tensor, ...]:
+        return (torch.empty(num_out, num_in, dtype=torch.int16, device=device),)
+
+    def encode(self, weight: Tensor) -> tuple[Tensor, ...]:
+        return (weight.to(torch.float16).view(torch.int16),)
+
+    def decode(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        return parts[0].view(torch.float16).to(dtype)
+
+    def product(
+        self, hidden: Tensor, parts: Sequence[Tensor], after: AfterProduct, norm: RMSNorm | None = None
+    ) -> Tensor:
+        return after.of(decoded_product(self, hidden if norm is None else norm(hidden), parts))
+
+    def for_cpu(self, parts: Sequence[Tensor], dtype: torch.dtype) -> CpuWeight | None:
+        return cpu_half_product.arranged(parts[0].view(torch.float16), dtype)
+
+    def why_decoded(self, num_in: int, dtype: torch.dtype) -> str | None:
+        return cpu_half_product.refusal(num_in, dtype)
+
+
+@dataclass(frozen=True)
+class ScaledRows:
+    """Numbers of 8 bits up to a largest one, with a scale for each output."""
+
+    code: ClassVar[torch.dtype]
+    largest: ClassVar[float]
+
+    def empty(self, num_out: int, num_in: int, device: torch.device | str) -> tuple[Tensor, ...]:
+        codes = torch.empty(num_out, num_in, dtype=torch.uint8, device=device)
+        return codes, torch.empty(num_out, 1, dtype=torch.int32, device=device)
+
+    def encode(self, weight: Tensor) -> tuple[Tensor, ...]:
+        wide = weight.float()
+        scale = (wide.abs().amax(1, keepdim=True) / self.largest).clamp(min=1e-30)
+        numbers = wide / scale
+        codes = numbers if self.code.is_floating_point else numbers.round()
+        return codes.to(self.code).view(torch.uint8), scale.view(torch.int32)
+
+    def decode(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        codes, scale = parts
+        return codes.view(self.code).to(dtype) * scale.view(torch.float32).to(dtype)
+
+
+@dataclass(frozen=True)
+class RowInt8(ScaledRows):
+    """Integers from -127 to 127, with a scale for each output."""
+
+    code = torch.int8
+    largest = 127.0
+
+    def product(
+        self, hidden: Tensor, parts: Sequence[Tensor], after: AfterProduct, norm: RMSNorm | None = None
+    ) -> Tensor:
+        return after.of(decoded_product(self, hidden if norm is None else norm(hidden), parts))
+
+    def for_cpu(self, parts: Sequence[Tensor], dtype: torch.dtype) -> CpuWeight | None:
+        codes, scale = parts
+        return cpu_row_product.arranged(codes.view(self.code), scale.view(torch.float32), dtype)
+
+    def why_decoded(self, num_in: int, dtype: torch.dtype) -> str | None:
+        return cpu_row_product.refusal(num_in, dtype)
+
+
+@dataclass(frozen=True)
+class RowFp8(ScaledRows):
+    """float8, with a scale for each output."""
+
+    code = FP8
+    largest = FP8_MAX
+
+    def block(self, num_in: int) -> tuple[int, int, int]:
+        """For kernels: bits, inputs of a block and no groups."""
+        return 8, size_of_block(num_in), 0
+
+    def product(
+        self, hidden: Tensor, parts: Sequence[Tensor], after: AfterProduct, norm: RMSNorm | None = None
+    ) -> Tensor:
+        codes, scale = parts[0].view(FP8), parts[1].view(torch.float32)
+        if is_for_kernel(hidden) and hidden.shape[-1] % 32 == 0:
+            return product_by_kernel(hidden, parts[0], scale[:, 0], self.block(hidden.shape[-1]), after, norm)
+        hidden = hidden if norm is None else norm(hidden)
+        if has_fp8_products(hidden) and len(codes) % 16 == 0 == hidden.shape[-1] % 16:
+            given = hidden.float().abs().amax(1, keepdim=True).clamp(min=1e-30) / FP8_MAX
+            rounded = (hidden.float() / given).to(FP8)
+            out = torch._scaled_mm(rounded, codes.T, given, scale.T, out_dtype=hidden.dtype, use_fast_accum=True)
+            return after.of(out)
+        return after.of(F.linear(hidden, codes.to(hidden.dtype)) * scale.to(hidden.dtype).T)
+
+    def for_cpu(self, parts: Sequence[Tensor], dtype: torch.dtype) -> CpuWeight | None:
+        return None
+
+    def why_decoded(self, num_in: int, dtype: torch.dtype) -> str | None:
+        return "products with codes are for fp16, int8-row, int8 and int4"
+
+
+def decoded_product(format: WeightFormat, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """hidden @ weight.T, by decoding the weight: on a CPU, as many outputs at a time as its cache holds."""
+    num_out = max(1, DECODED_WEIGHTS // hidden.shape[-1]) if hidden.device.type == "cpu" else len(parts[0])
+    some = zip(*(part.split(num_out) for part in parts), strict=True)
+    products = [F.linear(hidden, format.decode(one, hidden.dtype)) for one in some]
+    return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+
+
+def product_by_kernel(
+    hidden: Tensor,
+    codes: Tensor,
+    ranges: Tensor,
+    block: tuple[int, int, int],
+    after: AfterProduct,
+    norm: RMSNorm | None,
+) -> Tensor:
+    """norm(hidden) @ weight.T, and what follows, by the kernel for this number of rows."""
+    if is_for_token_kernel(hidden, bits=block[0], has_groups=block[2] > 0):
+        from weft.serve.weights.packed_token_kernel import product_of_token_by_kernel
+
+        return product_of_token_by_kernel(hidden, codes, ranges, block, after, norm)
+    if len(hidden) <= FEW_ROWS:
+        from weft.serve.weights.packed_row_kernel import product_of_rows_by_kernel
+
+        return product_of_rows_by_kernel(hidden, codes, ranges, block, after, norm)
+    from weft.serve.weights.packed_product_kernel import packed_product_by_kernel
+
+    return packed_product_by_kernel(hidden if norm is None else norm(hidden), codes, ranges, block, after)
+
+
+def is_for_kernel(hidden: Tensor) -> bool:
+    """Are these few enough rows, on a GPU and in 16 bits, for the kernels?"""
+    is_half = hidden.dtype in (torch.float16, torch.bfloat16)
+    return hidden.is_cuda and is_half and hidden.dim() == 2 and len(hidden) <= MAX_KERNEL_ROWS
+
+
+def is_for_token_kernel(hidden: Tensor, bits: int, has_groups: bool) -> bool:
+    """Is the kernel for one row the fastest? Older GPUs cannot convert float8."""
+    if len(hidden) > 1 or hidden.shape[1] * bits > 8 * MAX_TOKEN_BYTES:
+        return False
+    return has_groups or torch.cuda.get_device_capability(hidden.device) >= (8, 9)
+
+
+def has_fp8_products(hidden: Tensor) -> bool:
+    """Does the GPU multiply rows of float8, each with a scale of its own, to results of bf16?"""
+    if not (hidden.is_cuda and hidden.dim() == 2 and hidden.dtype == torch.bfloat16):
+        return False
+    return torch.version.hip is None and torch.cuda.get_device_capability(hidden.device) >= (9, 0)
+
+
+FORMATS: dict[str, WeightFormat] = {
+    "fp8": RowFp8(),
+    "fp16": Half(),
+    "int8-row": RowInt8(),
+    "int8": Grouped(8, 128),
+    "int4": Grouped(4, 64),
+    "int4-128": Grouped(4, 128),
+}
+
+
+CPU_FORMATS = ("fp16", "int8-row")  # that no kernel of a GPU reads
+HEAD_FORMATS = tuple(name for name in FORMATS if name != "fp8")  # that --head names
+
+
+def weight_format(name: str, device: torch.device | str = "cpu") -> WeightFormat:
+    """The format of a name, for a device. Raises ConfigError."""
+    if name not in FORMATS:
+        raise ConfigError(f"--weights {name} is unknown; give one of {', '.join(FORMATS)}")
+    if name in CPU_FORMATS and torch.device(device).type != "cpu":
+        raise ConfigError(
+            f"--weights {name} is for CPUs, and {device} has no products for it; leave it out, or give int8 or fp8"
+        )
+    return FORMATS[name]
+
+
+def weight_bytes(format: WeightFormat, num_out: int, num_in: int) -> int:
+    """Bytes of a weight in a format."""
+    return sum(part.numel() * part.itemsize for part in format.empty(num_out, num_in, "meta"))
+
+
+def refuse_bad_weight(name: str, weight: Tensor) -> None:
+    """Raise NumbersError if a weight [out, in] is NaN, infinite or too large for a scale of 16 bits."""
+    bad = ~(weight.abs() < 65000)
+    if bool(bad.any()):
+        row, column = bad.nonzero()[0].tolist()
+        raise NumbersError(
+            f"{name}[{row}, {column}] is {float(weight[row, column])}, which cannot be kept in fewer bits; serve "
+            f"without --weights, or an older checkpoint"
+        )
