@@ -1,6 +1,7 @@
 """Measures decodes of one request on a CPU: the engine in several formats beside transformers, compiled.
 
-    python benchmarks/serve_cpu.py                       a Llama of 200M with random weights; minutes
+    python benchmarks/serve_cpu.py                       Llamas of 200M and 300M with random weights; minutes
+    python benchmarks/serve_cpu.py --model 200M          one of them; nothing is written
     python benchmarks/serve_cpu.py --threads 1 --cpu-time  for a machine that other processes use too
     python benchmarks/serve_cpu.py --tiny                a tiny model, to try the benchmark itself; nothing is written
 
@@ -41,6 +42,16 @@ LLAMA_200M = DecoderConfig(
     num_key_value_heads=4,
     max_position_embeddings=256,
 )
+LLAMA_300M = DecoderConfig(  # fewer and wider layers
+    vocab_size=32000,
+    hidden_size=1536,
+    intermediate_size=4096,
+    num_hidden_layers=8,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    max_position_embeddings=256,
+)
+MODELS = {"200M": LLAMA_200M, "300M": LLAMA_300M}
 # dtype, --weights, --head
 WAYS = (
     ("float32", None, None),
@@ -127,9 +138,29 @@ def way_result(
     }
 
 
+def model_results(config: DecoderConfig, given: argparse.Namespace, clock: Clock, number: int) -> dict[str, Any]:
+    """The times of a decode of one model by all ways."""
+    read = partial(read_rate, clock, 128 if given.tiny else 8192)
+    others = () if given.no_transformers else ("float32", "bfloat16")
+    results: dict[str, Any] = {}
+    for dtype in others:
+        seconds = transformers_seconds(config, getattr(torch, dtype), clock, number)
+        results[f"transformers {dtype}"] = {"milliseconds_per_token": 1e3 * seconds}
+        print(f"transformers {dtype}", results[f"transformers {dtype}"], flush=True)
+    for dtype, weights, head in WAYS:
+        name = f"weft {weights or dtype}" + (f", head {head}" if head else "")
+        results[name] = way_result(config, (dtype, weights, head), read, clock, number)
+        for other in others:
+            times = results[f"transformers {other}"]["milliseconds_per_token"] / results[name]["milliseconds_per_token"]
+            results[name][f"times_as_fast_as_transformers_in_{other}"] = times
+        print(name, results[name], flush=True)
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="tiny sizes; results are printed, not written")
+    parser.add_argument("--model", choices=MODELS, help="one model alone; results are printed, not written")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument(
         "--cpu-time", action="store_true", help="seconds that the process had a core; needs --threads 1"
@@ -141,8 +172,7 @@ def main() -> None:
         parser.error("--cpu-time adds up the seconds of all threads; give --threads 1 too")
     torch.set_num_threads(given.threads)
     clock: Clock = time.process_time if given.cpu_time else time.perf_counter
-    config, number = (TINY, 8) if given.tiny else (LLAMA_200M, 96)
-    read = partial(read_rate, clock, 128 if given.tiny else 8192)
+    models = {"tiny": TINY} if given.tiny else MODELS if given.model is None else {given.model: MODELS[given.model]}
     results: dict[str, Any] = {
         "cpu": platform.processor() or platform.machine(),
         "capability": torch.backends.cpu.get_cpu_capability(),
@@ -150,18 +180,9 @@ def main() -> None:
         "threads": given.threads,
         "seconds": "of a core" if given.cpu_time else "of the clock",
     }
-    for dtype in ("float32", "bfloat16") if not given.no_transformers else ():
-        seconds = transformers_seconds(config, getattr(torch, dtype), clock, number)
-        results[f"transformers {dtype}"] = {"milliseconds_per_token": 1e3 * seconds}
-        print(f"transformers {dtype}", results[f"transformers {dtype}"], flush=True)
-    for dtype, weights, head in WAYS:
-        name = f"weft {weights or dtype}" + (f", head {head}" if head else "")
-        results[name] = way_result(config, (dtype, weights, head), read, clock, number)
-        for other in ("float32", "bfloat16") if not given.no_transformers else ():
-            times = results[f"transformers {other}"]["milliseconds_per_token"] / results[name]["milliseconds_per_token"]
-            results[name][f"times_as_fast_as_transformers_in_{other}"] = times
-        print(name, results[name], flush=True)
-    if not given.tiny:
+    number = 8 if given.tiny else 96
+    results["models"] = {name: model_results(config, given, clock, number) for name, config in models.items()}
+    if not given.tiny and given.model is None:
         given.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
