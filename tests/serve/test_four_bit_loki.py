@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from parallel_serving_for_tests import LIMIT_SECONDS, part_of, requests, tokens_on_ranks, whole_model
-from serving_for_tests import CONFIGS, serve_all, tiny_model, tokens_of
+from serving_for_tests import CONFIGS, GREEDY, serve_all, tiny_model, tokens_of
 from test_engine import make_engine
 from test_four_bit_cache import (
     DIM,
@@ -48,6 +48,7 @@ from weft.serve.engine import Engine, EngineOptions
 from weft.serve.model.model_part import ModelPart
 from weft.serve.model.ranks import ServingRanks
 from weft.serve.parallel.rank_part import refuse_plan
+from weft.serve.scheduling.request import Request
 from weft.serve.scheduling.speculation import EarlyLayers
 
 ALL = LokiChoice(dims=0.25, tokens=1.0, newest=1, dense_below=1)
@@ -179,6 +180,28 @@ def test_answers_depend_on_the_request_alone(options: dict[str, Any], monkeypatc
     assert state.num_swapped > 0 or "swap_blocks" not in options
     assert state.num_drafted > 0 or "speculate" not in options
     assert state.num_prefix_tokens > 0
+
+
+@pytest.mark.parametrize("after", [6, 85])
+def test_answers_that_are_computed_again_stay_the_same(after: int) -> None:
+    """Of a prompt and an answer in one page, and of an answer over several pages; with nothing left in the cache."""
+    small = FourBitLokiFormat(longer_format().loki, 32)
+    found = []
+    for forgets in (False, True):
+        engine = Engine(longer_model(), EngineOptions(block_size=32, num_blocks=12, cache=small))
+        engine.add(Request("one", tuple(range(1, 21)), after + 9, GREEDY))
+        tokens: list[int] = []
+        while engine.has_work():
+            if forgets and len(tokens) == after:
+                forgets = False
+                engine._forget_cache()
+                for layer in engine._part.cache:
+                    for page in (*layer.pages, layer._tails):  # type: ignore[attr-defined]
+                        page.zero_()
+            tokens += [one.token for one in engine.step()]
+        found.append(tokens)
+    assert found[0] == found[1]
+    assert len(found[0]) == after + 9
 
 
 @cache

@@ -93,7 +93,9 @@ class Engine:
             every = [page for layer in part.cache for page in layer.pages]
             pages = HostPages(every, options.swap_blocks, part.paged.cache_format.keeps_whole_blocks)
         sizes = (options.token_budget, options.max_running, self._num_stages)
-        self._scheduler = Scheduler(policy, *sizes, pages, shares_answers=not part.layout.answers_choose)
+        form = part.paged.cache_format  # a tail has two pages, and is written before prompts are
+        most = 2 if form.answers_choose and form.keeps_whole_blocks else None
+        self._scheduler = Scheduler(policy, *sizes, pages, not form.answers_choose, most)
         self._sampler = Sampler(self._scheduler.max_running, self.vocab_size, part.device)
         on_gpu = part.device.type == "cuda" and ranks is None
         self._speculation: Speculation | None = None

@@ -24,6 +24,7 @@ from weft.serve.parallel.rank_part import RankPlace
 from weft.serve.scheduling.grammar import Grammars
 from weft.serve.scheduling.speculation import LAYERS, EarlyLayers, early_layers
 from weft.serve.served_model import ServedModel, end_tokens
+from weft.serve.weights.folder_codes import packed_linears
 from weft.serve.weights.packed_linear import pack_head
 from weft.serve.weights.weight_formats import HEAD_FORMATS, WeightFormat, weight_format
 
@@ -117,6 +118,11 @@ class Packing:
         """Pack a whole model by the calibration text, if there is one."""
         if self.calibration is None or self.weights is None:
             return
+        if next(packed_linears(model), None) is not None:
+            raise ConfigError(
+                "--calibration corrects the rounding of whole weights, and those of this folder are in fewer bits "
+                "already; leave out --calibration and --weights"
+            )
         device = next(model.parameters()).device
         texts = calibration_texts(Path(self.calibration), tokenizer, context_length)
         pack_corrected(model, weight_format(self.weights), [text.to(device) for text in texts])

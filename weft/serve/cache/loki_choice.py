@@ -34,6 +34,9 @@ class LokiChoice:
         for name in ("dims", "tokens"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"{name} = {getattr(self, name)} of Loki must be above 0 and at most 1")
+        for name in ("newest", "dense_below"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} = {getattr(self, name)} of Loki must be at least 0")
 
     def num_dims(self, head_dim: int) -> int:
         return max(1, math.ceil(self.dims * head_dim))
@@ -44,8 +47,8 @@ class LokiChoice:
         return torch.where(lengths < self.dense_below, lengths, torch.minimum(chosen, lengths))
 
     def most_tokens(self, length: int) -> int:
-        """The most of `num_tokens` for up to `length` tokens."""
-        return min(length, max(math.ceil(self.tokens * length), self.newest + 1, self.dense_below))
+        """At least the most of `num_tokens` for up to `length` tokens; by float32 of kernels it may be one more."""
+        return min(length, max(math.ceil(self.tokens * length) + 1, self.newest + 1, self.dense_below))
 
 
 def first_scores(query: Tensor, first: Tensor) -> Tensor:

@@ -23,6 +23,8 @@ from weft.serve.cache.split_attention import merged, partial_attention
 class SplitFourBitFormat(FourBitFormat):
     """4 bits for each key and value, of pages that ranks hold together."""
 
+    has_kernel = False
+
     def layer(self, index: int, sizes: CacheSizes) -> LayerCache:
         return SplitFourBitLayer(sizes)
 

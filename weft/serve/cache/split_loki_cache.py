@@ -26,6 +26,8 @@ from weft.serve.cache.split_attention import attend_own_prompts, merged, partial
 class SplitLokiFormat(LokiFormat):
     """Keys along calibrated axes, of pages that ranks hold together."""
 
+    has_kernel = False
+
     def part(self, layers: range, key_heads: range) -> SplitLokiFormat:
         own = super().part(layers, key_heads)
         return SplitLokiFormat(own.axes, own.choice, own.identity)

@@ -2,7 +2,7 @@
 
 A block needs only what the blocks before it make of the text. So each rank reads the blocks in their order, one at a
 time on its device: it packs the whole block, computes what the packed block gives, keeps its own part of the codes and
-goes on to the next, up to the last block of which it has a part. All ranks compute the same.
+goes on to the next, through all of them, so that no rank waits for others. All ranks compute the same.
 """
 
 from __future__ import annotations
@@ -70,8 +70,6 @@ def corrected_parts(
         for name, stack in packed_stacks(block):
             if stacks.pop(f"{prefix}.{name}", None) is not None:
                 found[f"{prefix}.{name}"] = [part.cpu() for part in _own_experts(stack, cuts[f"{prefix}.{name}"])]
-        if not own and not stacks:
-            break
     return lambda name, linear: found[name]
 
 

@@ -150,5 +150,8 @@ def load(path: Path) -> LokiFormat:
     product = axes.double().mT @ axes.double()
     if float((product - torch.eye(axes.shape[-1])).abs().max()) > 1e-5:
         raise ConfigError(f"the axes in {path} are not orthogonal: the file is damaged; run weft calibrate")
-    numbers = (float(about["dims"]), float(about["tokens"]), int(about["newest"]), int(about["dense_below"]))
-    return LokiFormat(axes, LokiChoice(*numbers), about["model"])
+    try:
+        numbers = (float(about["dims"]), float(about["tokens"]), int(about["newest"]), int(about["dense_below"]))
+        return LokiFormat(axes, LokiChoice(*numbers), about["model"])
+    except (KeyError, ValueError):
+        raise ConfigError(f"--cache loki={path} lacks some of its numbers: it is damaged; run weft calibrate") from None

@@ -47,7 +47,8 @@ class ModelDrafter:
         self, model: nn.Module, options: EngineOptions, layout: PageLayout, num_rows: int, vocab_size: int
     ) -> None:
         plain = replace(options, speculate=None, adapters={}, grammars=None, dtype=None, cache=None, head=None)
-        own = replace(plain, num_blocks=layout.num_blocks, block_size=layout.block_size)
+        here = replace(plain, stream_weights=0, resident_blocks=0, swap_blocks=0)  # a draft model stays on the device
+        own = replace(here, num_blocks=layout.num_blocks, block_size=layout.block_size)
         self._part = ModelPart(model, own)
         if self._part.paged.vocab_size < vocab_size:
             raise ConfigError(

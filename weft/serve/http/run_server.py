@@ -20,6 +20,7 @@ from weft.launch.environment import RankInfo, check_world, init_process_group, s
 from weft.mesh import Mesh
 from weft.plan import Plan
 from weft.saved_run import open_checkpoint
+from weft.serve.cache.split_formats import split_format
 from weft.serve.cache_formats import block_size_of, cache_format, why_slow
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.follow import follow, require_run
@@ -142,7 +143,7 @@ def run_server(source: Path, options: ServeOptions, ready: Ready, say: Say) -> N
     on_cpu = next(loaded.model.parameters()).device.type == "cpu"
     if on_cpu and streaming is None and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(fastest_threads(torch.get_num_threads()))
-    _say_what_is_slow(loaded.model, options, say)
+    _say_what_is_slow(loaded.model, options, Plan(), say)
     engine = Engine(loaded.model, options.engine(loaded, options.max_waiting, options.device))
 
     def load(checkpoint: Path) -> nn.Module:
@@ -185,7 +186,7 @@ def run_rank(
     path = Path(ranks.agree_on_text(str(source if is_folder else open_checkpoint(source).path)))
     streaming = Streaming.of(options.stream_weights, options.resident_blocks, ranks)
     loaded = load_model(path, options.tokenizer, device, say_once, ranks.place, options.packing, streaming)
-    _say_what_is_slow(loaded.model, options, say_once)
+    _say_what_is_slow(loaded.model, options, plan, say_once)
 
     def load(checkpoint: Path) -> nn.Module:
         return load_model(checkpoint, options.tokenizer, "cpu", say_once, ranks.place, options.packing).model
@@ -207,9 +208,11 @@ def run_rank(
     shutdown()
 
 
-def _say_what_is_slow(model: nn.Module, options: ServeOptions, say: Say) -> None:
+def _say_what_is_slow(model: nn.Module, options: ServeOptions, plan: Plan, say: Say) -> None:
     """Say which weights a CPU decodes for each product, and what a GPU has no kernels for."""
-    reasons = why_decoded(model) if options.device == "cpu" else why_slow(cache_format(options.cache), options.device)
+    form = cache_format(options.cache)
+    form = (split_format(form) or form) if plan.context.degree > 1 else form
+    reasons = why_decoded(model) if options.device == "cpu" else why_slow(form, options.device)
     for reason in reasons:
         say(reason)
 

@@ -190,9 +190,13 @@ class PagedModel:
         for linear in (*(one for block in self.blocks for one in block.linears), self.model.lm_head):
             if isinstance(linear, PackedLinear):
                 linear.arrange_for_cpu(self.dtype)
-        for stack in self.body.modules():
-            if isinstance(stack, PackedStack):
-                stack.arrange_for_cpu(self.dtype)
+        for module in self.body.modules():
+            if isinstance(module, PackedStack):
+                module.arrange_for_cpu(self.dtype)
+            elif isinstance(module, SparseMLP):  # the expert that all tokens use is beside the stack
+                for one in module.modules():
+                    if isinstance(one, PackedLinear):
+                        one.arrange_for_cpu(self.dtype)
 
     def logits(self, residual: Tensor) -> Tensor:
         """The logits [rows, vocab] of rows of the residual stream."""

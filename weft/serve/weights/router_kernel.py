@@ -56,6 +56,7 @@ def _route(
     for choice in tl.static_range(K):
         best = tl.max(shares, 0)
         expert = tl.min(tl.where(shares == best, experts, EXPERTS), 0)
+        expert = tl.minimum(expert, num_experts - 1)  # of NaN, none is the best
         kept, chosen = tl.where(place == choice, best, kept), tl.where(place == choice, expert, chosen)
         shares = tl.where(experts == expert, -1.0, shares)
     if IS_NORMALISED:

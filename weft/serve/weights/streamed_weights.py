@@ -194,6 +194,8 @@ def _refuse_memory(host_bytes: int, device_bytes: int, device: torch.device, num
             f"here, and {available / 2**30:.1f} GiB are free, of which {KEPT_FREE_BYTES / 2**30:.0f} stay free; keep "
             f"more blocks on the device (--resident-blocks), or weights in fewer bits (--weights)"
         )
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps for itself is free, too
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
     if free is not None and device_bytes > free:
         raise ConfigError(
