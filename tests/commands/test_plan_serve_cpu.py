@@ -74,6 +74,16 @@ def test_folders_are_priced_by_their_config_alone(weft: Weft, machine: Path, tmp
     assert weft(*given, tmp_path / "llama").json["tokens_per_second"] == pytest.approx(expected.tokens_per_second)
 
 
+def test_a_run_file_is_priced_with_its_changes(weft: Weft, machine: Path, tmp_path: Path) -> None:
+    weft("init", tmp_path / "run.toml")
+    given = ("plan", "--serve", tmp_path / "run.toml", "--cluster", machine, "--json")
+    small, large = weft(*given), weft(*given, "model.num_hidden_layers=9")
+    assert large.json["read_bytes_per_token"] > small.json["read_bytes_per_token"]
+    refused = weft("plan", "--serve", "--model", MODEL, "model.num_hidden_layers=9")
+    assert refused.status == 2
+    assert f"'model.num_hidden_layers=9' changes a run file, and --model {MODEL} has none" in refused.err
+
+
 def test_a_graph_is_priced_by_the_counts_in_its_file(weft: Weft, machine: Path, tmp_path: Path) -> None:
     graph = VocabularyGraph(torch.zeros(50257, 4, dtype=torch.long), torch.zeros(1, dtype=torch.long))
     head = GraphHead(graph, "", 64, 64, num_scored=1000.0, num_rounds=5.0, num_edges=3000.0)

@@ -29,8 +29,6 @@ TimelineOption = Annotated[
     typer.Option("--timeline", help="draw the pipeline's schedule, here or to the FILE.svg (.png, .txt) given"),
 ]
 
-WAYS = ("weights", "cache", "head", "precision", "ahead", "resident")  # in which a model may be served
-
 
 @paused_collector()
 def plan_command(
@@ -71,7 +69,8 @@ def plan_command(
     """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
     if serve:
         ways = dict(zip(WAYS, (weights, cache, head, precision, stream_weights, resident_blocks), strict=True))
-        _plan_serving(model, run_file, cluster, (requests, prompt, output), ways, (speculate, accepted), as_json)
+        named = (model, run_file, overrides or [], cluster)
+        _plan_serving(*named, (requests, prompt, output), ways, (speculate, accepted), as_json)
         return
     if like is not None:
         _plan_like(like, (model, run_file, cluster, tokens_per_step, sequence, where, write, report), as_json)
@@ -135,6 +134,7 @@ def _run_to_plan(run_file: Path | None, changes: list[str], named: tuple[Any, ..
 def _plan_serving(
     model: str | None,
     run_file: Path | None,
+    overrides: list[str],
     cluster: str | None,
     sizes: tuple[int, int, int],
     ways: dict[str, Any],
@@ -154,7 +154,7 @@ def _plan_serving(
     console, workload = make_console(as_json), ServingWorkload.of(*sizes)
     given = None if drafts[0] is None else (drafts[0], drafts[1])
     if run_file is not None:
-        run = load_run(run_file)
+        run = load_run(run_file, overrides)
         plan_serving(run.name, run.model, cluster or run.cluster, workload, ways, given, console, as_json)
     else:
         assert model is not None
@@ -167,6 +167,8 @@ def _plan_serving(
 
 def _refuse_two_models(model: str | None, run_file: Path | None, sizes: tuple[object, ...]) -> None:
     """Raise ConfigError unless one of `--model`, with its sizes, and a run file says what is to be planned."""
+    if model is not None and run_file is not None and "=" in run_file.name:
+        raise ConfigError(f"'{run_file}' changes a run file, and --model {model} has none; leave it out, or give one")
     if model is not None and run_file is not None:
         raise ConfigError(f"--model {model} and the run file {run_file} both say what the model is; give one")
     if model is None and run_file is None:
