@@ -60,8 +60,9 @@ def plan_cpu_serving(asked: CpuQuestion, console: Console, as_json: bool) -> Non
     if asked.precision not in DTYPES:
         raise ConfigError(f"--precision {asked.precision} is unknown; give fp32 or bf16")
     dtype, graph = DTYPES[asked.precision], graph_head(asked.head)
-    found = predict_decode(asked.config, rates, dtype, asked.length, asked.weights, graph or asked.head)
-    refuse_size(asked.config, dtype, asked.cluster.node.host_memory_bytes, found.read_bytes)
+    given = (asked.length, asked.weights, graph or asked.head)
+    found = predict_decode(asked.config, rates, dtype, *given)
+    refuse_size(asked.config, dtype, asked.cluster.node.host_memory_bytes, *given)
     if as_json:
         print_json(_as_json(asked, rates, found))
         return
