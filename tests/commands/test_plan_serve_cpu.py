@@ -14,6 +14,7 @@ from decode_rates_for_tests import made_up_rates, write_machine
 from weft.architectures import DecoderConfig
 from weft.architectures.recurrent import RecurrentConfig
 from weft.commands import bench, plan_serve_cpu
+from weft.models import write_config
 from weft.models.catalog import load_model
 from weft.models.recurrent import RecurrentModel, save_recurrent
 from weft.planner.serving_cpu import predict_decode
@@ -72,6 +73,22 @@ def test_folders_are_priced_by_their_config_alone(weft: Weft, machine: Path, tmp
     (tmp_path / "llama" / "config.json").write_text(json.dumps(about))
     expected = predict_decode(DecoderConfig(vocab_size=300, **sizes), made_up_rates(), "float32", 640)  # type: ignore[arg-type]
     assert weft(*given, tmp_path / "llama").json["tokens_per_second"] == pytest.approx(expected.tokens_per_second)
+
+
+def test_a_folder_in_fewer_bits_is_priced_by_the_nearest_format(weft: Weft, machine: Path, tmp_path: Path) -> None:
+    write_config(tmp_path, DecoderConfig("llama", 300, 64, 128, 2, 4))
+    for cluster in (machine, "h200:1x1"):
+        config = json.loads((tmp_path / "config.json").read_text())
+        config.pop("quantization_config", None)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        given = ("plan", "--serve", "--model", tmp_path, "--cluster", cluster)
+        expected = weft(*given, "--weights", "int4", "--json").json
+        config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert weft(*given, "--json").json == expected
+        words = weft(*given).out
+        assert "Serve it: weft serve FOLDER" in words
+        assert "--weights" not in words
 
 
 def test_a_run_file_is_priced_with_its_changes(weft: Weft, machine: Path, tmp_path: Path) -> None:

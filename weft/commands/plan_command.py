@@ -150,6 +150,7 @@ def _plan_serving(
     from weft.planner.serving import ServingWorkload
     from weft.run_file import load_run
     from weft.serve.generate import model_config
+    from weft.serve.weights.folder_codes import folder_format
 
     console, workload = make_console(as_json), ServingWorkload.of(*sizes)
     given = None if drafts[0] is None else (drafts[0], drafts[1])
@@ -158,11 +159,13 @@ def _plan_serving(
         plan_serving(run.name, run.model, cluster or run.cluster, workload, ways, given, console, as_json)
     else:
         assert model is not None
-        folder = Path(model)
+        folder, own = Path(model), None
         config: Any = load_model(model) if not folder.is_dir() else None
         if config is None:
             config = recurrent_config(folder) if is_recurrent(folder) else model_config(folder)
-        plan_serving(model, config, cluster or "local", workload, ways, given, console, as_json)
+            own = folder_format(folder) if ways["weights"] is None else None
+        ways["weights"] = ways["weights"] or own
+        plan_serving(model, config, cluster or "local", workload, ways, given, console, as_json, own is not None)
 
 
 def _refuse_two_models(model: str | None, run_file: Path | None, sizes: tuple[object, ...]) -> None:

@@ -33,6 +33,7 @@ class CpuQuestion:
     precision: str = "fp32"
     weights: str | None = None
     head: str | None = None
+    has_codes: bool = False  # the folder's own weights are nearest to the format `weights`
 
 
 def measured_rates(cluster: Cluster) -> DecodeRates:
@@ -85,7 +86,7 @@ def _sentences(asked: CpuQuestion, rates: DecodeRates, found: CpuDecode, graph: 
     ]
     if graph is not None and not graph.pays_for(1):
         lines.append("A search would read more than the dense head, so weft serve uses that one.")
-    given = {"--weights": asked.weights, "--head": asked.head}
+    given = {"--weights": None if asked.has_codes else asked.weights, "--head": asked.head}
     options = "".join(f" {option} {value}" for option, value in given.items() if value)
     return [*lines, f"Serve it: weft serve FOLDER --device cpu{options}", NOT_PRICED]
 
