@@ -173,3 +173,20 @@ def test_bench_machine_measures_decodes_if_asked(monkeypatch: pytest.MonkeyPatch
     assert refused.status == 2
     assert "--serve measures decodes on a CPU, not with --device cuda" in refused.err
     assert "machine --serve" in plan_serve_cpu.HOW_TO_MEASURE
+
+
+def test_options_that_a_plan_would_ignore_are_refused(weft: Weft) -> None:
+    for given in (("--report", "a"), ("--where", "pipe=1"), ("--write", "a"), ("--timeline",), ("--what-if",)):
+        refused = weft("plan", "--model", MODEL, "--serve", *given)
+        assert refused.status == 2
+        assert f"{given[0]} is about training, and --serve plans to serve" in refused.err
+    for given in (("--weights", "int4"), ("--stream-weights", "1"), ("--speculate", "ngram"), ("--prompt", "512")):
+        refused = weft("plan", "--model", MODEL, *given)
+        assert refused.status == 2
+        assert f"{given[0]} is about serving the model; give --serve too" in refused.err
+
+
+def test_the_folder_of_a_machine_file_is_there_before_anything_is_measured(tmp_path: Path, weft: Weft) -> None:
+    refused = weft("bench", "machine", "--write", tmp_path / "none" / "machine.toml")
+    assert refused.status == 2
+    assert f"the folder {tmp_path / 'none'} does not exist; make it" in refused.err

@@ -28,6 +28,7 @@ bench_app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     help="Measure this machine (links between ranks and to GPUs, matmuls, memory, storage) or a server.",
+    epilog="Example: weft bench links --ranks 4; weft bench machine --write machine.toml",
 )
 
 Ranks = Annotated[int, typer.Option(help="local processes; under a launcher, its ranks count", min=2, max=1024)]
@@ -174,6 +175,8 @@ def machine_command(
     """Measure everything that the planner needs of this machine, and write it as a cluster file."""
     if write.exists():
         raise ConfigError(f"{write} exists; remove it or name another file with --write")
+    if not write.parent.is_dir():
+        raise ConfigError(f"--write {write}: the folder {write.parent} does not exist; make it, or name another")
     if serve and device != "cpu":
         raise ConfigError(f"--serve measures decodes on a CPU, not with --device {device}; leave out one of them")
     from weft.bench.cluster_file import cluster_text

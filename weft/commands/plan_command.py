@@ -16,6 +16,14 @@ EXAMPLE = (
     "weft plan run.toml plan.data=2 plan.shard=4 cluster=h100:1x8 --json"
 )
 WAYS = ("weights", "cache", "head", "precision", "ahead", "resident")  # to serve a model; see plan_serving
+TO_TRAIN = (  # options that --serve would ignore
+    *("like", "tokens_per_step", "sequence", "images_per_step", "size", "where", "best", "search", "write", "report"),
+    *("write_job", "what_if", "mtbf", "mtbf_cluster", "timeline", "roles"),
+)
+TO_SERVE = (  # options that are ignored without --serve
+    *("requests", "prompt", "output", "weights", "head", "precision", "cache", "stream_weights", "resident_blocks"),
+    *("speculate", "accepted"),
+)
 WhereOption = Annotated[
     list[str] | None, typer.Option(help="what must hold: 'pipe=4', 'tensor.x<=8', 'no recompute', 'exact only'")
 ]
@@ -32,6 +40,7 @@ TimelineOption = Annotated[
 
 @paused_collector()
 def plan_command(
+    context: typer.Context,
     run_file: Annotated[Path | None, typer.Argument(help="the run file (TOML)", show_default=False)] = None,
     overrides: Overrides = None,
     model: Annotated[str | None, typer.Option(help="of the catalog; with --serve, or a folder; no run file")] = None,
@@ -67,6 +76,7 @@ def plan_command(
     as_json: Json = False,
 ) -> None:
     """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
+    _refuse_ignored(context, serve)
     if serve:
         ways = dict(zip(WAYS, (weights, cache, head, precision, stream_weights, resident_blocks), strict=True))
         named = (model, run_file, overrides or [], cluster)
@@ -77,19 +87,41 @@ def plan_command(
         return
     _refuse_options(model, run_file, cluster, tokens_per_step, sequence, images_per_step, size)
     changes, path = _changes(overrides or [], cluster, timeline, run_file)
-    from weft.commands.console import make_console
     from weft.commands.jobs import command_fork_server
-    from weft.commands.plan import JobFile, PlanOptions, predict_plan, search_plans
-    from weft.commands.run_planning import has_layout
+    from weft.commands.plan import JobFile, PlanOptions
 
     job = None if write_job is None else JobFile(write_job, run_file, changes)
     options = PlanOptions(where or [], best, write, report, mtbf, mtbf_cluster, what_if, job, roles)
     with command_fork_server(_no_rank, warms=False):
         run = _run_to_plan(run_file, changes, (model, cluster, tokens_per_step, sequence, images_per_step, size))
-        if model is not None or options.is_search or search or not has_layout(run):
-            search_plans(run, options, make_console(as_json), as_json)
-        else:
-            predict_plan(run, options, timeline, path, make_console(as_json), as_json)
+        _search_or_predict(run, options, model is not None or search, timeline, path, as_json)
+
+
+def _refuse_ignored(context: typer.Context, serve: bool) -> None:
+    """Raise ConfigError for options that were given and that planning of this kind, to serve or to train, ignores."""
+    for name in TO_TRAIN if serve else TO_SERVE:
+        source, option = context.get_parameter_source(name), f"--{name.replace('_', '-')}"
+        if source is None or source.name != "COMMANDLINE":
+            continue
+        if serve:
+            raise ConfigError(
+                f"{option} is about training, and --serve plans to serve the model; leave out one of them"
+            )
+        raise ConfigError(f"{option} is about serving the model; give --serve too, or leave it out")
+
+
+def _search_or_predict(
+    run: Any, options: Any, is_search: bool, timeline: bool, path: Path | None, as_json: bool
+) -> None:
+    """Search plans for a run if that is asked for or the run has none; else predict its plan."""
+    from weft.commands.console import make_console
+    from weft.commands.plan import predict_plan, search_plans
+    from weft.commands.run_planning import has_layout
+
+    if is_search or options.is_search or not has_layout(run):
+        search_plans(run, options, make_console(as_json), as_json)
+    else:
+        predict_plan(run, options, timeline, path, make_console(as_json), as_json)
 
 
 def _plan_like(name: str, others: tuple[object, ...], as_json: bool) -> None:
