@@ -175,15 +175,17 @@ def machine_command(
     """Measure everything that the planner needs of this machine, and write it as a cluster file."""
     if write.exists():
         raise ConfigError(f"{write} exists; remove it or name another file with --write")
-    if not write.parent.is_dir():
-        raise ConfigError(f"--write {write}: the folder {write.parent} does not exist; make it, or name another")
     if serve and device != "cpu":
         raise ConfigError(f"--serve measures decodes on a CPU, not with --device {device}; leave out one of them")
     from weft.bench.cluster_file import cluster_text
     from weft.bench.report import describe_link
     from weft.bench.whole_machine import measure_machine
     from weft.cluster.topology import num_cpu_cores
+    from weft.launch.environment import detect
 
+    started = detect(os.environ)
+    if (started is None or started.rank == 0) and not write.parent.is_dir():  # other ranks write nothing
+        raise ConfigError(f"--write {write}: the folder {write.parent} does not exist; make it, or name another")
     axes = None if nodes is None else (nodes, _level_axes(nodes, ranks or max(2, num_cpu_cores())))
     found, where = measure_machine(ranks, _device(device), seconds, time.strftime("%Y-%m-%d"), axes)
     if where.rank != 0:
