@@ -58,7 +58,14 @@ def test_tables_that_make_no_sense_and_figures_that_are_missing_are_refused() ->
         replace(products("int4"), weights_per_second=((1.0, 0.0), (1.0, 1.0)))
     with pytest.raises(ConfigError, match="a time below 0"):
         SearchTimes(-1.0, 0.0, 0.0, 0.0)
+    with pytest.raises(ConfigError, match="attention has num_queries = 0; give 1 or more"):
+        AttentionTimes("float32", 0, (1000,), (1e-6,))
     rates = made_up_rates()
+    with pytest.raises(ConfigError, match="threads = 0 measured nothing; give 1 or more"):
+        replace(rates, threads=0)
+    for seconds in (-1.0, float("nan")):
+        with pytest.raises(ConfigError, match=r"vocabulary_seconds = .* is no time; give 0 or more"):
+            replace(rates, vocabulary_seconds=seconds)
     with pytest.raises(ConfigError, match="products with int3 weights are not in the cluster file, which has float32"):
         rates.product("int3")
     with pytest.raises(ConfigError, match="layers of decoder in float16 are not in the cluster file"):

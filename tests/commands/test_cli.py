@@ -60,6 +60,12 @@ def test_every_command_shows_an_example(command: str) -> None:
     assert f"Example: weft {command}" in " ".join(shown.output.split())
 
 
+def test_groups_of_commands_show_an_example() -> None:
+    for group in ([], ["bench"], ["tune"]):
+        shown = CliRunner().invoke(cli.app, [*group, "--help"])
+        assert " ".join(["Example: weft", *group]) in " ".join(shown.output.split())
+
+
 def test_the_list_of_commands_is_complete() -> None:
     shown = CliRunner().invoke(cli.app, ["--help"])
     assert shown.exit_code == 0

@@ -14,6 +14,7 @@ from decode_rates_for_tests import made_up_rates, write_machine
 from weft.architectures import DecoderConfig
 from weft.architectures.recurrent import RecurrentConfig
 from weft.commands import bench, plan_serve_cpu
+from weft.models import write_config
 from weft.models.catalog import load_model
 from weft.models.recurrent import RecurrentModel, save_recurrent
 from weft.planner.serving_cpu import predict_decode
@@ -72,6 +73,32 @@ def test_folders_are_priced_by_their_config_alone(weft: Weft, machine: Path, tmp
     (tmp_path / "llama" / "config.json").write_text(json.dumps(about))
     expected = predict_decode(DecoderConfig(vocab_size=300, **sizes), made_up_rates(), "float32", 640)  # type: ignore[arg-type]
     assert weft(*given, tmp_path / "llama").json["tokens_per_second"] == pytest.approx(expected.tokens_per_second)
+
+
+def test_a_folder_in_fewer_bits_is_priced_by_the_nearest_format(weft: Weft, machine: Path, tmp_path: Path) -> None:
+    write_config(tmp_path, DecoderConfig("llama", 300, 64, 128, 2, 4))
+    for cluster in (machine, "h200:1x1"):
+        config = json.loads((tmp_path / "config.json").read_text())
+        config.pop("quantization_config", None)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        given = ("plan", "--serve", "--model", tmp_path, "--cluster", cluster)
+        expected = weft(*given, "--weights", "int4", "--json").json
+        config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert weft(*given, "--json").json == expected
+        words = weft(*given).out
+        assert "Serve it: weft serve FOLDER" in words
+        assert "--weights" not in words
+
+
+def test_a_run_file_is_priced_with_its_changes(weft: Weft, machine: Path, tmp_path: Path) -> None:
+    weft("init", tmp_path / "run.toml")
+    given = ("plan", "--serve", tmp_path / "run.toml", "--cluster", machine, "--json")
+    small, large = weft(*given), weft(*given, "model.num_hidden_layers=9")
+    assert large.json["read_bytes_per_token"] > small.json["read_bytes_per_token"]
+    refused = weft("plan", "--serve", "--model", MODEL, "model.num_hidden_layers=9")
+    assert refused.status == 2
+    assert f"'model.num_hidden_layers=9' changes a run file, and --model {MODEL} has none" in refused.err
 
 
 def test_a_graph_is_priced_by_the_counts_in_its_file(weft: Weft, machine: Path, tmp_path: Path) -> None:
@@ -146,3 +173,20 @@ def test_bench_machine_measures_decodes_if_asked(monkeypatch: pytest.MonkeyPatch
     assert refused.status == 2
     assert "--serve measures decodes on a CPU, not with --device cuda" in refused.err
     assert "machine --serve" in plan_serve_cpu.HOW_TO_MEASURE
+
+
+def test_options_that_a_plan_would_ignore_are_refused(weft: Weft) -> None:
+    for given in (("--report", "a"), ("--where", "pipe=1"), ("--write", "a"), ("--timeline",), ("--what-if",)):
+        refused = weft("plan", "--model", MODEL, "--serve", *given)
+        assert refused.status == 2
+        assert f"{given[0]} is about training, and --serve plans to serve" in refused.err
+    for given in (("--weights", "int4"), ("--stream-weights", "1"), ("--speculate", "ngram"), ("--prompt", "512")):
+        refused = weft("plan", "--model", MODEL, *given)
+        assert refused.status == 2
+        assert f"{given[0]} is about serving the model; give --serve too" in refused.err
+
+
+def test_the_folder_of_a_machine_file_is_there_before_anything_is_measured(tmp_path: Path, weft: Weft) -> None:
+    refused = weft("bench", "machine", "--write", tmp_path / "none" / "machine.toml")
+    assert refused.status == 2
+    assert f"the folder {tmp_path / 'none'} does not exist; make it" in refused.err

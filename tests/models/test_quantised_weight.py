@@ -17,6 +17,7 @@ from torch import Tensor
 from weft.errors import CheckpointError, ConfigError, WeftError
 from weft.models import read_config
 from weft.models.hf import FolderWeights
+from weft.models.hf_quantisation import read_quantisation
 from weft.saved_run import open_source
 
 NAME = "model.layers.0.mlp.up_proj"
@@ -62,6 +63,10 @@ def test_what_tools_add_is_read(tmp_path: Path) -> None:
     change_tensors(tmp_path / "gptq", {f"{NAME}.bias": torch.ones(128, dtype=torch.float16)})
     with pytest.raises(CheckpointError, match=r"unexpected tensor .*up_proj\.bias"):
         FolderWeights(tmp_path / "gptq", CONFIG)
+    twice = {**values, "format": "gptq_v2", "checkpoint_format": "gptq"}
+    with pytest.raises(ConfigError, match=r"format = 'gptq_v2' and .*checkpoint_format = 'gptq' differ; leave out"):
+        read_quantisation({"quantization_config": twice})
+    read_quantisation({"quantization_config": {**twice, "format": "gptq"}})
     write_folder(tmp_path / "int8", CASES["int8"])
     zero = torch.zeros(128, 1, dtype=torch.int8)
     change_tensors(tmp_path / "int8", {f"{NAME}.input_scale": torch.ones(1), f"{NAME}.weight_zero_point": zero})

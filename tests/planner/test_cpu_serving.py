@@ -22,7 +22,7 @@ from weft.architectures.recurrent import RecurrentConfig
 from weft.cluster.decode_rates import ProductRates
 from weft.errors import ConfigError, PlanError
 from weft.models import DecoderConfig
-from weft.planner.serving_cpu import predict_decode, refuse_size
+from weft.planner.serving_cpu import held_bytes, predict_decode, refuse_size
 from weft.serve.head.graph_head import GraphHead
 from weft.serve.head.vocabulary_graph import VocabularyGraph
 from weft.serve.weights.weight_formats import FORMATS, weight_bytes
@@ -158,6 +158,19 @@ def test_what_has_no_price_and_what_does_not_fit_is_refused() -> None:
             ConfigError, match="int4 keeps weights with 240 inputs in groups of 16, which a CPU decodes"
         ):
             predict_decode(odd, rates, "float32", 10, *given)
-    refuse_size(LLAMA, "float32", 10**9, 10**6)
-    with pytest.raises(PlanError, match=r"do not fit the machine's 0\.0 GB; take a smaller model, or --weights int4"):
-        refuse_size(LLAMA, "float32", 10**6, 10**6)
+    refuse_size(LLAMA, "float32", 10**9, 10)
+    with pytest.raises(PlanError, match=r"of weights and cache do not fit the machine's 0\.0 GB; take a smaller model"):
+        refuse_size(LLAMA, "float32", 10**6, 10)
+
+
+def test_codes_are_held_twice_and_the_head_stays_beside_a_graph() -> None:
+    tied = replace(LLAMA, tie_word_embeddings=True)
+    head = LLAMA.vocab_size * LLAMA.hidden_size
+    plain = held_bytes(tied, "float32", 0)
+    assert held_bytes(replace(tied, tie_word_embeddings=False), "float32", 0) == plain + 4 * head
+    layers = (plain - 4 * head) // 4
+    assert held_bytes(tied, "float32", 0, "fp16") == 2 * 2 * layers + 4 * head
+    assert held_bytes(tied, "float32", 0, "fp8") < 2 * layers + 4 * head
+    assert held_bytes(tied, "float32", 0, None, "fp16") == plain + 2 * 2 * head
+    assert held_bytes(tied, "float32", 0, None, GRAPH) == plain
+    assert held_bytes(tied, "float32", 10) > plain

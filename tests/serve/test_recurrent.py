@@ -16,6 +16,8 @@ from weft.architectures.recurrent import RecurrentConfig
 from weft.errors import ConfigError, WeftError
 from weft.models.recurrent import RecurrentModel, is_recurrent, load_recurrent, save_recurrent
 from weft.serve.cache.four_bit_cache import FourBitFormat
+from weft.serve.cache.loki_choice import LokiChoice
+from weft.serve.calibration.loki_calibration import calibrate
 from weft.serve.head.graph_head import GraphHead, output_identity, output_matrix
 from weft.serve.head.vocabulary_graph import build_graph
 from weft.serve.model.recurrent import FusedGRU, FusedLSTM, RecurrentRows
@@ -131,6 +133,11 @@ def test_folders_are_written_and_read_and_others_refused(tmp_path: Path) -> None
 def test_what_needs_keys_and_values_is_refused(options: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make_engine(tiny_recurrent("lstm"), **options)
+
+
+def test_there_is_nothing_to_calibrate() -> None:
+    with pytest.raises(ConfigError, match="a recurrent model keeps no keys, so there is nothing to calibrate"):
+        calibrate(tiny_recurrent("lstm"), [], LokiChoice(0.25, 0.25, 64, 1024))
 
 
 def test_weft_generate_continues_with_a_recurrent_model(

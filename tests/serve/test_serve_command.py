@@ -19,6 +19,9 @@ from commands_for_tests import Weft, caller
 from runs_for_tests import DEEP, make_run, train_on_ranks, write_run_file
 from serve_for_tests import LIMIT_SECONDS, wait_for
 
+from weft.architectures.recurrent import RecurrentConfig
+from weft.models.recurrent import RecurrentModel, save_recurrent
+
 pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]
 
@@ -190,8 +193,14 @@ def test_ranks_with_weights_in_host_memory_give_the_same_text(weft: Weft, tmp_pa
 
 def test_mistakes_are_one_line(weft: Weft, run_file: Path, tmp_path: Path) -> None:
     run = run_file.parent / "run"
+    lstm = tmp_path / "lstm"
+    save_recurrent(lstm, RecurrentModel(RecurrentConfig("lstm", 61, 12)))
     for arguments, words in (
         ([tmp_path / "none"], "none"),
+        ([run, "--sums", "nonsense"], "--sums nonsense is unknown; give library"),
+        ([run, "--device", "cpu", "--share-gpus"], "--share-gpus is for --device cuda, and the device is the CPU"),
+        ([lstm, "plan.data=2"], "is a recurrent model, which is served on one rank"),
+        ([lstm, "--stream-weights", "1", "--resident-blocks", "1"], "is a recurrent model, which is served on one"),
         ([run, "--host", "0.0.0.0"], "--host 0.0.0.0 is reached from other machines; give --api-key"),
         ([run, "--api-key", "a b"], "--api-key must be printable ASCII"),
         ([run, "--device", "tpu"], "--device tpu is not one of auto, cpu, cuda"),

@@ -110,6 +110,8 @@ class AttentionTimes:
     seconds: tuple[float, ...]
 
     def __post_init__(self) -> None:
+        if self.num_queries < 1:
+            raise ConfigError(f"decode: attention has num_queries = {self.num_queries}; give 1 or more")
         _check("attention", self.cache_bytes, self.seconds)
 
     def of(self, cache_bytes: float) -> float:
@@ -149,6 +151,12 @@ class DecodeRates:
     layers: tuple[LayerTimes, ...]
     attention: tuple[AttentionTimes, ...]
     search: SearchTimes
+
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise ConfigError(f"decode.threads = {self.threads} measured nothing; give 1 or more")
+        if not 0 <= self.vocabulary_seconds < math.inf:
+            raise ConfigError(f"decode.vocabulary_seconds = {self.vocabulary_seconds} is no time; give 0 or more")
 
     def product(self, weights: str) -> ProductRates:
         """Those of weights of a dtype or format. Raises ConfigError."""

@@ -40,6 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help: rich would double the time that it takes
     help="Plans, proves and runs the training of networks too large for one device.",
+    epilog="Example: weft init run.toml; weft plan run.toml; weft train run.toml",
 )
 
 tune_app = typer.Typer(
@@ -47,6 +48,7 @@ tune_app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     help="Choose a setting of a run by short measurements on this machine.",
+    epilog="Example: weft tune ranks-per-device run.toml --most 3",
 )
 app.add_typer(bench_app, name="bench")
 app.add_typer(tune_app, name="tune")

@@ -28,6 +28,7 @@ bench_app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     help="Measure this machine (links between ranks and to GPUs, matmuls, memory, storage) or a server.",
+    epilog="Example: weft bench links --ranks 4; weft bench machine --write machine.toml",
 )
 
 Ranks = Annotated[int, typer.Option(help="local processes; under a launcher, its ranks count", min=2, max=1024)]
@@ -180,7 +181,11 @@ def machine_command(
     from weft.bench.report import describe_link
     from weft.bench.whole_machine import measure_machine
     from weft.cluster.topology import num_cpu_cores
+    from weft.launch.environment import detect
 
+    started = detect(os.environ)
+    if (started is None or started.rank == 0) and not write.parent.is_dir():  # other ranks write nothing
+        raise ConfigError(f"--write {write}: the folder {write.parent} does not exist; make it, or name another")
     axes = None if nodes is None else (nodes, _level_axes(nodes, ranks or max(2, num_cpu_cores())))
     found, where = measure_machine(ranks, _device(device), seconds, time.strftime("%Y-%m-%d"), axes)
     if where.rank != 0:

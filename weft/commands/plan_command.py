@@ -16,6 +16,14 @@ EXAMPLE = (
     "weft plan run.toml plan.data=2 plan.shard=4 cluster=h100:1x8 --json"
 )
 WAYS = ("weights", "cache", "head", "precision", "ahead", "resident")  # to serve a model; see plan_serving
+TO_TRAIN = (  # options that --serve would ignore
+    *("like", "tokens_per_step", "sequence", "images_per_step", "size", "where", "best", "search", "write", "report"),
+    *("write_job", "what_if", "mtbf", "mtbf_cluster", "timeline", "roles"),
+)
+TO_SERVE = (  # options that are ignored without --serve
+    *("requests", "prompt", "output", "weights", "head", "precision", "cache", "stream_weights", "resident_blocks"),
+    *("speculate", "accepted"),
+)
 WhereOption = Annotated[
     list[str] | None, typer.Option(help="what must hold: 'pipe=4', 'tensor.x<=8', 'no recompute', 'exact only'")
 ]
@@ -29,11 +37,10 @@ TimelineOption = Annotated[
     typer.Option("--timeline", help="draw the pipeline's schedule, here or to the FILE.svg (.png, .txt) given"),
 ]
 
-WAYS = ("weights", "cache", "head", "precision", "ahead", "resident")  # in which a model may be served
-
 
 @paused_collector()
 def plan_command(
+    context: typer.Context,
     run_file: Annotated[Path | None, typer.Argument(help="the run file (TOML)", show_default=False)] = None,
     overrides: Overrides = None,
     model: Annotated[str | None, typer.Option(help="of the catalog; with --serve, or a folder; no run file")] = None,
@@ -69,28 +76,52 @@ def plan_command(
     as_json: Json = False,
 ) -> None:
     """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
+    _refuse_ignored(context, serve)
     if serve:
         ways = dict(zip(WAYS, (weights, cache, head, precision, stream_weights, resident_blocks), strict=True))
-        _plan_serving(model, run_file, cluster, (requests, prompt, output), ways, (speculate, accepted), as_json)
+        named = (model, run_file, overrides or [], cluster)
+        _plan_serving(*named, (requests, prompt, output), ways, (speculate, accepted), as_json)
         return
     if like is not None:
         _plan_like(like, (model, run_file, cluster, tokens_per_step, sequence, where, write, report), as_json)
         return
     _refuse_options(model, run_file, cluster, tokens_per_step, sequence, images_per_step, size)
     changes, path = _changes(overrides or [], cluster, timeline, run_file)
-    from weft.commands.console import make_console
     from weft.commands.jobs import command_fork_server
-    from weft.commands.plan import JobFile, PlanOptions, predict_plan, search_plans
-    from weft.commands.run_planning import has_layout
+    from weft.commands.plan import JobFile, PlanOptions
 
     job = None if write_job is None else JobFile(write_job, run_file, changes)
     options = PlanOptions(where or [], best, write, report, mtbf, mtbf_cluster, what_if, job, roles)
     with command_fork_server(_no_rank, warms=False):
         run = _run_to_plan(run_file, changes, (model, cluster, tokens_per_step, sequence, images_per_step, size))
-        if model is not None or options.is_search or search or not has_layout(run):
-            search_plans(run, options, make_console(as_json), as_json)
-        else:
-            predict_plan(run, options, timeline, path, make_console(as_json), as_json)
+        _search_or_predict(run, options, model is not None or search, timeline, path, as_json)
+
+
+def _refuse_ignored(context: typer.Context, serve: bool) -> None:
+    """Raise ConfigError for options that were given and that planning of this kind, to serve or to train, ignores."""
+    for name in TO_TRAIN if serve else TO_SERVE:
+        source, option = context.get_parameter_source(name), f"--{name.replace('_', '-')}"
+        if source is None or source.name != "COMMANDLINE":
+            continue
+        if serve:
+            raise ConfigError(
+                f"{option} is about training, and --serve plans to serve the model; leave out one of them"
+            )
+        raise ConfigError(f"{option} is about serving the model; give --serve too, or leave it out")
+
+
+def _search_or_predict(
+    run: Any, options: Any, is_search: bool, timeline: bool, path: Path | None, as_json: bool
+) -> None:
+    """Search plans for a run if that is asked for or the run has none; else predict its plan."""
+    from weft.commands.console import make_console
+    from weft.commands.plan import predict_plan, search_plans
+    from weft.commands.run_planning import has_layout
+
+    if is_search or options.is_search or not has_layout(run):
+        search_plans(run, options, make_console(as_json), as_json)
+    else:
+        predict_plan(run, options, timeline, path, make_console(as_json), as_json)
 
 
 def _plan_like(name: str, others: tuple[object, ...], as_json: bool) -> None:
@@ -135,6 +166,7 @@ def _run_to_plan(run_file: Path | None, changes: list[str], named: tuple[Any, ..
 def _plan_serving(
     model: str | None,
     run_file: Path | None,
+    overrides: list[str],
     cluster: str | None,
     sizes: tuple[int, int, int],
     ways: dict[str, Any],
@@ -150,23 +182,28 @@ def _plan_serving(
     from weft.planner.serving import ServingWorkload
     from weft.run_file import load_run
     from weft.serve.generate import model_config
+    from weft.serve.weights.folder_codes import folder_format
 
     console, workload = make_console(as_json), ServingWorkload.of(*sizes)
     given = None if drafts[0] is None else (drafts[0], drafts[1])
     if run_file is not None:
-        run = load_run(run_file)
+        run = load_run(run_file, overrides)
         plan_serving(run.name, run.model, cluster or run.cluster, workload, ways, given, console, as_json)
     else:
         assert model is not None
-        folder = Path(model)
+        folder, own = Path(model), None
         config: Any = load_model(model) if not folder.is_dir() else None
         if config is None:
             config = recurrent_config(folder) if is_recurrent(folder) else model_config(folder)
-        plan_serving(model, config, cluster or "local", workload, ways, given, console, as_json)
+            own = folder_format(folder) if ways["weights"] is None else None
+        ways["weights"] = ways["weights"] or own
+        plan_serving(model, config, cluster or "local", workload, ways, given, console, as_json, own is not None)
 
 
 def _refuse_two_models(model: str | None, run_file: Path | None, sizes: tuple[object, ...]) -> None:
     """Raise ConfigError unless one of `--model`, with its sizes, and a run file says what is to be planned."""
+    if model is not None and run_file is not None and "=" in run_file.name:
+        raise ConfigError(f"'{run_file}' changes a run file, and --model {model} has none; leave it out, or give one")
     if model is not None and run_file is not None:
         raise ConfigError(f"--model {model} and the run file {run_file} both say what the model is; give one")
     if model is None and run_file is None:

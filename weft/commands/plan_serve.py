@@ -40,12 +40,13 @@ def plan_serving(
     drafts: tuple[str, float] | None,
     console: Console,
     as_json: bool,
+    has_codes: bool = False,
 ) -> None:
     """Find the best layout to serve a model, and show it with others. Raises PlanError if none fits.
 
     `ways` are the formats of `weights`, `cache` and `head`, as options of `weft serve` name them, or None; `ahead`,
     which is --stream-weights; `resident`, which is --resident-blocks; and `precision`. `drafts` are --speculate and
-    the share of drafts that are accepted.
+    the share of drafts that are accepted. `has_codes`: the folder's own weights are nearest to the format `weights`.
     """
     if not isinstance(config, LanguageConfig | RecurrentConfig):
         raise ConfigError(f"--serve is for models of text; {name} is a model of images")
@@ -56,7 +57,8 @@ def plan_serving(
         refuse_options(ways, drafts)
         prompt, output = workload.lengths[0]
         options = (ways["precision"] or "fp32", ways["weights"], ways["head"])
-        plan_cpu_serving(CpuQuestion(name, config, cluster, prompt + output // 2, *options), console, as_json)
+        question = CpuQuestion(name, config, cluster, prompt + output // 2, *options, has_codes)
+        plan_cpu_serving(question, console, as_json)
         return
     ways = _refuse_cpu_options(name, config, ways)
     assert isinstance(config, LanguageConfig)
@@ -79,14 +81,19 @@ def plan_serving(
         return
     _show(name, cluster_name, found, workload, console)
     lines = explain(found, cluster)
-    names = {"weights": "weights", "cache": "cache", "ahead": "stream-weights", "resident": "resident-blocks"}
-    lines[-1] += "".join(f" --{option} {ways[key]}" for key, option in names.items() if ways[key])
+    lines[-1] += _given_options({**ways, "weights": None if has_codes else ways["weights"]})
     if price is not None:
         lines[-1] += f" --speculate {price.kind}"
         lines.insert(-1, _of_drafts(price))
     lines.append(NOT_PRICED)
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def _given_options(ways: dict[str, Any]) -> str:
+    """Options of `weft serve` that say the same."""
+    names = {"weights": "weights", "cache": "cache", "ahead": "stream-weights", "resident": "resident-blocks"}
+    return "".join(f" --{option} {ways[key]}" for key, option in names.items() if ways[key])
 
 
 def _refuse_cpu_options(name: str, config: ModelConfig | RecurrentConfig, ways: dict[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ class CpuQuestion:
     precision: str = "fp32"
     weights: str | None = None
     head: str | None = None
+    has_codes: bool = False  # the folder's own weights are nearest to the format `weights`
 
 
 def measured_rates(cluster: Cluster) -> DecodeRates:
@@ -60,8 +61,9 @@ def plan_cpu_serving(asked: CpuQuestion, console: Console, as_json: bool) -> Non
     if asked.precision not in DTYPES:
         raise ConfigError(f"--precision {asked.precision} is unknown; give fp32 or bf16")
     dtype, graph = DTYPES[asked.precision], graph_head(asked.head)
-    found = predict_decode(asked.config, rates, dtype, asked.length, asked.weights, graph or asked.head)
-    refuse_size(asked.config, dtype, asked.cluster.node.host_memory_bytes, found.read_bytes)
+    given = (asked.length, asked.weights, graph or asked.head)
+    found = predict_decode(asked.config, rates, dtype, *given)
+    refuse_size(asked.config, dtype, asked.cluster.node.host_memory_bytes, *given)
     if as_json:
         print_json(_as_json(asked, rates, found))
         return
@@ -84,7 +86,7 @@ def _sentences(asked: CpuQuestion, rates: DecodeRates, found: CpuDecode, graph: 
     ]
     if graph is not None and not graph.pays_for(1):
         lines.append("A search would read more than the dense head, so weft serve uses that one.")
-    given = {"--weights": asked.weights, "--head": asked.head}
+    given = {"--weights": None if asked.has_codes else asked.weights, "--head": asked.head}
     options = "".join(f" {option} {value}" for option, value in given.items() if value)
     return [*lines, f"Serve it: weft serve FOLDER --device cpu{options}", NOT_PRICED]
 

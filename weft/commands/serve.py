@@ -235,8 +235,8 @@ def _serve_on_ranks(source: Path, options: ServeOptions, plan: Plan, ready: Read
     from weft.serve.http.run_server import refuse_options
     from weft.serve.parallel.rank_part import refuse_plan
 
-    refuse_plan(model_config(source), plan)
     refuse_options(source, options, plan)
+    refuse_plan(model_config(source), plan)
     sock = listen(options.host, options.port)  # before the fork server, so that ranks inherit it
     with ForkServer(partial(serve_as_rank, ready=ready, say=say)) as fork_server:
         status = start_server(fork_server, sock, source, options, plan)

@@ -102,7 +102,12 @@ def read_quantisation(raw: Mapping[str, Any]) -> Quantisation | None:
 def _gptq(table: Mapping[str, Any]) -> Quantisation:
     values = {key: value for key, value in table.items() if value is not None and key not in _GPTQ_HARMLESS}
     if "format" in values:  # the newer name
-        values.setdefault("checkpoint_format", values.pop("format"))
+        form = values.pop("format")
+        if values.setdefault("checkpoint_format", form) != form:
+            raise ConfigError(
+                f"{TABLE}.format = {form!r} and {TABLE}.checkpoint_format = {values['checkpoint_format']!r} differ; "
+                f"leave out the one that is wrong"
+            )
     found = build_dataclass(_GptqTable, values, TABLE)
     changed = [key for key in found.dynamic or {} if not key.startswith("-:")]  # "-:" leaves modules as they are
     if changed:

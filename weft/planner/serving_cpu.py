@@ -139,15 +139,40 @@ def _refuse_small_groups(kept: str, inputs: int) -> None:
         )
 
 
-def refuse_size(config: ServedConfig, dtype: str, host_memory_bytes: int, read_bytes: int) -> None:
-    """Raise PlanError if the weights do not fit the machine."""
-    hidden = config.n_embd if not isinstance(config, DecoderConfig | RecurrentConfig) else config.hidden_size
-    kept = read_bytes + config.vocab_size * hidden * ITEM_BYTES[dtype] * (not config.tie_word_embeddings)
-    if kept > host_memory_bytes:
+def refuse_size(
+    config: ServedConfig,
+    dtype: str,
+    host_memory_bytes: int,
+    length: int,
+    weights: str | None = None,
+    head: str | GraphHead | None = None,
+) -> None:
+    """Raise PlanError if the weights and the cache of a request with `length` tokens do not fit the machine."""
+    held = held_bytes(config, dtype, length, weights, head)
+    if held > host_memory_bytes:
         raise PlanError(
-            f"{kept / 1e9:.1f} GB of weights do not fit the machine's {host_memory_bytes / 1e9:.1f} GB; take a smaller "
-            f"model, or --weights int4"
+            f"{held / 1e9:.1f} GB of weights and cache do not fit the machine's {host_memory_bytes / 1e9:.1f} GB; take "
+            f"a smaller model, or --weights int4"
         )
+
+
+def held_bytes(
+    config: ServedConfig, dtype: str, length: int, weights: str | None = None, head: str | GraphHead | None = None
+) -> int:
+    """Bytes of weights and cache that a server holds. Weights in fewer bits are kept a second time
+    (`serve/weights/cpu_product.py`); a graph search computes logits of the whole head's rows; a head in fewer bits
+    leaves the embedding that it was tied to.
+    """
+    model, head_kept = _layers(config, dtype), head if isinstance(head, str) else dtype
+    layers = sum(_twice(weights or dtype, shape) for shapes in model.shapes for shape in shapes)
+    is_one = config.tie_word_embeddings and head_kept == dtype
+    embedding = 0 if is_one else kept_bytes(dtype, *model.head)
+    return layers + _twice(head_kept, model.head) + embedding + model.cache_bytes * length * len(model.shapes)
+
+
+def _twice(kept: str, shape: Shape) -> int:
+    """Bytes of a weight, twice where a CPU's products take codes in another order."""
+    return kept_bytes(kept, *shape) * (1 if kept in ITEM_BYTES or kept == "fp8" else 2)
 
 
 def _layers(config: ServedConfig, dtype: str) -> _Layers:

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import ConfigError
-from weft.models.hf_config import folder_quantisation
 from weft.plan import Plan
 from weft.planner.serving import HOST_SECONDS, OPERATIONS_PER_LAYER, ServingModel
 from weft.serve.generate import model_config
 from weft.serve.scheduling.speculation import LAYERS, MAX_DRAFTS, early_layers
-from weft.serve.weights.folder_codes import nearest_format
+from weft.serve.weights.folder_codes import folder_format
 
 # What the host does for a step that is replayed as a CUDA graph takes 1.3 ms: of a decode of 4.35 ms without drafts,
 # the host of an H200 waited for 3.0 (benchmarks/serve_profile.py). The device waits for the half before the launch:
@@ -88,9 +87,7 @@ def _draft_model(model: ServingModel, kind: str, length: int) -> ServingModel:
             f"--speculate {kind} is no folder; give ngram, layers=K, or the folder of a smaller model (its config.json "
             f"is enough)"
         )
-    quantisation = folder_quantisation(folder)
-    weights = None if quantisation is None else nearest_format(quantisation.schemes[0])
-    draft = ServingModel(model_config(folder), model.cluster, Plan(), model.kernels.precision, weights)
+    draft = ServingModel(model_config(folder), model.cluster, Plan(), model.kernels.precision, folder_format(folder))
     held = model.weight_bytes + draft.weight_bytes + length * (model.cache_bytes(0) + draft.cache_bytes(0))
     memory_bytes = model.cluster.node.device.memory_bytes
     if held > memory_bytes:

@@ -90,7 +90,8 @@ def calibrate(model: nn.Module, texts: Sequence[Tensor], choice: LokiChoice) -> 
     """Calibrate a model by rows of tokens."""
     recording = RecordingFormat()
     part = ModelPart(model, EngineOptions(num_blocks=1, max_running=1, cache=recording))
-    assert isinstance(part.paged, PagedModel)
+    if not isinstance(part.paged, PagedModel):
+        raise ConfigError("a recurrent model keeps no keys, so there is nothing to calibrate; give another model")
     recording.rotary = part.paged.rotary
     for index, row in enumerate(row for text in texts for row in text.tolist()):
         recording.is_held_out = index % HELD_OUT == HELD_OUT - 1

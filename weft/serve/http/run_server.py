@@ -18,6 +18,7 @@ from torch import nn
 from weft.errors import ConfigError, WeftError
 from weft.launch.environment import RankInfo, check_world, init_process_group, shutdown
 from weft.mesh import Mesh
+from weft.models.recurrent import is_recurrent
 from weft.plan import Plan
 from weft.saved_run import open_checkpoint
 from weft.serve.cache.split_formats import split_format
@@ -118,6 +119,15 @@ class ServeOptions:
 
 def refuse_options(source: Path, options: ServeOptions, plan: Plan) -> None:
     """Raise ConfigError or PlanError for options that do not go together, with each other or with the plan."""
+    sums_of(options.sums)
+    if options.share_gpus and options.device == "cpu":
+        raise ConfigError("--share-gpus is for --device cuda, and the device is the CPU; leave it out")
+    is_split = plan.num_ranks > 1 or options.stream_weights > 0 or options.resident_blocks > 0
+    if is_split and is_recurrent(source):
+        raise ConfigError(
+            f"{source} is a recurrent model, which is served on one rank, with its weights on the device; leave out "
+            f"the plan, --stream-weights and --resident-blocks"
+        )
     if options.follows:
         require_run(source)
     if options.follows and options.stream_weights:
@@ -167,8 +177,8 @@ def run_rank(
 ) -> None:
     """Serve a model as one of the plan's ranks. Rank 0 listens, on `sock` if it is given."""
     check_world(rank_info, plan.num_ranks, plan.degrees)
-    refuse_plan(model_config(source), plan)
     refuse_options(source, options, plan)
+    refuse_plan(model_config(source), plan)
     if options.adapters or options.merged_adapter is not None:
         raise ConfigError("--adapter and --merge-adapter need one rank; serve without a plan, or export a merged model")
     if rank_info.rank == 0 and sock is None:

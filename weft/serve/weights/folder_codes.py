@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from weft.inspection.parameter_cut import Cut
+from weft.models.hf_config import folder_quantisation
 from weft.models.hf_quantisation import Scheme
 from weft.models.quantised_weight import QuantisedWeight
 from weft.serve.weights.group_codes import BLOCK, joined_ranges, pack
@@ -110,6 +112,12 @@ def nearest_format(scheme: Scheme) -> str:
     if scheme.bits == 8:
         return "int8"
     return "int4" if scheme.group_size is not None and scheme.group_size < BLOCK else "int4-128"
+
+
+def folder_format(folder: Path) -> str | None:
+    """The name of weft's format nearest to that of a Hugging Face folder, for prices; None if it is not quantised."""
+    quantisation = folder_quantisation(folder)
+    return None if quantisation is None else nearest_format(quantisation.schemes[0])
 
 
 def parts_of(weight: QuantisedWeight, cut: Cut, format: WeightFormat) -> tuple[Tensor, ...]:
