@@ -113,7 +113,7 @@ def test_what_has_no_products_is_refused_or_said(monkeypatch: pytest.MonkeyPatch
     has_product.cache_clear()
 
 
-@pytest.mark.skipif(not HAS_FBGEMM, reason="no x86")
+@pytest.mark.skipif(not HAS_FBGEMM, reason="torch has fbgemm on x86 only, and this is another CPU")
 def test_torch_has_the_product_on_x86() -> None:
     """The other tests of products are left out without it."""
     assert has_product()
