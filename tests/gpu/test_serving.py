@@ -52,8 +52,9 @@ def test_graphs_of_kernels_choose_the_likeliest_tokens(architecture: str, fork_s
     architecture, _, weights = architecture.partition(" ")
     found = fork_server.call("lost_logits", architecture=architecture, weights=weights or None)
     assert found["graphs"] > 1
-    # By rounding, a router of Mixtral sends a few tokens to another expert.
-    assert found["lost"] < (0.5 if architecture == "mixtral" else 0.25) < 1 < found["one place off"]
+    # By rounding, a router of Mixtral sends a few tokens to another expert: 3 in 100, also on a CPU.
+    lost = found["mostly lost" if architecture == "mixtral" else "lost"]
+    assert lost < 0.25 < 1 < found["one place off"], found
 
 
 def test_ranks_that_hold_the_pages_of_a_request_together_answer_as_one(fork_server: ForkServer) -> None:

@@ -249,8 +249,8 @@ def _small_model(architecture: str) -> nn.Module:
 
 def _lost_logits(architecture: str, weights: str | None = None) -> dict[str, float]:
     """By how much the tokens of an engine in bf16 on the GPU, whose steps are CUDA graphs, are less likely than the
-    likeliest, by a plain forward in fp32: the highest difference of logits; that of tokens one place off as a control.
-    Both with weights in a format if one is named.
+    likeliest, by a plain forward in fp64: the highest difference of logits, and what 95 of 100 tokens stay below; that
+    of tokens one place off as a control. Both with weights in a format if one is named.
     """
     from serving_for_tests import GREEDY, serve_all, tokens_of
 
@@ -262,22 +262,27 @@ def _lost_logits(architecture: str, weights: str | None = None) -> dict[str, flo
     plain, model = _small_model(architecture), _small_model(architecture)
     for one in (plain, model) if weights else ():
         pack_model(one, FORMATS[weights])  # type: ignore[index]
+    plain.to(torch.float64)
     model.to("cuda", torch.bfloat16)
     requests = [Request(str(i), tuple((7 * i + j * j) % 512 for j in range(1 + 23 * i)), 40, GREEDY) for i in range(5)]
     engine = Engine(model, EngineOptions(context_length=256, token_budget=64))
     assert engine._mixed_graphs is not None
     found = tokens_of(serve_all(engine, requests, every=3))
-    lost, control, spread = 0.0, 0.0, 0.0
+    missed: tuple[list[float], list[float]] = ([], [])  # of the tokens, and of those one place off
     with torch.inference_mode():
         for one in requests:
             tokens = torch.tensor([[*one.tokens, *found[one.name]]])
             logits = plain(tokens)[0, len(one.tokens) - 1 : -1]
             for shift in (0, 1):
                 chosen = logits.gather(1, tokens[0, len(one.tokens) :].roll(shift)[:, None])[:, 0]
-                missed = float((logits.max(-1).values - chosen).max())
-                lost, control = (max(lost, missed), control) if shift == 0 else (lost, max(control, missed))
-            spread = float(logits.std())
-    return {"lost": lost / spread, "one place off": control / spread, "graphs": len(engine._mixed_graphs._steps)}
+                missed[shift].extend(((logits.max(-1).values - chosen) / logits.std()).tolist())
+    lost, control = (torch.tensor(each).quantile(torch.tensor([0.95, 1.0])).tolist() for each in missed)
+    return {
+        "lost": lost[1],
+        "mostly lost": lost[0],
+        "one place off": control[0],
+        "graphs": len(engine._mixed_graphs._steps),
+    }
 
 
 def _peaks(name: str, late: str = "") -> tuple[list[int], list[int]]:
