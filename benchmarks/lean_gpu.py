@@ -12,8 +12,7 @@ the measured rate of a copy. Speculation has a model whose likeliest next token 
 of 32 tokens, with blocks as large as the others'. A model of 70B has weights in int4 from the start. Streaming has all
 weights of the blocks of the 8B model in host memory and two blocks copied ahead; its floor is the time to copy them at
 the measured rate of a copy from pinned memory. Models with experts have fewer layers; their floor is that of the chosen
-experts' bytes. Writes benchmarks/results/lean-gpu.json after every part; benchmarks/results/lean-gpu-experts.json is of
-an earlier version of the kernels for experts, as it says.
+experts' bytes. Writes benchmarks/results/lean-gpu.json after every part.
 """
 
 from __future__ import annotations
@@ -221,7 +220,7 @@ def measure_experts(shapes: dict[str, Any], sizes: Sizes, device: torch.device, 
     found: dict[str, Any] = {}
     for shape, config in shapes.items():
         of_shape = found[shape] = dict[str, Any]()
-        for name in (None, "int4", "fp8"):
+        for name in (None, "int4", "fp8", "int8"):
             model = random_model(config, device)
             if name is not None:
                 pack_model(model, FORMATS[name])

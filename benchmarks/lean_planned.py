@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lean_gpu import EXPERT_SHAPES
 from serve_gpu import LLAMA_8B
 
 from weft.cluster.hardware import load
@@ -87,9 +88,21 @@ def drafts(lean: dict[str, Any]) -> Iterator[Row]:
             yield f"drafts by {kind}: tokens/s", found.tokens_per_second, measured["tokens_per_second"]
 
 
+def experts(lean: dict[str, Any]) -> Iterator[Row]:
+    """Tokens a second of models with experts, by weights and requests at once."""
+    for shape, config in EXPERT_SHAPES.items():
+        for kind, measured in lean["experts"][shape].items():
+            model = ServingModel(config, load("h200:1x1"), Plan(), "bf16", None if kind == "bf16" else kind)
+            for number in (1, 16):
+                found = model.simulate([(16, 256)] * number, model.cache_tokens).tokens_per_second
+                one = measured[f"{number} requests"]["tokens_per_second"]
+                yield f"{shape}, {kind}, {number} at once: tokens/s", found, one
+
+
 def rows() -> list[Row]:
     lean = json.loads((RESULTS / "lean-gpu.json").read_text())
-    return [row for part in (decodes, attention, streaming, larger_than_gpu, drafts) for row in part(lean)]
+    parts = (decodes, attention, streaming, larger_than_gpu, drafts, experts)
+    return [row for part in parts for row in part(lean)]
 
 
 def main() -> None:

@@ -33,18 +33,6 @@ from weft.serve.scheduling.speculation import MAX_DRAFTS
 MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks/results/serve-gpu.json").read_text())
 LEAN = json.loads((Path(__file__).parents[2] / "benchmarks/results/lean-gpu.json").read_text())
 LARGER = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "larger-than-gpu.json").read_text())
-LEAN_EXPERTS = json.loads((Path(__file__).parents[2] / "benchmarks/results/lean-gpu-experts.json").read_text())
-EXPERTS = {  # of benchmarks/lean_gpu.py
-    "8 experts of 14336, 2 used, 8 layers": {
-        "architecture": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2,
-    },
-    "64 experts of 1408, 6 used, 16 layers": {
-        "architecture": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 16, "head_dim": 128,
-        "num_attention_heads": 16, "num_key_value_heads": 4, "num_experts": 64, "num_experts_per_tok": 6,
-        "moe_intermediate_size": 1408,
-    },
-}  # fmt: skip
 LLAMA_8B = DecoderConfig(  # of benchmarks/serve_gpu.py
     vocab_size=128256,
     hidden_size=4096,
@@ -268,19 +256,6 @@ def test_experts_in_fewer_bits_are_priced_by_the_bytes_of_the_chosen_ones() -> N
     assert saved[0] - saved[1] == pytest.approx((read + attention) * (2 - 9 / 16) / bandwidth)
     halves = predict_serving(config, load("h200:1x2"), Plan(expert=2), workload, weights="int4")  # type: ignore[arg-type]
     assert halves.weight_bytes == found.weight_bytes - 32 * 4 * 3 * 4096 * 14336 * 9 // 16
-
-
-@pytest.mark.parametrize("number", [1, 16])
-@pytest.mark.parametrize("shape", EXPERTS)
-def test_decodes_of_experts_are_predicted_as_measured_on_an_h200(shape: str, number: int) -> None:
-    measured = LEAN_EXPERTS["experts"][shape]
-    sizes = {"vocab_size": 32000, "max_position_embeddings": 8192}
-    config = DecoderConfig(**sizes, **EXPERTS[shape])  # type: ignore[arg-type]
-    kinds = ["bf16", "int4", "fp8"] if number == 16 and "8 layers" in shape else ["bf16"]  # others have newer kernels
-    for kind in kinds:
-        model = ServingModel(config, load("h200:1x1"), Plan(), "bf16", None if kind == "bf16" else kind)
-        found = model.simulate([(16, 64)] * number, model.cache_tokens).tokens_per_second
-        assert found == pytest.approx(measured[kind][f"{number} requests"]["tokens_per_second"], rel=0.16), kind
 
 
 def test_a_cache_of_four_bits_holds_more_tokens() -> None:

@@ -15,6 +15,7 @@ from weft.serve.cache.loki_choice import LokiChoice
 from weft.serve.weights.weight_formats import (
     FEW_ROWS,
     MAX_KERNEL_ROWS,
+    MAX_PAIRS,
     MAX_ROUTED_TOKENS,
     MAX_TOKEN_BYTES,
     Grouped,
@@ -28,13 +29,18 @@ from weft.serve.weights.weight_formats import (
 # ends.
 GROUPED_RATE, TOKEN_RATE = {4: 0.88, 8: 0.74}, {4: 0.88, 8: 1.0}
 TOKEN_LAUNCH_SECONDS = 2.2e-6
-# The same of experts: torch's grouped matmul of 16 bits; by bits, tiles of rows with codes, which are in
-# `serve/weights/packed_expert_kernel.py`. Measured on an H200 with 8 experts, 2 used, and 64, 6 used, for 1 and 16
-# tokens.
-GROUPED_MATMUL_RATE, TILE_RATE = 0.71, {4: 0.55, 8: 0.95}
-# Kernels of a layer of experts beside its products: in 16 bits the router, the order of rows, rows and sums; the same
-# without rows of many tokens with codes; of few tokens, the router, the order if there are several, and sums.
-EXPERT_KERNELS, MANY_PACKED_KERNELS, FEW_PACKED_KERNELS = 22, 18, 2
+# Experts in fewer bits, each kernel alone on an H200, with 8 experts (2 used) and 64 (6 used), for 1, 2, 4 and 16
+# tokens: the same share of the kernel for one token, of that for few rows, and of tiles of rows, by bits; that of tiles
+# of float8; and seconds until an expert's rows are known, of a token alone and of several.
+EXPERT_TOKEN_RATE, EXPERT_ROWS_RATE, TILE_RATE = {4: 0.93, 8: 1.0}, {4: 0.52, 8: 0.63}, {4: 0.55, 8: 0.7}
+FP8_TILE_RATE, EXPERT_TOKEN_SECONDS, EXPERT_ROWS_SECONDS = 0.94, 3.3e-6, 8e-6
+# A small kernel that starts while the one before it ends; and, where one program puts rows in order, each comparison.
+EARLY_SECONDS, COMPARISON_SECONDS = 1e-6, 1.3e-10
+# Experts in 16 bits: the share of torch's grouped matmul, and the kernels of a layer beside its products (router, order
+# of rows, rows and sums), both set by what was measured for decodes of 1 and 16 requests with these experts. With codes
+# and many tokens, those without rows.
+GROUPED_MATMUL_RATE, EXPERT_KERNELS, MANY_PACKED_KERNELS = 0.72, 18, 14
+ORDER_KERNELS = 8  # of torch's functions that put rows in order
 PAGE_RATE = {32: 0.72, 64: 0.88, 128: 0.75}  # the same share of attention over pages of 4 bits, by their tokens
 # Bytes that plain functions move for each weight that is decoded, and for each input that is rounded to float8.
 DECODING_BYTES, ROUNDING_BYTES = 14, 16
@@ -80,25 +86,43 @@ def expert_products(
     so many rows in the mean; `num_tokens` are those of the step.
     """
     if form is None:
-        stored, share = kernels.item_bytes * inner * columns, GROUPED_MATMUL_RATE
+        stored, rate, start = kernels.item_bytes * inner * columns, GROUPED_MATMUL_RATE, LAUNCH_SECONDS
     else:
-        bits = form.bits if isinstance(form, Grouped) else 8
-        stored, share = weight_bytes(form, columns, inner), TILE_RATE[bits]
-        if isinstance(form, Grouped) and num_tokens == 1 and inner * bits <= 8 * MAX_TOKEN_BYTES:
-            share = TOKEN_RATE[bits]
-        elif isinstance(form, Grouped) and 2 * rows <= FEW_ROWS:
-            share = GROUPED_RATE[bits]
+        stored = weight_bytes(form, columns, inner)
+        rate, start = _expert_rate(form, num_tokens, rows, inner), EXPERT_ROWS_SECONDS
+        if num_tokens == 1 and isinstance(form, Grouped):
+            start = EXPERT_TOKEN_SECONDS
     compute = kernels.product(max(1, round(rows)), inner, columns) - LAUNCH_SECONDS
     flops_bound = compute if rows > MAX_KERNEL_ROWS else 2 * rows * inner * columns / kernels.peak
-    read = stored / (kernels.bytes_per_second * share)
-    return used * max(flops_bound, read) + LAUNCH_SECONDS, used * stored
+    return used * max(flops_bound, stored / (kernels.bytes_per_second * rate)) + start, used * stored
 
 
-def expert_kernels(form: WeightFormat | None, num_tokens: int) -> int:
-    """Kernels of a layer of experts beside those of any layer and its products."""
+def _expert_rate(form: WeightFormat, num_tokens: int, rows: float, inner: int) -> float:
+    """The share of the memory rate at which experts with so many rows each are read."""
+    if not isinstance(form, Grouped):
+        return FP8_TILE_RATE
+    if num_tokens == 1:
+        return (EXPERT_TOKEN_RATE if inner * form.bits <= 8 * MAX_TOKEN_BYTES else GROUPED_RATE)[form.bits]
+    return (EXPERT_ROWS_RATE if 2 * rows <= FEW_ROWS else TILE_RATE)[form.bits]
+
+
+def routing_seconds(
+    kernels: Kernels, form: WeightFormat | None, num_tokens: int, num_experts: int, k: int, hidden: int
+) -> float:
+    """Seconds of a layer of experts beside those of any layer and its products."""
     if form is None:
-        return EXPERT_KERNELS
-    return MANY_PACKED_KERNELS if num_tokens > MAX_ROUTED_TOKENS else FEW_PACKED_KERNELS + (num_tokens > 1)
+        return EXPERT_KERNELS * LAUNCH_SECONDS
+    if num_tokens > MAX_ROUTED_TOKENS:
+        return MANY_PACKED_KERNELS * LAUNCH_SECONDS
+    # One program reads the router for a token, and has one processor's share of the memory rate.
+    router = kernels.item_bytes * num_experts * hidden * (kernels.device.num_processors or 1) / kernels.bytes_per_second
+    seconds = router + 2 * EARLY_SECONDS  # the router's kernel, and sums
+    if num_tokens == 1:
+        return seconds
+    if (pairs := num_tokens * k) > MAX_PAIRS:
+        return seconds + ORDER_KERNELS * LAUNCH_SECONDS
+    lanes, experts = (1 << (number - 1).bit_length() for number in (pairs, num_experts))
+    return seconds + EARLY_SECONDS + COMPARISON_SECONDS * lanes * (lanes + experts)
 
 
 def small_kernels(form: CacheFormat, num_tokens: int, num_decodes: int) -> int:

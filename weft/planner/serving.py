@@ -23,9 +23,9 @@ from weft.planner.kernels import LAUNCH_SECONDS, Kernels
 from weft.planner.lean_kernels import (
     SPLIT_KERNELS,
     decode_reads,
-    expert_kernels,
     expert_products,
     packed_product,
+    routing_seconds,
     small_kernels,
 )
 from weft.planner.micro_batch import LINK_SHARE
@@ -284,9 +284,10 @@ class ServingModel:
         moved += SAMPLING_PASSES * 4 * num_sampled * sizes.vocab * is_last
         of_context = SPLIT_KERNELS * (plan.context.degree > 1)
         launches = small_kernels(self._cache_format, num_tokens, num_decodes) + of_context
-        of_experts = self._layer_kinds[stage][True] * expert_kernels(self._format, num_tokens)
-        starts = launches * len(layers) + of_experts + STEP_KERNELS
-        small = moved / kernels.bytes_per_second + starts * LAUNCH_SECONDS
+        small = moved / kernels.bytes_per_second + (launches * len(layers) + STEP_KERNELS) * LAUNCH_SECONDS
+        if number := self._layer_kinds[stage][True]:
+            routed = (sizes.num_experts, sizes.num_experts_per_tok, sizes.hidden)
+            small += number * routing_seconds(kernels, self._format, num_tokens, *routed)
         by_cause = {
             "weights and matmuls": matmul,
             "attention and its cache": attention,

@@ -2,8 +2,9 @@
 the cache, and the sum over the parts of a sequence.
 
 A decode of one request is a chain of small kernels, each of which waits for the one before it. What does not depend on
-that one is read while it runs: the keys and values of earlier tokens, and the angles of the rotation. The new token's
-key and value are used from registers, and written to the cache by the program that handles the last part.
+that one is read while it runs: the keys and values of earlier tokens, the angles of the rotation, and the weights of
+norms. The new token's key and value are used from registers, and written to the cache by the program that handles the
+last part.
 
 Every program of a sequence that has several parts writes its result and counts itself. The one that is last adds up the
 results of all, in the order of the parts, so that sums do not depend on which was last. It sets the count back to 0.
@@ -27,14 +28,13 @@ _LAUNCH_FOR_ONE, _LAUNCH = (256, 8, 104), (512, 4, 128)
 
 
 @triton.jit
-def _rotated(heads, turn, weights_at, eps, HEAD_DIM: tl.constexpr, HAS_NORMS: tl.constexpr):
+def _rotated(heads, turn, weight, eps, HEAD_DIM: tl.constexpr, HAS_NORMS: tl.constexpr):
     """Heads, normed and rotated: from [2, heads, WIDTH], the second with halves exchanged, times `turn` [2, 1, WIDTH],
-    which are cosines and signed sines. A sum over the first dimension lies in one thread.
+    which are cosines and signed sines. A sum over the first dimension lies in one thread. `weight` is the norm's.
     """
     wide = heads.to(tl.float32)
     if HAS_NORMS:  # rounded as the model's own norm does
         factor = tl.rsqrt(tl.sum(tl.sum(wide * wide, 2), 0) / (2 * HEAD_DIM) + eps)[None, :, None]
-        weight = tl.load(weights_at).to(tl.float32)
         wide = ((wide * factor).to(heads.dtype).to(tl.float32) * weight).to(heads.dtype).to(tl.float32)
     return tl.sum(wide * turn, 0).to(heads.dtype)
 
@@ -50,7 +50,7 @@ def _turn(cos_ptr, sin_ptr, position, copy, column, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _new_token(
-    heads_at, key_head, is_last, exchanged, turn, query_norm_ptr, key_norm_ptr, query_eps, key_eps,
+    heads_at, key_head, is_last, exchanged, turn, query_weight, key_weight, query_eps, key_eps,
     NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_NORMS: tl.constexpr,
     GROUP_ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -67,8 +67,8 @@ def _new_token(
     keys = tl.load(key_at + 0 * row + exchanged, mask=(row >= 0) & (column < num_columns), other=0.0)
     value_at = key_at + NUM_KEY_HEADS * HEAD_DIM + 0 * rows + columns
     value = tl.load(value_at, mask=(rows >= 0) & (columns < num_columns), other=0.0)
-    query = _rotated(queries, turn, query_norm_ptr + exchanged, query_eps, HEAD_DIM, HAS_NORMS)
-    return query, _rotated(keys, turn, key_norm_ptr + exchanged, key_eps, HEAD_DIM, HAS_NORMS), value
+    query = _rotated(queries, turn, query_weight, query_eps, HEAD_DIM, HAS_NORMS)
+    return query, _rotated(keys, turn, key_weight, key_eps, HEAD_DIM, HAS_NORMS), value
 
 
 @triton.jit
@@ -187,11 +187,15 @@ def _whole_attention(
     exchanged = tl.where(copy == 0, column, column + HEAD_DIM // 2) % HEAD_DIM
     turn = _turn(cos_ptr, sin_ptr, tl.load(position_ptr + request * position_stride), copy, column, HEAD_DIM)
     slot = tl.load(slot_ptr + request * slot_stride).to(tl.int64) * NUM_KEY_HEADS + key_head
+    query_weight, key_weight = turn, turn
+    if HAS_NORMS:
+        query_weight = tl.load(query_norm_ptr + exchanged).to(tl.float32)
+        key_weight = tl.load(key_norm_ptr + exchanged).to(tl.float32)
     wait_for_results(IS_EARLY)
 
     query, new_key, new_value = _new_token(
         projected_ptr + request * (NUM_HEADS + 2 * NUM_KEY_HEADS) * HEAD_DIM, key_head, is_last, exchanged, turn,
-        query_norm_ptr, key_norm_ptr, query_eps, key_eps,
+        query_weight, key_weight, query_eps, key_eps,
         NUM_HEADS, NUM_KEY_HEADS, HEAD_DIM, HAS_NORMS, GROUP_ROWS, WIDTH,
     )  # fmt: skip
     is_written = (rows == 0) & (columns < tl.where(is_last, HEAD_DIM, 0))

@@ -25,8 +25,8 @@ from weft.serve.weights.expert_tiles_kernel import ExpertRows, rows_of_tile
 from weft.serve.weights.packed_product_kernel import products_of_blocks
 from weft.serve.weights.packed_row_kernel import product_of_rows_by_kernel
 from weft.serve.weights.packed_token_kernel import product_of_token_by_kernel
-from weft.serve.weights.router_kernel import MAX_PAIRS, order_by_kernel
-from weft.serve.weights.weight_formats import FEW_ROWS, AfterProduct, RowFp8, is_for_token_kernel
+from weft.serve.weights.router_kernel import order_by_kernel
+from weft.serve.weights.weight_formats import FEW_ROWS, MAX_PAIRS, AfterProduct, RowFp8, is_for_token_kernel
 
 if TYPE_CHECKING:
     from weft.serve.weights.packed_experts import PackedExperts, PackedStack

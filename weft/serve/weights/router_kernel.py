@@ -18,7 +18,6 @@ from weft.serve.weights.early_launch_kernel import early_launch, wait_for_result
 from weft.serve.weights.weight_formats import MAX_ROUTED_TOKENS
 
 MAX_EXPERTS = 256
-MAX_PAIRS = 128  # of tokens and experts that are ordered by one program
 _LOADED = 16384  # numbers of the router's weight that a program loads at a time
 _STAGES = 3
 
@@ -120,7 +119,7 @@ def route_by_kernel(hidden: Tensor, norm: RMSNorm, router: Router) -> tuple[Tens
 
 
 def order_by_kernel(chosen: Tensor, num_experts: int) -> RowOrder:
-    """`sort_by_expert` of at most `MAX_PAIRS` pairs [tokens, k]."""
+    """`sort_by_expert` of few pairs [tokens, k], which one program compares."""
     num_pairs = chosen.numel()
     sources, places = (torch.empty(num_pairs, dtype=torch.int64, device=chosen.device) for _ in range(2))
     ends = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)

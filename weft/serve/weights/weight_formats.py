@@ -32,6 +32,7 @@ FP8_MAX = 448.0  # the largest number of e4m3
 MAX_KERNEL_ROWS = 64  # of a product by a kernel, which is bound by memory; weights are decoded for more
 MAX_TOKEN_BYTES = 8192  # codes of one output of a product by the kernel for one row, which holds them in registers
 FEW_ROWS = 4  # of a product by the kernel for few rows
+MAX_PAIRS = 128  # of tokens and experts that one program puts in order
 MAX_ROUTED_TOKENS = 64  # that go to experts by the router's kernel, of which each is one program
 DECODED_WEIGHTS = 1 << 19  # that a CPU decodes at a time
 
