@@ -10,7 +10,7 @@ weights (`split_layers.py`); keys and values in its cache are those of its own b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -185,18 +185,27 @@ class PagedModel:
         """What each block's weights are in."""
         return [(block.layer, *block.linears) for block in self.blocks]
 
-    def arrange_for_cpu(self) -> None:
-        """Keep weights in fewer bits as a CPU's products take them. Call it again when weights have changed."""
+    def arrange_for_cpu(self, agree: Callable[[list[int]], list[int]]) -> None:
+        """Keep weights in fewer bits as a CPU's products take them. Call it again when weights have changed.
+
+        `agree` is given the most rows of each weight's product with codes, and returns those that are used.
+        """
+        packed = list(self._packed())
+        for one in packed:
+            one.arrange_for_cpu(self.dtype)
+        for one, max_rows in zip(packed, agree([one.max_rows for one in packed]), strict=True):
+            one.limit_rows(max_rows)
+
+    def _packed(self) -> Iterator[PackedLinear | PackedStack]:
+        """The weights in fewer bits that are multiplied, in an order that all ranks with the same blocks share."""
         for linear in (*(one for block in self.blocks for one in block.linears), self.model.lm_head):
             if isinstance(linear, PackedLinear):
-                linear.arrange_for_cpu(self.dtype)
+                yield linear
         for module in self.body.modules():
             if isinstance(module, PackedStack):
-                module.arrange_for_cpu(self.dtype)
+                yield module
             elif isinstance(module, SparseMLP):  # the expert that all tokens use is beside the stack
-                for one in module.modules():
-                    if isinstance(one, PackedLinear):
-                        one.arrange_for_cpu(self.dtype)
+                yield from (one for one in module.modules() if isinstance(one, PackedLinear))
 
     def logits(self, residual: Tensor) -> Tensor:
         """The logits [rows, vocab] of rows of the residual stream."""
