@@ -44,8 +44,8 @@ def test_a_preset_is_priced_in_json_and_in_words(weft: Weft, machine: Path) -> N
     assert found["seconds_by_cause"] == pytest.approx(dict(expected.seconds_by_cause))
     assert (found["weights"], found["head"], found["threads"], found["tokens"]) == ("int4", "int8", 1, 120)
     assert found["read_bytes_per_token"] == expected.read_bytes
-    half = weft(*given, "--precision", "bf16", "--json").json
-    assert half["read_bytes_per_token"] > found["read_bytes_per_token"]
+    plain = weft(*given, "--precision", "fp32", "--json").json
+    assert plain["read_bytes_per_token"] > found["read_bytes_per_token"]
     words = weft(*given, "--weights", "int4")
     assert words.status == 0
     for part in (
@@ -68,7 +68,7 @@ def test_folders_are_priced_by_their_config_alone(weft: Weft, machine: Path, tmp
     )
     (tmp_path / "llama").mkdir()
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    about = {"architectures": ["LlamaForCausalLM"], "vocab_size": 300, "max_position_embeddings": 64, **sizes}
+    about = {"architectures": ["LlamaForCausalLM"], "vocab_size": 300, "max_position_embeddings": 768, **sizes}
     about |= {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False, "hidden_act": "silu"}
     (tmp_path / "llama" / "config.json").write_text(json.dumps(about))
     expected = predict_decode(DecoderConfig(vocab_size=300, **sizes), made_up_rates(), "float32", 640)  # type: ignore[arg-type]
@@ -96,6 +96,8 @@ def test_a_run_file_is_priced_with_its_changes(weft: Weft, machine: Path, tmp_pa
     given = ("plan", "--serve", tmp_path / "run.toml", "--cluster", machine, "--json")
     small, large = weft(*given), weft(*given, "model.num_hidden_layers=9")
     assert large.json["read_bytes_per_token"] > small.json["read_bytes_per_token"]
+    half = weft(*given, "plan.precision=bf16", "plan.memory.master=false", "plan.exact=false").json  # saves bf16
+    assert (small.json["precision"], half["precision"]) == ("fp32", "bf16")
     refused = weft("plan", "--serve", "--model", MODEL, "model.num_hidden_layers=9")
     assert refused.status == 2
     assert f"'model.num_hidden_layers=9' changes a run file, and --model {MODEL} has none" in refused.err
@@ -134,7 +136,9 @@ def test_a_cpu_that_was_not_measured_and_options_without_a_price_are_refused(
         (("--cache", "int4"), "--cache is not priced on a CPU"),
         (("--stream-weights", 2), "--stream-weights is not priced on a CPU"),
         (("--speculate", "ngram"), "--speculate is not priced on a CPU"),
-        (("--precision", "fp16"), "--precision fp16 is unknown; give fp32 or bf16"),
+        (("--precision", "bf16"), "weft serve, which computes in fp32 on a CPU, as the weights are saved; leave it"),
+        (("--prompt", 2000, "--output", 49), "2000 and --output 49 are 2049 tokens, and mpt-125m is made for 2048 ("),
+        (("--weights", ""), "--weights is given as empty text; give a value, or leave it out"),
         (("--weights", "int3"), "--weights int3 is unknown"),
         (("--head", "int3"), "--head int3 is unknown"),
     ):
@@ -145,6 +149,10 @@ def test_a_cpu_that_was_not_measured_and_options_without_a_price_are_refused(
     empty = tmp_path / "empty"
     empty.mkdir()
     assert weft("plan", "--serve", "--model", empty, "--cluster", machine).status == 2
+    for cluster in (machine, "h200:8x8"):
+        latent = weft("plan", "--serve", "--model", "deepseek-v3", "--cluster", cluster)
+        assert latent.status == 2
+        assert "weft does not serve architecture 'deepseek_v3' yet" in latent.err
     large = weft("plan", "--serve", "--model", "llama3-70b", "--cluster", machine)
     assert "do not fit the machine's 2.0 GB" in large.err
 

@@ -150,7 +150,7 @@ def test_what_has_no_price_and_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ConfigError, match=match):
             predict_decode(LLAMA, rates, *given)  # type: ignore[arg-type]
     experts = replace(LLAMA, architecture="mixtral", num_experts=4, num_experts_per_tok=2)
-    with pytest.raises(ConfigError, match="models with experts or latent attention are not priced on a CPU"):
+    with pytest.raises(ConfigError, match="models with experts are not priced on a CPU"):
         predict_decode(experts, rates, "float32", 10)
     odd = replace(LLAMA, hidden_size=240, head_dim=32, num_attention_heads=8)
     for given in (("int4", None), (None, "int4")):

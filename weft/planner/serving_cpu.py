@@ -16,6 +16,7 @@ from weft.cluster.decode_rates import DecodeRates, LayerKind
 from weft.errors import ConfigError, PlanError
 from weft.serve.head.graph_head import GraphHead
 from weft.serve.model.recurrent import TABLE_BYTES
+from weft.serve.parallel.rank_part import refuse_model
 from weft.serve.parallel.traffic import ServedSizes
 from weft.serve.weights.cpu_group_product import GROUPS
 from weft.serve.weights.weight_formats import FORMATS, HEAD_FORMATS, Grouped, weight_bytes
@@ -117,8 +118,10 @@ def refuse(config: ServedConfig, dtype: str, weights: str | None, head: str | Gr
             raise ConfigError(
                 "LSTM and GRU models are served with their weights as they are; leave out --weights, --head"
             )
-    elif isinstance(config, DecoderConfig) and (any(ServedSizes.of(config).expert_layers) or config.kv_lora_rank):
-        raise ConfigError("models with experts or latent attention are not priced on a CPU; plan for GPUs")
+    else:
+        refuse_model(config)
+        if any(ServedSizes.of(config).expert_layers):
+            raise ConfigError("models with experts are not priced on a CPU; plan for GPUs")
     if isinstance(head, GraphHead):
         if head.num_tokens > config.vocab_size:
             raise ConfigError(

@@ -38,6 +38,7 @@ from weft.serve.model.split_layers import (
     norm_of,
     summed,
 )
+from weft.serve.parallel.rank_part import refuse_model
 from weft.serve.weights.packed_experts import PackedStack
 from weft.serve.weights.packed_linear import PackedLinear, end_to_end, join_packed
 from weft.serve.weights.streamed_weights import StreamedWeights
@@ -90,6 +91,7 @@ class PagedModel:
                 f"the engine cannot serve a {type(model).__name__}; it serves Decoder and GPT2 of weft.models, which "
                 f"load_for_generation gives for run folders and Hugging Face folders"
             )
+        refuse_model(model.config)
         self.model, self.axes = model, axes
         self.cache_format = cache_format or PlainFormat()
         self._streamed = streamed
@@ -226,11 +228,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 def _decoder_block(layer: DecoderLayer, axes: ModelAxes) -> PagedBlock:
     attention = layer.self_attn
-    if not isinstance(attention, Attention):
-        raise ConfigError(
-            f"the engine cannot serve {type(attention).__name__} (architecture 'deepseek_v3'), whose keys and values "
-            f"are not kept in pages; serve a model of another architecture"
-        )
+    assert isinstance(attention, Attention), "refuse_model lets it pass"
     head_dim = attention.head_dim
     add_mlp, mlp_linears = _add_mlp(layer.mlp, layer.post_attention_layernorm, axes)
     norms = (attention.q_norm, attention.k_norm)
