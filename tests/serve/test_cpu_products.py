@@ -19,7 +19,7 @@ from weft.serve.loading import Packing, load_model
 from weft.serve.model.paged_model import PagedModel
 from weft.serve.scheduling.request import Request
 from weft.serve.weights import cpu_group_product, cpu_half_product, cpu_row_product
-from weft.serve.weights.cpu_group_product import GroupWeight, group_weight, has_product, refusal
+from weft.serve.weights.cpu_group_product import GroupWeight, arranged_bytes, group_weight, has_product, refusal
 from weft.serve.weights.cpu_product import most_of
 from weft.serve.weights.group_codes import GroupCodes, pack, split_ranges
 from weft.serve.weights.packed_linear import PackedLinear, pack_head, pack_model, why_decoded
@@ -107,6 +107,17 @@ def test_an_engine_computes_with_codes_where_that_is_faster(kind: str, monkeypat
     plain = make_engine(model_of(0, kind))
     assert tokens_of(serve_all(plain, REQUESTS)) == found
     assert not rows
+
+
+@needs_product
+@pytest.mark.parametrize("kind", ["int8", "int4", "int4-128"])
+def test_a_weight_in_the_order_of_products_has_the_stated_bytes(kind: str) -> None:
+    form = weight_format(kind)
+    assert isinstance(form, Grouped)
+    for num_out, num_in in ((61, 384), (128, 96)):
+        own = group_weight(codes_of(form, torch.randn(num_out, num_in)), form.bits, 8)
+        held = sum(one.nbytes for digit in own.digits for one in digit)
+        assert held == arranged_bytes(num_out, num_in, form.size_of_group(num_in), form.bits)
 
 
 @needs_product
