@@ -18,6 +18,8 @@ from weft.models import write_config
 from weft.models.catalog import load_model
 from weft.models.recurrent import RecurrentModel, save_recurrent
 from weft.planner.serving_cpu import predict_decode
+from weft.serve.cache.loki_cache import LokiFormat
+from weft.serve.calibration.loki_calibration import save
 from weft.serve.head import graph_head
 from weft.serve.head.graph_head import GraphHead
 from weft.serve.head.vocabulary_graph import VocabularyGraph
@@ -163,6 +165,18 @@ def test_what_only_a_cpu_has_is_refused_for_gpus(weft: Weft, tmp_path: Path) -> 
     assert "--precision fp32 is for a CPU" in weft(*given, "llama3-8b", "--precision", "fp32").err
     save_recurrent(tmp_path / "lstm", RecurrentModel(RecurrentConfig("lstm", 300, 64)))
     assert "is an LSTM or GRU, priced on a CPU only" in weft(*given, tmp_path / "lstm").err
+
+
+def test_axes_of_another_model_are_refused(weft: Weft, tmp_path: Path) -> None:
+    path = tmp_path / "axes"
+    given = ("plan", "--serve", "--cluster", "h200:1x1", "--model", "llama3-8b", "--requests", 1, "--cache")
+    for kind in ("loki", "int4,loki"):
+        save(path, LokiFormat(torch.eye(128).expand(32, 8, 128, 128), identity="any"))
+        assert weft(*given, f"{kind}={path}").status == 0
+        save(path, LokiFormat(torch.eye(24).expand(3, 2, 24, 24), identity="any"))
+        refused = weft(*given, f"{kind}={path}")
+        assert refused.status == 2
+        assert "is of 3 layers with 2 key heads of 24, and llama3-8b has 32 with 8 of 128; run weft cal" in refused.err
 
 
 def test_bench_machine_measures_decodes_if_asked(monkeypatch: pytest.MonkeyPatch, weft: Weft, tmp_path: Path) -> None:

@@ -26,7 +26,11 @@ from weft.planner.serving import (
 from weft.planner.serving_search import search_serving
 from weft.planner.serving_speculation import SpeculationPrice, price_speculation
 from weft.planner.serving_streaming import StreamingPrice
+from weft.serve.cache.four_bit_loki_cache import FourBitLokiFormat
+from weft.serve.cache.loki_cache import LokiFormat
+from weft.serve.cache_formats import cache_format
 from weft.serve.generate import context_length
+from weft.serve.parallel.traffic import ServedSizes
 
 NUM_SHOWN = 8
 NOT_PRICED = "Not priced on GPUs: --sums (sums over ranks are the library's), --adapter, and LSTM and GRU models."
@@ -65,6 +69,7 @@ def plan_serving(
         return
     ways = _refuse_cpu_options(name, config, ways)
     assert isinstance(config, LanguageConfig)
+    _refuse_axes(name, config, ways["cache"])
     precision = "bf16" if "bf16" in cluster.node.device.peak_flops else "fp32"
     with console.status("planning"):
         found, refused = search_serving(config, cluster, workload, precision, **ways)
@@ -100,6 +105,19 @@ def _refuse_lengths(name: str, config: LanguageConfig | RecurrentConfig, workloa
         raise ConfigError(
             f"--prompt {longest[0]} and --output {longest[1]} are {sum(longest)} tokens, and {name} is made for "
             f"{positions} (max_position_embeddings or n_positions of its config); give shorter ones"
+        )
+
+
+def _refuse_axes(name: str, config: LanguageConfig, cache: str | None) -> None:
+    """Raise ConfigError for a file of Loki's axes that is of a model with other layers or heads."""
+    form = cache_format(cache)
+    loki, sizes = form.loki if isinstance(form, FourBitLokiFormat) else form, ServedSizes.of(config)
+    wanted = (sizes.num_layers, sizes.num_key_heads, sizes.head_dim, sizes.head_dim)
+    if isinstance(loki, LokiFormat) and tuple(loki.axes.shape) != wanted:
+        layers, heads, size = loki.axes.shape[:3]
+        raise ConfigError(
+            f"the file of --cache {cache} is of {layers} layers with {heads} key heads of {size}, and {name} has "
+            f"{wanted[0]} with {wanted[1]} of {wanted[2]}; run weft calibrate on the model that is served"
         )
 
 
