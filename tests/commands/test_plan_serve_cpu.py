@@ -59,7 +59,9 @@ def test_a_preset_is_priced_in_json_and_in_words(weft: Weft, machine: Path) -> N
         assert part in words.out
 
 
-def test_folders_are_priced_by_their_config_alone(weft: Weft, machine: Path, tmp_path: Path) -> None:
+def test_folders_are_priced_by_their_config_alone(
+    monkeypatch: pytest.MonkeyPatch, weft: Weft, machine: Path, tmp_path: Path
+) -> None:
     model = RecurrentModel(RecurrentConfig("gru", 300, 64, 2))
     save_recurrent(tmp_path / "gru", model)
     (tmp_path / "gru" / "model.safetensors").unlink()
@@ -75,6 +77,8 @@ def test_folders_are_priced_by_their_config_alone(weft: Weft, machine: Path, tmp
     (tmp_path / "llama" / "config.json").write_text(json.dumps(about))
     expected = predict_decode(DecoderConfig(vocab_size=300, **sizes), made_up_rates(), "float32", 640)  # type: ignore[arg-type]
     assert weft(*given, tmp_path / "llama").json["tokens_per_second"] == pytest.approx(expected.tokens_per_second)
+    monkeypatch.setattr("weft.serve.generate.computes_in", lambda folder: torch.bfloat16)  # as a run may have saved it
+    assert weft(*given, tmp_path / "llama").json["precision"] == "bf16"
 
 
 def test_a_folder_in_fewer_bits_is_priced_by_the_nearest_format(weft: Weft, machine: Path, tmp_path: Path) -> None:
