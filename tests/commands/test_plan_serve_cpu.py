@@ -18,6 +18,8 @@ from weft.models import write_config
 from weft.models.catalog import load_model
 from weft.models.recurrent import RecurrentModel, save_recurrent
 from weft.planner.serving_cpu import predict_decode
+from weft.serve.cache.loki_cache import LokiFormat
+from weft.serve.calibration.loki_calibration import save
 from weft.serve.head import graph_head
 from weft.serve.head.graph_head import GraphHead
 from weft.serve.head.vocabulary_graph import VocabularyGraph
@@ -44,8 +46,8 @@ def test_a_preset_is_priced_in_json_and_in_words(weft: Weft, machine: Path) -> N
     assert found["seconds_by_cause"] == pytest.approx(dict(expected.seconds_by_cause))
     assert (found["weights"], found["head"], found["threads"], found["tokens"]) == ("int4", "int8", 1, 120)
     assert found["read_bytes_per_token"] == expected.read_bytes
-    half = weft(*given, "--precision", "bf16", "--json").json
-    assert half["read_bytes_per_token"] > found["read_bytes_per_token"]
+    plain = weft(*given, "--precision", "fp32", "--json").json
+    assert plain["read_bytes_per_token"] > found["read_bytes_per_token"]
     words = weft(*given, "--weights", "int4")
     assert words.status == 0
     for part in (
@@ -57,7 +59,9 @@ def test_a_preset_is_priced_in_json_and_in_words(weft: Weft, machine: Path) -> N
         assert part in words.out
 
 
-def test_folders_are_priced_by_their_config_alone(weft: Weft, machine: Path, tmp_path: Path) -> None:
+def test_folders_are_priced_by_their_config_alone(
+    monkeypatch: pytest.MonkeyPatch, weft: Weft, machine: Path, tmp_path: Path
+) -> None:
     model = RecurrentModel(RecurrentConfig("gru", 300, 64, 2))
     save_recurrent(tmp_path / "gru", model)
     (tmp_path / "gru" / "model.safetensors").unlink()
@@ -68,11 +72,13 @@ def test_folders_are_priced_by_their_config_alone(weft: Weft, machine: Path, tmp
     )
     (tmp_path / "llama").mkdir()
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    about = {"architectures": ["LlamaForCausalLM"], "vocab_size": 300, "max_position_embeddings": 64, **sizes}
+    about = {"architectures": ["LlamaForCausalLM"], "vocab_size": 300, "max_position_embeddings": 768, **sizes}
     about |= {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False, "hidden_act": "silu"}
     (tmp_path / "llama" / "config.json").write_text(json.dumps(about))
     expected = predict_decode(DecoderConfig(vocab_size=300, **sizes), made_up_rates(), "float32", 640)  # type: ignore[arg-type]
     assert weft(*given, tmp_path / "llama").json["tokens_per_second"] == pytest.approx(expected.tokens_per_second)
+    monkeypatch.setattr("weft.serve.generate.computes_in", lambda folder: torch.bfloat16)  # as a run may have saved it
+    assert weft(*given, tmp_path / "llama").json["precision"] == "bf16"
 
 
 def test_a_folder_in_fewer_bits_is_priced_by_the_nearest_format(weft: Weft, machine: Path, tmp_path: Path) -> None:
@@ -96,6 +102,8 @@ def test_a_run_file_is_priced_with_its_changes(weft: Weft, machine: Path, tmp_pa
     given = ("plan", "--serve", tmp_path / "run.toml", "--cluster", machine, "--json")
     small, large = weft(*given), weft(*given, "model.num_hidden_layers=9")
     assert large.json["read_bytes_per_token"] > small.json["read_bytes_per_token"]
+    half = weft(*given, "plan.precision=bf16", "plan.memory.master=false", "plan.exact=false").json  # saves bf16
+    assert (small.json["precision"], half["precision"]) == ("fp32", "bf16")
     refused = weft("plan", "--serve", "--model", MODEL, "model.num_hidden_layers=9")
     assert refused.status == 2
     assert f"'model.num_hidden_layers=9' changes a run file, and --model {MODEL} has none" in refused.err
@@ -134,7 +142,9 @@ def test_a_cpu_that_was_not_measured_and_options_without_a_price_are_refused(
         (("--cache", "int4"), "--cache is not priced on a CPU"),
         (("--stream-weights", 2), "--stream-weights is not priced on a CPU"),
         (("--speculate", "ngram"), "--speculate is not priced on a CPU"),
-        (("--precision", "fp16"), "--precision fp16 is unknown; give fp32 or bf16"),
+        (("--precision", "bf16"), "weft serve, which computes in fp32 on a CPU, as the weights are saved; leave it"),
+        (("--prompt", 2000, "--output", 49), "2000 and --output 49 are 2049 tokens, and mpt-125m is made for 2048 ("),
+        (("--weights", ""), "--weights is given as empty text; give a value, or leave it out"),
         (("--weights", "int3"), "--weights int3 is unknown"),
         (("--head", "int3"), "--head int3 is unknown"),
     ):
@@ -145,6 +155,10 @@ def test_a_cpu_that_was_not_measured_and_options_without_a_price_are_refused(
     empty = tmp_path / "empty"
     empty.mkdir()
     assert weft("plan", "--serve", "--model", empty, "--cluster", machine).status == 2
+    for cluster in (machine, "h200:8x8"):
+        latent = weft("plan", "--serve", "--model", "deepseek-v3", "--cluster", cluster)
+        assert latent.status == 2
+        assert "weft does not serve architecture 'deepseek_v3' yet" in latent.err
     large = weft("plan", "--serve", "--model", "llama3-70b", "--cluster", machine)
     assert "do not fit the machine's 2.0 GB" in large.err
 
@@ -155,6 +169,18 @@ def test_what_only_a_cpu_has_is_refused_for_gpus(weft: Weft, tmp_path: Path) -> 
     assert "--precision fp32 is for a CPU" in weft(*given, "llama3-8b", "--precision", "fp32").err
     save_recurrent(tmp_path / "lstm", RecurrentModel(RecurrentConfig("lstm", 300, 64)))
     assert "is an LSTM or GRU, priced on a CPU only" in weft(*given, tmp_path / "lstm").err
+
+
+def test_axes_of_another_model_are_refused(weft: Weft, tmp_path: Path) -> None:
+    path = tmp_path / "axes"
+    given = ("plan", "--serve", "--cluster", "h200:1x1", "--model", "llama3-8b", "--requests", 1, "--cache")
+    for kind in ("loki", "int4,loki"):
+        save(path, LokiFormat(torch.eye(128).expand(32, 8, 128, 128), identity="any"))
+        assert weft(*given, f"{kind}={path}").status == 0
+        save(path, LokiFormat(torch.eye(24).expand(3, 2, 24, 24), identity="any"))
+        refused = weft(*given, f"{kind}={path}")
+        assert refused.status == 2
+        assert "is of 3 layers with 2 key heads of 24, and llama3-8b has 32 with 8 of 128; run weft cal" in refused.err
 
 
 def test_bench_machine_measures_decodes_if_asked(monkeypatch: pytest.MonkeyPatch, weft: Weft, tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_the_planner_counts_layers_with_experts() -> None:
 
 def test_what_is_not_there_is_refused_in_words() -> None:
     model: Any = build(CONFIG)
-    with pytest.raises(ConfigError, match="cannot serve LatentAttention"):
+    with pytest.raises(ConfigError, match="does not serve architecture 'deepseek_v3' yet"):
         PagedModel(model, 8)
     with pytest.raises(ConfigError, match="does not write Hugging Face folders of architecture 'deepseek_v3'"):
         refuse_config(CONFIG)

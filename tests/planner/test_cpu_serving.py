@@ -150,7 +150,7 @@ def test_what_has_no_price_and_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ConfigError, match=match):
             predict_decode(LLAMA, rates, *given)  # type: ignore[arg-type]
     experts = replace(LLAMA, architecture="mixtral", num_experts=4, num_experts_per_tok=2)
-    with pytest.raises(ConfigError, match="models with experts or latent attention are not priced on a CPU"):
+    with pytest.raises(ConfigError, match="models with experts are not priced on a CPU"):
         predict_decode(experts, rates, "float32", 10)
     odd = replace(LLAMA, hidden_size=240, head_dim=32, num_attention_heads=8)
     for given in (("int4", None), (None, "int4")):
@@ -170,6 +170,8 @@ def test_codes_are_held_twice_and_the_head_stays_beside_a_graph() -> None:
     assert held_bytes(replace(tied, tie_word_embeddings=False), "float32", 0) == plain + 4 * head
     layers = (plain - 4 * head) // 4
     assert held_bytes(tied, "float32", 0, "fp16") == 2 * 2 * layers + 4 * head
+    assert held_bytes(tied, "float32", 0, "int4") == (4.5 + 4.5) / 8 * layers + 4 * head
+    assert held_bytes(tied, "float32", 0, "int8") == (8.25 + 8.5) / 8 * layers + 4 * head
     assert held_bytes(tied, "float32", 0, "fp8") < 2 * layers + 4 * head
     assert held_bytes(tied, "float32", 0, None, "fp16") == plain + 2 * 2 * head
     assert held_bytes(tied, "float32", 0, None, GRAPH) == plain

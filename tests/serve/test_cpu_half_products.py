@@ -14,11 +14,11 @@ from weft.errors import ConfigError
 from weft.serve.scheduling.request import Request
 from weft.serve.weights import cpu_half_product
 from weft.serve.weights.cpu_half_product import HalfWeight, half_weight, has_product, refusal
+from weft.serve.weights.cpu_product import has_fbgemm
 from weft.serve.weights.packed_linear import PackedLinear, join_packed, pack_head, pack_model, why_decoded
 from weft.serve.weights.weight_formats import Half, weight_format
 
 needs_product = pytest.mark.skipif(not has_product(), reason="this torch has no products with fp16 for this CPU")
-HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines  # on x86
 FORM = Half()
 REQUESTS = [Request(str(i), (7 * i + 1, 5, 3, i), 9, GREEDY) for i in range(3)]
 
@@ -113,7 +113,7 @@ def test_what_has_no_products_is_refused_or_said(monkeypatch: pytest.MonkeyPatch
     has_product.cache_clear()
 
 
-@pytest.mark.skipif(not HAS_FBGEMM, reason="torch has fbgemm on x86 only, and this is another CPU")
+@pytest.mark.skipif(not has_fbgemm(), reason="torch has fbgemm on x86 with AVX2 only, and this is another CPU")
 def test_torch_has_the_product_on_x86() -> None:
     """The other tests of products are left out without it."""
     assert has_product()

@@ -27,12 +27,12 @@ from weft.serve.model.ranks import ServingRanks
 from weft.serve.parallel.rank_part import build_part, read_part
 from weft.serve.scheduling.request import Request
 from weft.serve.weights import cpu_row_product
+from weft.serve.weights.cpu_product import has_fbgemm
 from weft.serve.weights.cpu_row_product import MAX_INPUTS, RowWeight, has_product, refusal
 from weft.serve.weights.packed_linear import PackedLinear, join_packed, make_room, pack_head, pack_model, why_decoded
 from weft.serve.weights.weight_formats import FP8, RowInt8, weight_format
 
 needs_product = pytest.mark.skipif(not has_product(), reason="this torch has no products of bytes for this CPU")
-HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines  # on x86
 FORM = RowInt8()
 REQUESTS = [Request(str(i), (7 * i + 1, 5, 3, i), 9, GREEDY) for i in range(3)]
 
@@ -236,7 +236,7 @@ def test_commands_take_the_format(
     assert "is for CPUs" in planned.err
 
 
-@pytest.mark.skipif(not HAS_FBGEMM, reason="torch has fbgemm on x86 only, and this is another CPU")
+@pytest.mark.skipif(not has_fbgemm(), reason="torch has fbgemm on x86 with AVX2 only, and this is another CPU")
 def test_torch_has_the_product_on_x86() -> None:
     """The other tests of products are left out without it."""
     assert has_product()

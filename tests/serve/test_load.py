@@ -71,6 +71,12 @@ def test_a_url_without_a_server_is_refused(url: str) -> None:
         asyncio.run(open_target(url, None))
 
 
+@pytest.mark.processes
+def test_a_folder_that_cannot_be_served_is_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="ended with status 2; it says above why"):
+        bench_serve_command(str(tmp_path))
+
+
 def test_lengths_that_nobody_gave_fit_the_context_of_the_quickstart() -> None:
     """So `weft bench serve runs/quickstart` of the guide works as it stands."""
     quickstart = Path(__file__).parents[2] / "examples" / "quickstart.toml"

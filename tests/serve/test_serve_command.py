@@ -211,6 +211,10 @@ def test_mistakes_are_one_line(weft: Weft, run_file: Path, tmp_path: Path) -> No
         ([run, "--port", "0", "--merge-adapter", tmp_path], "adapter_config.json does not exist"),
         ([run, "--port", "0", "--chat-template", tmp_path / "none"], "cannot read the chat template"),
         ([run, "plan.data=2", "plan.pipe=2", "--stream-weights", "1"], "are in different steps; use one of the two"),
+        (
+            [run, "plan.data=2", "--follow", "--weights", "int4", "--calibration", run_file],
+            "--follow with --calibration would correct the rounding of newer weights while requests wait",
+        ),
         ([run, "plan.data=2", "--follow", "--stream-weights", "1"], "--follow replaces weights, which --stream-w"),
     ):
         left = weft("serve", *arguments)

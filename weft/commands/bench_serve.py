@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.commands.result_file import write_result
-from weft.errors import LocalError
+from weft.errors import BAD_INPUT, ConfigError, LocalError
 
 if TYPE_CHECKING:
     from weft.serve.load import LoadOptions, RateResult
@@ -77,7 +77,9 @@ def _server(target: str) -> Iterator[str]:
         try:
             line = process.stdout.readline()
             if not line:
-                raise LocalError(f"weft serve {target} ended with status {process.wait()}; it says above why")
+                status = process.wait()
+                kind = ConfigError if status == BAD_INPUT else LocalError
+                raise kind(f"weft serve {target} ended with status {status}; it says above why")
             yield json.loads(line)["url"]
         finally:
             process.terminate()

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from weft.commands.early_stop import stopping_early
-from weft.errors import BAD_INPUT, WeftError, exit_status
+from weft.errors import BAD_INPUT, ConfigError, WeftError, exit_status
 from weft.launch.one_speaker import is_first_to_say
 
 COMMANDS = ("train", "verify", "plan", "chaos")  # whose first argument is a run file
 PLANNING = "plan"  # after this command, nothing is left to clean up: its process ends at once
+MAY_BE_EMPTY = ("--prompt",)  # a text that is continued from its beginning
 FLAGS = ("--json", "--verify", "--no-verify", "--fresh", "--print-config")  # options without a value
 
 
@@ -50,6 +51,7 @@ def main() -> None:
     """Run the command. An error that a user may meet is printed as one line. docs/commands.md lists the statuses."""
     try:
         with stopping_early():
+            _refuse_empty(sys.argv[1:])
             _check_run_file(sys.argv[1:])
             from weft.commands.app import app
 
@@ -59,6 +61,15 @@ def main() -> None:
     except OSError as error:  # a file that cannot be read or written, a full disk
         what = f"{error.filename or 'a file'}: {error.strerror or error}"
         _fail(f"{what}; check the path, its permissions and the space left", BAD_INPUT)
+
+
+def _refuse_empty(arguments: Sequence[str]) -> None:
+    """Raise ConfigError for an option or argument that is given as empty text, which would count as not given."""
+    for before, argument in zip(("", *arguments), arguments, strict=False):
+        option, equals, value = argument.partition("=") if argument.startswith("--") else (before, "=", argument)
+        if equals and not value and option not in MAY_BE_EMPTY:
+            what = f"{option} is" if option.startswith("--") else "an argument is"
+            raise ConfigError(f"{what} given as empty text; give a value, or leave it out")
 
 
 def _check_run_file(arguments: Sequence[str]) -> None:

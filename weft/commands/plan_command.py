@@ -15,7 +15,7 @@ EXAMPLE = (
     "Example: weft plan --model llama3-70b --cluster h100:32x8 --tokens-per-step 4M --report plan.html; or: "
     "weft plan run.toml plan.data=2 plan.shard=4 cluster=h100:1x8 --json"
 )
-WAYS = ("weights", "cache", "head", "precision", "ahead", "resident")  # to serve a model; see plan_serving
+WAYS = ("weights", "cache", "head", "precision", "ahead", "resident", "saved")  # to serve a model; see plan_serving
 TO_TRAIN = (  # options that --serve would ignore
     *("like", "tokens_per_step", "sequence", "images_per_step", "size", "where", "best", "search", "write", "report"),
     *("write_job", "what_if", "mtbf", "mtbf_cluster", "timeline", "roles"),
@@ -67,7 +67,7 @@ def plan_command(
     output: Annotated[int, typer.Option(help="with --serve: tokens of an answer", min=1, max=1 << 16)] = 256,
     weights: Annotated[str | None, typer.Option(help="with --serve: fp8, int8, int4, int4-128, fp16, int8-row")] = None,
     head: Annotated[str | None, typer.Option(help="with --serve on a CPU: as for --weights, or graph=FILE")] = None,
-    precision: Annotated[str | None, typer.Option(help="with --serve on a CPU: fp32 (if not given) or bf16")] = None,
+    precision: Annotated[str | None, typer.Option(help="with --serve on a CPU: that of the saved weights")] = None,
     cache: Annotated[str | None, typer.Option(help="with --serve: keys and values as int4, loki=FILE, or both")] = None,
     stream_weights: Annotated[int, typer.Option(help="with --serve: blocks copied ahead from host memory", min=0)] = 0,
     resident_blocks: Annotated[int, typer.Option(help="with --stream-weights: blocks kept on the device", min=0)] = 0,
@@ -78,7 +78,7 @@ def plan_command(
     """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
     _refuse_ignored(context, serve)
     if serve:
-        ways = dict(zip(WAYS, (weights, cache, head, precision, stream_weights, resident_blocks), strict=True))
+        ways = dict(zip(WAYS, (weights, cache, head, precision, stream_weights, resident_blocks, "fp32"), strict=True))
         named = (model, run_file, overrides or [], cluster)
         _plan_serving(*named, (requests, prompt, output), ways, (speculate, accepted), as_json)
         return
@@ -175,19 +175,22 @@ def _plan_serving(
 ) -> None:
     """Plan to serve a model of the catalog, of a folder, or that of a run file."""
     _refuse_two_models(model, run_file, ())
+    import torch
+
     from weft.commands.console import make_console
     from weft.commands.plan_serve import plan_serving
     from weft.models.catalog import load_model
     from weft.models.recurrent import is_recurrent, recurrent_config
     from weft.planner.serving import ServingWorkload
     from weft.run_file import load_run
-    from weft.serve.generate import model_config
+    from weft.serve.generate import computes_in, model_config
     from weft.serve.weights.folder_codes import folder_format
 
     console, workload = make_console(as_json), ServingWorkload.of(*sizes)
     given = None if drafts[0] is None else (drafts[0], drafts[1])
     if run_file is not None:
         run = load_run(run_file, overrides)
+        ways["saved"] = "bf16" if run.plan.precision == "bf16" and not run.plan.memory.master else "fp32"
         plan_serving(run.name, run.model, cluster or run.cluster, workload, ways, given, console, as_json)
     else:
         assert model is not None
@@ -196,6 +199,7 @@ def _plan_serving(
         if config is None:
             config = recurrent_config(folder) if is_recurrent(folder) else model_config(folder)
             own = folder_format(folder) if ways["weights"] is None else None
+            ways["saved"] = "bf16" if computes_in(folder) == torch.bfloat16 else "fp32"
         ways["weights"] = ways["weights"] or own
         plan_serving(model, config, cluster or "local", workload, ways, given, console, as_json, own is not None)
 

@@ -26,6 +26,11 @@ from weft.planner.serving import (
 from weft.planner.serving_search import search_serving
 from weft.planner.serving_speculation import SpeculationPrice, price_speculation
 from weft.planner.serving_streaming import StreamingPrice
+from weft.serve.cache.four_bit_loki_cache import FourBitLokiFormat
+from weft.serve.cache.loki_cache import LokiFormat
+from weft.serve.cache_formats import cache_format
+from weft.serve.generate import context_length
+from weft.serve.parallel.traffic import ServedSizes
 
 NUM_SHOWN = 8
 NOT_PRICED = "Not priced on GPUs: --sums (sums over ranks are the library's), --adapter, and LSTM and GRU models."
@@ -45,23 +50,26 @@ def plan_serving(
     """Find the best layout to serve a model, and show it with others. Raises PlanError if none fits.
 
     `ways` are the formats of `weights`, `cache` and `head`, as options of `weft serve` name them, or None; `ahead`,
-    which is --stream-weights; `resident`, which is --resident-blocks; and `precision`. `drafts` are --speculate and
-    the share of drafts that are accepted. `has_codes`: the folder's own weights are nearest to the format `weights`.
+    which is --stream-weights; `resident`, which is --resident-blocks; `precision`; and `saved`, the precision in which
+    the weights are saved. `drafts` are --speculate and the share of drafts that are accepted. `has_codes`: the folder's
+    own weights are nearest to the format `weights`.
     """
     if not isinstance(config, LanguageConfig | RecurrentConfig):
         raise ConfigError(f"--serve is for models of text; {name} is a model of images")
     if ways["resident"] and not ways["ahead"]:
         raise ConfigError("--resident-blocks says how many blocks are not streamed; give --stream-weights too")
+    _refuse_lengths(name, config, workload)
     cluster = load(cluster_name)
     if is_cpu(cluster):
         refuse_options(ways, drafts)
         prompt, output = workload.lengths[0]
-        options = (ways["precision"] or "fp32", ways["weights"], ways["head"])
+        options = (ways["saved"], ways["weights"], ways["head"])
         question = CpuQuestion(name, config, cluster, prompt + output // 2, *options, has_codes)
         plan_cpu_serving(question, console, as_json)
         return
     ways = _refuse_cpu_options(name, config, ways)
     assert isinstance(config, LanguageConfig)
+    _refuse_axes(name, config, ways["cache"])
     precision = "bf16" if "bf16" in cluster.node.device.peak_flops else "fp32"
     with console.status("planning"):
         found, refused = search_serving(config, cluster, workload, precision, **ways)
@@ -90,6 +98,29 @@ def plan_serving(
         console.print(line, highlight=False, soft_wrap=True)
 
 
+def _refuse_lengths(name: str, config: LanguageConfig | RecurrentConfig, workload: ServingWorkload) -> None:
+    """Raise ConfigError for requests that are longer than the model is made for."""
+    longest, positions = max(workload.lengths, key=sum), context_length(config)
+    if sum(longest) > positions:
+        raise ConfigError(
+            f"--prompt {longest[0]} and --output {longest[1]} are {sum(longest)} tokens, and {name} is made for "
+            f"{positions} (max_position_embeddings or n_positions of its config); give shorter ones"
+        )
+
+
+def _refuse_axes(name: str, config: LanguageConfig, cache: str | None) -> None:
+    """Raise ConfigError for a file of Loki's axes that is of a model with other layers or heads."""
+    form = cache_format(cache)
+    loki, sizes = form.loki if isinstance(form, FourBitLokiFormat) else form, ServedSizes.of(config)
+    wanted = (sizes.num_layers, sizes.num_key_heads, sizes.head_dim, sizes.head_dim)
+    if isinstance(loki, LokiFormat) and tuple(loki.axes.shape) != wanted:
+        layers, heads, size = loki.axes.shape[:3]
+        raise ConfigError(
+            f"the file of --cache {cache} is of {layers} layers with {heads} key heads of {size}, and {name} has "
+            f"{wanted[0]} with {wanted[1]} of {wanted[2]}; run weft calibrate on the model that is served"
+        )
+
+
 def _given_options(ways: dict[str, Any]) -> str:
     """Options of `weft serve` that say the same."""
     names = {"weights": "weights", "cache": "cache", "ahead": "stream-weights", "resident": "resident-blocks"}
@@ -103,7 +134,7 @@ def _refuse_cpu_options(name: str, config: ModelConfig | RecurrentConfig, ways: 
     for key in ("head", "precision"):
         if ways[key] is not None:
             raise ConfigError(f"--{key} {ways[key]} is for a CPU; leave it out, or give --cluster machine.toml of one")
-    return {key: value for key, value in ways.items() if key not in ("head", "precision")}
+    return {key: value for key, value in ways.items() if key not in ("head", "precision", "saved")}
 
 
 def _of_drafts(price: SpeculationPrice) -> str:

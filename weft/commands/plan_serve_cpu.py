@@ -53,13 +53,16 @@ def refuse_options(ways: dict[str, Any], drafts: tuple[str, float] | None) -> No
     for option, value in given.items():
         if value:
             raise ConfigError(f"{option} is not priced on a CPU; leave it out, or plan for a GPU")
+    if ways["precision"] not in (None, ways["saved"]):
+        raise ConfigError(
+            f"--precision {ways['precision']} is no option of weft serve, which computes in {ways['saved']} on a CPU, "
+            f"as the weights are saved; leave it out, or give --weights or --head, as fp16, int8-row, int8 or int4"
+        )
 
 
 def plan_cpu_serving(asked: CpuQuestion, console: Console, as_json: bool) -> None:
     """Predict a decode of one request, and show it."""
     rates = measured_rates(asked.cluster)
-    if asked.precision not in DTYPES:
-        raise ConfigError(f"--precision {asked.precision} is unknown; give fp32 or bf16")
     dtype, graph = DTYPES[asked.precision], graph_head(asked.head)
     given = (asked.length, asked.weights, graph or asked.head)
     found = predict_decode(asked.config, rates, dtype, *given)

@@ -35,7 +35,7 @@ from weft.serve.cache.split_attention import merge_bytes
 from weft.serve.cache_formats import cache_format
 from weft.serve.model.mixed_graph import MAX_TOKENS
 from weft.serve.model.model_part import GPU_SHARE, refuse_shared_reading
-from weft.serve.parallel.rank_part import RankPlace, part_bytes, refuse_plan, stage_of
+from weft.serve.parallel.rank_part import RankPlace, part_bytes, refuse_model, refuse_plan, stage_of
 from weft.serve.parallel.traffic import ServedSizes, step_calls
 from weft.serve.scheduling.blocks import PagedBlocks
 from weft.serve.scheduling.request import Request
@@ -132,6 +132,7 @@ class ServingModel:
         """`ahead`: the weights of blocks are in host memory, and those of so many blocks are copied ahead. `resident`:
         so many of a rank's blocks stay on the device.
         """
+        refuse_model(config)
         self.config, self.cluster, self.plan = config, cluster, plan
         self.sizes = ServedSizes.of(config)
         self.kernels = Kernels(cluster.node.device, software_for_text(cluster), precision)

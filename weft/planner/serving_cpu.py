@@ -16,9 +16,10 @@ from weft.cluster.decode_rates import DecodeRates, LayerKind
 from weft.errors import ConfigError, PlanError
 from weft.serve.head.graph_head import GraphHead
 from weft.serve.model.recurrent import TABLE_BYTES
+from weft.serve.parallel.rank_part import refuse_model
 from weft.serve.parallel.traffic import ServedSizes
-from weft.serve.weights.cpu_group_product import GROUPS
-from weft.serve.weights.weight_formats import FORMATS, HEAD_FORMATS, Grouped, weight_bytes
+from weft.serve.weights.cpu_group_product import GROUPS, arranged_bytes
+from weft.serve.weights.weight_formats import FORMATS, HEAD_FORMATS, Grouped, RowFp8, weight_bytes
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 Shape = tuple[int, int]  # outputs and inputs of a weight
@@ -117,8 +118,10 @@ def refuse(config: ServedConfig, dtype: str, weights: str | None, head: str | Gr
             raise ConfigError(
                 "LSTM and GRU models are served with their weights as they are; leave out --weights, --head"
             )
-    elif isinstance(config, DecoderConfig) and (any(ServedSizes.of(config).expert_layers) or config.kv_lora_rank):
-        raise ConfigError("models with experts or latent attention are not priced on a CPU; plan for GPUs")
+    else:
+        refuse_model(config)
+        if any(ServedSizes.of(config).expert_layers):
+            raise ConfigError("models with experts are not priced on a CPU; plan for GPUs")
     if isinstance(head, GraphHead):
         if head.num_tokens > config.vocab_size:
             raise ConfigError(
@@ -171,8 +174,11 @@ def held_bytes(
 
 
 def _twice(kept: str, shape: Shape) -> int:
-    """Bytes of a weight, twice where a CPU's products take codes in another order."""
-    return kept_bytes(kept, *shape) * (1 if kept in ITEM_BYTES or kept == "fp8" else 2)
+    """Bytes of a weight, and of the same weight in the order that a CPU's products with codes take."""
+    own, form = kept_bytes(kept, *shape), FORMATS.get(kept)
+    if isinstance(form, Grouped):
+        return own + arranged_bytes(*shape, form.size_of_group(shape[1]), form.bits)
+    return own * (1 if form is None or isinstance(form, RowFp8) else 2)
 
 
 def _layers(config: ServedConfig, dtype: str) -> _Layers:

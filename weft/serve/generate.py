@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from weft.architectures.recurrent import RecurrentConfig
 from weft.checkpoint import Checkpoint
 from weft.cluster.local_gpus import BF16_CAPABILITY
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import ConfigError
-from weft.models import LanguageConfig, read_config
+from weft.models import GPT2Config, LanguageConfig, read_config
 from weft.models.hf import FolderWeights
 from weft.models.hf_quantisation import Quantisation
 from weft.models.recurrent import is_recurrent, load_recurrent
@@ -36,7 +37,7 @@ from weft.serve.calibration.corrected_blocks import corrected_parts, make_room_f
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.head.graph_head import GraphHead
 from weft.serve.model.streamed_model import Streaming, stream_model
-from weft.serve.parallel.rank_part import PartValues, RankPlace, build_part, build_whole
+from weft.serve.parallel.rank_part import PartValues, RankPlace, build_part, build_whole, refuse_model
 from weft.serve.scheduling.request import Request, RequestError, Sampling
 from weft.serve.scheduling.speculation import EarlyLayers
 from weft.serve.weights.folder_codes import Packed, Quantised, codes_of_folder, make_room_for_codes
@@ -139,9 +140,9 @@ def load_for_generation(
         if folder.quantisation is not None:
             quantised = _codes(folder, folder.quantisation, weights, say)
         own = _folder_tokenizer(path, tokenizer)
-        context = int(getattr(config, "n_positions", 0) or getattr(config, "max_position_embeddings", 1024))
+        context = context_length(config)
         rows = None if texts is None else texts(own, context)
-        return _load(config, torch.float32, folder.read, wanted, rows, quantised), own, context
+        return _load(config, computes_in(path), folder.read, wanted, rows, quantised), own, context
     return with_intact_checkpoint(path, partial(_load_checkpoint, tokenizer=tokenizer, wanted=wanted), say)
 
 
@@ -161,12 +162,24 @@ def _load_recurrent(path: Path, tokenizer: str | None, wanted: _Wanted) -> tuple
             "and --stream-weights"
         )
     model = load_recurrent(path).to(wanted.device)
-    return model, _folder_tokenizer(path, tokenizer), model.config.max_position_embeddings
+    return model, _folder_tokenizer(path, tokenizer), context_length(model.config)
 
 
 def model_config(path: Path) -> LanguageConfig:
     """The config of the model at a path."""
     return read_config(path) if (path / "config.json").is_file() else saved_model(open_checkpoint(path))
+
+
+def context_length(config: LanguageConfig | RecurrentConfig) -> int:
+    """The most tokens that a model is made for."""
+    return config.n_positions if isinstance(config, GPT2Config) else config.max_position_embeddings
+
+
+def computes_in(path: Path) -> torch.dtype:
+    """The dtype in which the model at a path computes on a CPU: that of a run's saved weights, else float32."""
+    if is_recurrent(path) or (path / "config.json").is_file():
+        return torch.float32
+    return open_checkpoint(path).entries("parameter")[0].dtype
 
 
 def _load_checkpoint(
@@ -191,8 +204,7 @@ def _load(
     """A model, or a rank's part of it, with its weights. It is made without initial values, which would take long.
     `quantised` gives codes that are taken over, `texts` are rows of tokens by which rounding is corrected.
     """
-    if config.architecture == "deepseek_v3":
-        raise ConfigError("weft does not serve architecture 'deepseek_v3' yet; serve a model of another architecture")
+    refuse_model(config)
     place, weights, device = wanted.place, wanted.weights, wanted.device
     model, cuts = build_whole(config) if place is None else build_part(config, place)
     assert not list(model.buffers()), "buffers would be left without values"

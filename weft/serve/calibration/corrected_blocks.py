@@ -45,7 +45,7 @@ class _OneBlock(nn.Module):
 def make_room_for_corrected(model: nn.Module, cuts: Mapping[str, Cut], format: WeightFormat) -> None:
     """Replace linears and experts of a rank's part, on the meta device, by packed ones without values."""
     if not isinstance(format, Grouped):
-        raise ConfigError("a calibration text corrects int4 and int8 only; leave it out with fp8")
+        raise ConfigError("a calibration text corrects int4 and int8 only; leave it out with other formats")
     for name, _ in list(linears_to_pack(model)):
         cut = cuts[f"{name}.weight"]
         make_room_of(model, name, Grouped(format.bits, local_group(format.size_of_group(cut.shape[1]), cut)))

@@ -130,6 +130,11 @@ def refuse_options(source: Path, options: ServeOptions, plan: Plan) -> None:
         )
     if options.follows:
         require_run(source)
+    if options.follows and options.calibration is not None and plan.num_ranks > 1:
+        raise ConfigError(
+            "--follow with --calibration would correct the rounding of newer weights while requests wait, as ranks "
+            "read them between two steps; leave out one of them, or serve on one rank, which does both meanwhile"
+        )
     if options.follows and options.stream_weights:
         raise ConfigError("--follow replaces weights, which --stream-weights does not allow; leave out one of them")
     if options.follows and options.head not in (None, *HEAD_FORMATS):

@@ -214,7 +214,7 @@ class ModelPart:
 
     def _arrange_weights(self) -> None:
         if self.device.type == "cpu" and self.streamed is None and isinstance(self.paged, PagedModel):
-            self.paged.arrange_for_cpu()
+            self.paged.arrange_for_cpu(list if self.ranks is None else self.ranks.agree_on_rows)
 
     def refuse_weights(self, model: nn.Module) -> None:
         """Raise ConfigError if a model is another one than this."""

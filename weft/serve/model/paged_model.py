@@ -10,7 +10,7 @@ weights (`split_layers.py`); keys and values in its cache are those of its own b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +38,7 @@ from weft.serve.model.split_layers import (
     norm_of,
     summed,
 )
+from weft.serve.parallel.rank_part import refuse_model
 from weft.serve.weights.packed_experts import PackedStack
 from weft.serve.weights.packed_linear import PackedLinear, end_to_end, join_packed
 from weft.serve.weights.streamed_weights import StreamedWeights
@@ -90,6 +91,7 @@ class PagedModel:
                 f"the engine cannot serve a {type(model).__name__}; it serves Decoder and GPT2 of weft.models, which "
                 f"load_for_generation gives for run folders and Hugging Face folders"
             )
+        refuse_model(model.config)
         self.model, self.axes = model, axes
         self.cache_format = cache_format or PlainFormat()
         self._streamed = streamed
@@ -185,18 +187,27 @@ class PagedModel:
         """What each block's weights are in."""
         return [(block.layer, *block.linears) for block in self.blocks]
 
-    def arrange_for_cpu(self) -> None:
-        """Keep weights in fewer bits as a CPU's products take them. Call it again when weights have changed."""
+    def arrange_for_cpu(self, agree: Callable[[list[int]], list[int]]) -> None:
+        """Keep weights in fewer bits as a CPU's products take them. Call it again when weights have changed.
+
+        `agree` is given the most rows of each weight's product with codes, and returns those that are used.
+        """
+        packed = list(self._packed())
+        for one in packed:
+            one.arrange_for_cpu(self.dtype)
+        for one, max_rows in zip(packed, agree([one.max_rows for one in packed]), strict=True):
+            one.limit_rows(max_rows)
+
+    def _packed(self) -> Iterator[PackedLinear | PackedStack]:
+        """The weights in fewer bits that are multiplied, in an order that all ranks with the same blocks share."""
         for linear in (*(one for block in self.blocks for one in block.linears), self.model.lm_head):
             if isinstance(linear, PackedLinear):
-                linear.arrange_for_cpu(self.dtype)
+                yield linear
         for module in self.body.modules():
             if isinstance(module, PackedStack):
-                module.arrange_for_cpu(self.dtype)
+                yield module
             elif isinstance(module, SparseMLP):  # the expert that all tokens use is beside the stack
-                for one in module.modules():
-                    if isinstance(one, PackedLinear):
-                        one.arrange_for_cpu(self.dtype)
+                yield from (one for one in module.modules() if isinstance(one, PackedLinear))
 
     def logits(self, residual: Tensor) -> Tensor:
         """The logits [rows, vocab] of rows of the residual stream."""
@@ -217,11 +228,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 def _decoder_block(layer: DecoderLayer, axes: ModelAxes) -> PagedBlock:
     attention = layer.self_attn
-    if not isinstance(attention, Attention):
-        raise ConfigError(
-            f"the engine cannot serve {type(attention).__name__} (architecture 'deepseek_v3'), whose keys and values "
-            f"are not kept in pages; serve a model of another architecture"
-        )
+    assert isinstance(attention, Attention), "refuse_model lets it pass"
     head_dim = attention.head_dim
     add_mlp, mlp_linears = _add_mlp(layer.mlp, layer.post_attention_layernorm, axes)
     norms = (attention.q_norm, attention.k_norm)

@@ -112,6 +112,17 @@ class ServingRanks:
         all_reduce(smallest, self._everyone, "min").wait()
         return int(smallest)
 
+    def agree_on_rows(self, numbers: list[int]) -> list[int]:
+        """For each place of a list, the smallest number that ranks with the same blocks give, on CPUs. Each rank
+        measures for itself up to how many rows it multiplies codes; ranks that compute the same must round the same.
+        All ranks must call it, with lists of one length.
+        """
+        smallest = torch.tensor(numbers, dtype=torch.int64)
+        for name in ("data", *AXES, "context") if numbers else ():
+            if self.mesh[name].degree > 1:
+                all_reduce(smallest, self.mesh[name], "min").wait()
+        return smallest.tolist()
+
     def add_up(self, number: int) -> int:
         """The sum, modulo 2^64, of the numbers of 64 bits that the ranks of this replica give, once for those of
         `context`, which hold the same weights. All must call it.

@@ -20,7 +20,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from weft.errors import PlanError
+from weft.errors import ConfigError, PlanError
 from weft.inspection.parameter_cut import Cut, share
 from weft.models import GPT2, Decoder, LanguageConfig, build
 from weft.parallel.apply import STRATEGIES
@@ -45,8 +45,18 @@ class RankPlace:
     coordinates: Mapping[str, int]
 
 
+def refuse_model(config: LanguageConfig) -> None:
+    """Raise ConfigError if models of this architecture are not served."""
+    if config.architecture == "deepseek_v3":
+        raise ConfigError(
+            "weft does not serve architecture 'deepseek_v3' yet: its latent keys and values are not kept in pages; "
+            "serve a model of another architecture"
+        )
+
+
 def refuse_plan(config: LanguageConfig, plan: Plan) -> None:
-    """Raise PlanError if a model cannot be served under a plan."""
+    """Raise PlanError if a model cannot be served under a plan, ConfigError if it is not served at all."""
+    refuse_model(config)
     degrees = TensorDegrees(plan.tensor.x, plan.tensor.y)
     context = Context(plan.context.degree)
     served = Plan(data=plan.data, pipe=Pipe(plan.pipe.degree), expert=plan.expert, tensor=degrees, context=context)

@@ -66,6 +66,12 @@ def group_weight(coded: GroupCodes, bits: int, max_rows: int) -> GroupWeight:
     return GroupWeight(digits, group, num_out, max_rows)
 
 
+def arranged_bytes(num_out: int, num_in: int, group: int, bits: int) -> int:
+    """Bytes of a `GroupWeight`: 4 bits for each weight and two numbers of 16 bits for each group, for each digit."""
+    rows = num_out + -num_out % OUTPUT_MULTIPLE
+    return bits // 4 * rows * (num_in // 2 + 4 * num_in // group)
+
+
 def _digits(codes: Tensor, scale: Tensor, middle: Tensor) -> tuple[Tensor, Tensor]:
     """(codes - 8) * scale + middle, as torch's product takes it."""
     ranges = torch.stack([scale, middle], dim=-1).transpose(0, 1)  # [groups, out, 2]

@@ -14,7 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.serve.weights.cpu_product import DTYPES, MEASURED_WEIGHTS, most_rows, packed_function, slower_than_decoding
+from weft.serve.weights.cpu_product import (
+    DTYPES,
+    MEASURED_WEIGHTS,
+    has_fbgemm,
+    most_rows,
+    packed_function,
+    slower_than_decoding,
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,8 @@ def refusal(num_in: int, dtype: torch.dtype) -> str | None:
 @cache
 def has_product() -> bool:
     """Has this torch the product, and does it give what it should on this CPU?"""
+    if not has_fbgemm():
+        return False
     weight = (torch.arange(17.0 * 64).view(17, 64) - 500).half()
     try:
         found = half_weight(weight, 1).product(torch.eye(64))

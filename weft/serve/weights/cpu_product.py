@@ -8,10 +8,12 @@ measurement says from how many rows on. The codes are kept a second time, in the
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable
+from dataclasses import Field, replace
 from functools import cache, partial
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +26,9 @@ Product = Callable[[Tensor], Tensor]
 
 
 class CpuWeight(Protocol):
-    """A weight [out, in] in fewer bits, in the order in which a product takes it."""
+    """A weight [out, in] in fewer bits, in the order in which a product takes it. It is a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
     def max_rows(self) -> int:
@@ -32,6 +36,11 @@ class CpuWeight(Protocol):
 
     def product(self, hidden: Tensor) -> Tensor:
         """hidden [rows, in] @ weight.T."""
+
+
+def limited(weight: CpuWeight | None, max_rows: int) -> CpuWeight | None:
+    """The weight for products of at most so many rows; None if there are none."""
+    return replace(weight, max_rows=max_rows) if weight is not None and max_rows else None
 
 
 def most_rows(by_codes: Product, plain: Product, num_in: int, dtype: torch.dtype) -> int:
@@ -57,6 +66,13 @@ def most_of(numbers: tuple[int, ...], is_faster: Callable[[int], bool]) -> int:
 def slower_than_decoding(num_in: int) -> str:
     """Why weights are decoded for which `most_rows` is 0."""
     return f"decoding was faster than products with codes in a short measurement with {num_in} inputs"
+
+
+def has_fbgemm() -> bool:
+    """Do torch's products by FBGEMM run on this CPU? Torch names them on others too, where an illegal instruction ends
+    the process.
+    """
+    return platform.machine().lower() in ("x86_64", "amd64") and torch.backends.cpu.get_cpu_capability() != "DEFAULT"
 
 
 @cache

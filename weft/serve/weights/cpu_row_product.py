@@ -24,7 +24,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.serve.weights.cpu_product import DTYPES, MEASURED_WEIGHTS, most_rows, packed_function, slower_than_decoding
+from weft.serve.weights.cpu_product import (
+    DTYPES,
+    MEASURED_WEIGHTS,
+    has_fbgemm,
+    most_rows,
+    packed_function,
+    slower_than_decoding,
+)
 
 MIDDLE = 64  # of the bytes that stand for digits: the zero point
 BASE = 128  # of the low digit
@@ -138,6 +145,8 @@ def refusal(num_in: int, dtype: torch.dtype) -> str | None:
 @torch.inference_mode()
 def has_product() -> bool:
     """Has this torch the product, and does it give what it should on this CPU?"""
+    if not has_fbgemm():
+        return False
     codes = (torch.arange(16 * 64).view(16, 64) % 255 - 127).to(torch.int8)
     codes[:2] = torch.tensor([[127], [-127]])  # with rows of equal inputs, the largest sums
     rows = torch.cat([torch.eye(64), torch.ones(2, 64) * torch.tensor([[1.0], [-1.0]])])

@@ -18,7 +18,7 @@ from weft.models.attention import RMSNorm
 from weft.models.decoder import Attention
 from weft.models.experts import StackedExperts, SwiGLU
 from weft.models.gpt2 import GPT2MLP, GPT2Attention
-from weft.serve.weights.cpu_product import CpuWeight
+from weft.serve.weights.cpu_product import CpuWeight, limited
 from weft.serve.weights.packed_experts import PackedExperts, PackedStack
 from weft.serve.weights.plain_norm import plain_norm
 from weft.serve.weights.weight_formats import HEAD_FORMATS, AfterProduct, WeightFormat, refuse_bad_weight, weight_format
@@ -60,6 +60,15 @@ class PackedLinear(nn.Linear):
     def arrange_for_cpu(self, dtype: torch.dtype) -> None:
         """Keep the weight a second time as a CPU's product with codes takes it, where that is faster."""
         self.for_cpu = self.format.for_cpu(self.parts, dtype)
+
+    @property
+    def max_rows(self) -> int:
+        """The most rows of a product with codes on a CPU; 0 if all products decode the weight."""
+        return 0 if self.for_cpu is None else self.for_cpu.max_rows
+
+    def limit_rows(self, max_rows: int) -> None:
+        """Use products with codes for at most so many rows."""
+        self.for_cpu = limited(self.for_cpu, max_rows)
 
     def fused(
         self,
