@@ -140,6 +140,15 @@ class DecoderConfig:
     def num_layers(self) -> int:
         return self.num_hidden_layers
 
+    @property
+    def context_length(self) -> int:
+        """The most tokens of a text that the model is made for."""
+        return self.max_position_embeddings
+
+    def with_layers(self, num_layers: int) -> DecoderConfig:
+        """The same model with another number of layers, all of them like its last ones."""
+        return replace(self, num_hidden_layers=num_layers, num_experts_per_layer=(), first_k_dense_replace=0)
+
     def has_experts(self, layer: int) -> bool:
         """Has a layer experts in place of one MLP?"""
         if self.num_experts_per_layer:
@@ -275,6 +284,14 @@ class GPT2Config:
         return self.n_layer
 
     @property
+    def context_length(self) -> int:
+        return self.n_positions
+
+    def with_layers(self, num_layers: int) -> GPT2Config:
+        """The same model with another number of layers."""
+        return replace(self, n_layer=num_layers)
+
+    @property
     def inner_size(self) -> int:
         return 4 * self.n_embd if self.n_inner is None else self.n_inner
 
@@ -292,4 +309,4 @@ class GPT2Config:
         )
 
 
-LanguageConfig = DecoderConfig | GPT2Config
+TransformerConfig = DecoderConfig | GPT2Config

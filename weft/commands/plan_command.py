@@ -178,7 +178,6 @@ def _plan_serving(
     from weft.commands.console import make_console
     from weft.commands.plan_serve import plan_serving
     from weft.models.catalog import load_model
-    from weft.models.recurrent import is_recurrent, recurrent_config
     from weft.planner.serving import ServingWorkload
     from weft.run_file import load_run
     from weft.serve.generate import model_config
@@ -194,7 +193,7 @@ def _plan_serving(
         folder, own = Path(model), None
         config: Any = load_model(model) if not folder.is_dir() else None
         if config is None:
-            config = recurrent_config(folder) if is_recurrent(folder) else model_config(folder)
+            config = model_config(folder)
             own = folder_format(folder) if ways["weights"] is None else None
         ways["weights"] = ways["weights"] or own
         plan_serving(model, config, cluster or "local", workload, ways, given, console, as_json, own is not None)

@@ -8,8 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from weft.architectures import LanguageConfig, ModelConfig
-from weft.architectures.recurrent import RecurrentConfig
+from weft.architectures import LanguageConfig, ModelConfig, RecurrentConfig
 from weft.cluster.cpu_rates import is_cpu
 from weft.cluster.hardware import Cluster, load
 from weft.commands.console import print_json
@@ -33,7 +32,7 @@ NOT_PRICED = "Not priced on GPUs: --sums (sums over ranks are the library's), --
 
 def plan_serving(
     name: str,
-    config: ModelConfig | RecurrentConfig,
+    config: ModelConfig,
     cluster_name: str,
     workload: ServingWorkload,
     ways: dict[str, Any],
@@ -48,7 +47,7 @@ def plan_serving(
     which is --stream-weights; `resident`, which is --resident-blocks; and `precision`. `drafts` are --speculate and
     the share of drafts that are accepted. `has_codes`: the folder's own weights are nearest to the format `weights`.
     """
-    if not isinstance(config, LanguageConfig | RecurrentConfig):
+    if not isinstance(config, LanguageConfig):
         raise ConfigError(f"--serve is for models of text; {name} is a model of images")
     if ways["resident"] and not ways["ahead"]:
         raise ConfigError("--resident-blocks says how many blocks are not streamed; give --stream-weights too")
@@ -60,8 +59,9 @@ def plan_serving(
         question = CpuQuestion(name, config, cluster, prompt + output // 2, *options, has_codes)
         plan_cpu_serving(question, console, as_json)
         return
-    ways = _refuse_cpu_options(name, config, ways)
-    assert isinstance(config, LanguageConfig)
+    if isinstance(config, RecurrentConfig):
+        raise ConfigError(f"{name} is an LSTM or GRU, priced on a CPU only; give --cluster machine.toml of one")
+    ways = _refuse_cpu_options(ways)
     precision = "bf16" if "bf16" in cluster.node.device.peak_flops else "fp32"
     with console.status("planning"):
         found, refused = search_serving(config, cluster, workload, precision, **ways)
@@ -96,10 +96,8 @@ def _given_options(ways: dict[str, Any]) -> str:
     return "".join(f" --{option} {ways[key]}" for key, option in names.items() if ways[key])
 
 
-def _refuse_cpu_options(name: str, config: ModelConfig | RecurrentConfig, ways: dict[str, Any]) -> dict[str, Any]:
+def _refuse_cpu_options(ways: dict[str, Any]) -> dict[str, Any]:
     """The options that GPUs have. Raises ConfigError for what is priced on CPUs only."""
-    if isinstance(config, RecurrentConfig):
-        raise ConfigError(f"{name} is an LSTM or GRU, priced on a CPU only; give --cluster machine.toml of one")
     for key in ("head", "precision"):
         if ways[key] is not None:
             raise ConfigError(f"--{key} {ways[key]} is for a CPU; leave it out, or give --cluster machine.toml of one")

@@ -4,7 +4,8 @@ Each parameter has its own generator, seeded by (seed, parameter name). So its v
 initialisation, the rank, the device or the dtype: every layout starts from the same model. (On another kind of CPU the
 last bits may differ, because torch's normal values use the CPU's own logarithm.) Weights are normal, norms are one,
 biases are zero. Language models use the scheme of GPT-2: standard deviation 0.02, and projections that write to the
-residual stream scaled by 1 / sqrt(2 * layers). Image models use that of He et al. (2015); for convolutions by fan-out,
+residual stream scaled by 1 / sqrt(2 * layers). Weights of LSTM and GRU have the variance of torch's own, 1 / (3 *
+inputs). Image models use that of He et al. (2015); for convolutions by fan-out,
 as in torchvision: standard deviation sqrt(2 / (outputs × kernel)).
 """
 
@@ -17,19 +18,35 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from weft.architectures import DecoderConfig, GPT2Config, LanguageConfig, ModelConfig, VisionConfig
+from weft.architectures import (
+    DecoderConfig,
+    GPT2Config,
+    LanguageConfig,
+    ModelConfig,
+    RecurrentConfig,
+    TransformerConfig,
+    VisionConfig,
+)
 from weft.errors import ConfigError
 from weft.models.decoder import Decoder
 from weft.models.gpt2 import GPT2
+from weft.models.recurrent import RecurrentModel
 from weft.models.vision import VisionModel, build_vision
 
-LanguageModel = Decoder | GPT2
+Transformer = Decoder | GPT2
+LanguageModel = Transformer | RecurrentModel
 Model = LanguageModel | VisionModel
 
 DEVIATION = 0.02
+BIASES = ("bias", "bias_ih", "bias_hh")
+RECURRENT_WEIGHTS = (".weight_ih", ".weight_hh")
 RESIDUAL_PROJECTIONS = ("o_proj.weight", "down_proj.weight", "c_proj.weight", "experts.down_proj")
 
 
+@overload
+def build(config: TransformerConfig) -> Transformer: ...
+@overload
+def build(config: RecurrentConfig) -> RecurrentModel: ...
 @overload
 def build(config: LanguageConfig) -> LanguageModel: ...
 @overload
@@ -38,6 +55,8 @@ def build(config: ModelConfig) -> Model:
     """Build the model of a config on the default device. `initialise` or a checkpoint must set its values."""
     if isinstance(config, DecoderConfig):
         return Decoder(config)
+    if isinstance(config, RecurrentConfig):
+        return RecurrentModel(config)
     return GPT2(config) if isinstance(config, GPT2Config) else build_vision(config)
 
 
@@ -52,14 +71,14 @@ def initialise(model: Model, seed: int) -> None:
 
 def initial_value(config: ModelConfig, name: str, shape: torch.Size, seed: int) -> Tensor:
     """The initial value of one parameter: float32, on the CPU. A tied head has the value of the embedding."""
-    if name.endswith(".bias"):
+    if name.rpartition(".")[2] in BIASES:
         return torch.zeros(shape, device="cpu")
     if len(shape) == 1:
         return torch.ones(shape, device="cpu")  # a norm
     if isinstance(config, LanguageConfig):
         if config.tie_word_embeddings and name == "lm_head.weight":
             name = config.embedding_name
-        deviation = DEVIATION
+        deviation = math.sqrt(1 / (3 * shape[1])) if name.endswith(RECURRENT_WEIGHTS) else DEVIATION
         if name.endswith(RESIDUAL_PROJECTIONS):
             deviation /= math.sqrt(2 * config.num_layers)
     elif len(shape) == 2:

@@ -16,7 +16,7 @@ from torch import Tensor
 from weft.cluster.hardware import Cluster
 from weft.compile.saved_bytes import compiled_profile
 from weft.errors import PlanError
-from weft.models import DecoderConfig, GPT2Config, LanguageConfig, build
+from weft.models import DecoderConfig, LanguageConfig, build
 from weft.models.loss import ExampleLoss
 from weft.models.loss_head import install_loss_head
 from weft.plan import Plan, Precision
@@ -71,11 +71,7 @@ def _traced(
     config: LanguageConfig, sequence: int, precision: Precision, is_compiled: bool, equal_stages: bool
 ) -> TracedModel:
     """Profiles a model. The result does not depend on the cluster, so questions about several clusters share it."""
-    shallow = (
-        replace(config, n_layer=NUM_PROFILED)
-        if isinstance(config, GPT2Config)
-        else replace(config, num_hidden_layers=NUM_PROFILED, num_experts_per_layer=(), first_k_dense_replace=0)
-    )
+    shallow = config.with_layers(NUM_PROFILED)
     found, in_head = _profiled(shallow, sequence, precision, False), _profiled(shallow, sequence, precision, True)
     units = None if equal_stages else ModelUnits((found, in_head), config.num_layers)
     if is_compiled:

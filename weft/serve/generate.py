@@ -18,10 +18,9 @@ from weft.checkpoint import Checkpoint
 from weft.cluster.local_gpus import BF16_CAPABILITY
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import ConfigError
-from weft.models import LanguageConfig, read_config
+from weft.models import LanguageConfig, RecurrentConfig, read_config
 from weft.models.hf import FolderWeights
 from weft.models.hf_quantisation import Quantisation
-from weft.models.recurrent import is_recurrent, load_recurrent
 from weft.saved_run import (
     open_checkpoint,
     parameter_reader,
@@ -130,8 +129,6 @@ def load_for_generation(
     corrected, block by block (`serve/calibration/corrected_blocks.py`).
     """
     wanted = _Wanted(torch.device(device), place, weights, on_host, streaming, texts, say)
-    if is_recurrent(path):
-        return _load_recurrent(path, tokenizer, wanted)
     if (path / "config.json").is_file():
         config = read_config(path)
         folder = FolderWeights(path, config)
@@ -139,9 +136,8 @@ def load_for_generation(
         if folder.quantisation is not None:
             quantised = _codes(folder, folder.quantisation, weights, say)
         own = _folder_tokenizer(path, tokenizer)
-        context = int(getattr(config, "n_positions", 0) or getattr(config, "max_position_embeddings", 1024))
-        rows = None if texts is None else texts(own, context)
-        return _load(config, torch.float32, folder.read, wanted, rows, quantised), own, context
+        rows = None if texts is None else texts(own, config.context_length)
+        return _load(config, torch.float32, folder.read, wanted, rows, quantised), own, config.context_length
     return with_intact_checkpoint(path, partial(_load_checkpoint, tokenizer=tokenizer, wanted=wanted), say)
 
 
@@ -151,17 +147,6 @@ def _folder_tokenizer(path: Path, tokenizer: str | None) -> Tokenizer:
     if not tokenizer and not Path(spec).is_file():
         raise ConfigError(f"{path} has no tokenizer.json; pass --tokenizer bytes or a tokenizer.json")
     return load_tokenizer(spec)
-
-
-def _load_recurrent(path: Path, tokenizer: str | None, wanted: _Wanted) -> tuple[nn.Module, Tokenizer, int]:
-    is_on_host = wanted.on_host or wanted.streaming is not None
-    if wanted.place is not None or wanted.weights is not None or is_on_host:
-        raise ConfigError(
-            "a recurrent model is served on one rank, with its weights as they are, on the device; leave out --weights "
-            "and --stream-weights"
-        )
-    model = load_recurrent(path).to(wanted.device)
-    return model, _folder_tokenizer(path, tokenizer), model.config.max_position_embeddings
 
 
 def model_config(path: Path) -> LanguageConfig:
@@ -194,7 +179,11 @@ def _load(
     if config.architecture == "deepseek_v3":
         raise ConfigError("weft does not serve architecture 'deepseek_v3' yet; serve a model of another architecture")
     place, weights, device = wanted.place, wanted.weights, wanted.device
-    model, cuts = build_whole(config) if place is None else build_part(config, place)
+    if isinstance(config, RecurrentConfig):
+        _refuse_recurrent(wanted)
+        model, cuts = build_whole(config)
+    else:
+        model, cuts = build_whole(config) if place is None else build_part(config, place)
     assert not list(model.buffers()), "buffers would be left without values"
     has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
     model.to(torch.bfloat16 if has_bf16 else dtype)
@@ -213,6 +202,16 @@ def _load(
         return stream_model(model, device, wanted.streaming, values)
     values.give_all()
     return model.eval()
+
+
+def _refuse_recurrent(wanted: _Wanted) -> None:
+    """Raise ConfigError for ways to load that a recurrent model does not have."""
+    given = (wanted.place, wanted.weights, wanted.streaming, wanted.texts)
+    if wanted.on_host or any(one is not None for one in given):
+        raise ConfigError(
+            "a recurrent model is served on one rank, with its weights as they are, on the device; leave out "
+            "--weights, --stream-weights and the plan"
+        )
 
 
 def _codes(
