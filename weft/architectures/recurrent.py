@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
 from weft.architectures.sizes import require_positive
 from weft.errors import ConfigError
 
+HEAD_DEVIATION = 0.02
 RecurrentArchitecture = Literal["lstm", "gru"]
 
 
@@ -25,6 +27,7 @@ class RecurrentConfig:
     tie_word_embeddings: bool = False
 
     embedding_name: ClassVar[str] = "embed_tokens.weight"
+    is_compiled: ClassVar[bool] = False  # torch.compile would unroll a sequence token by token
 
     def __post_init__(self) -> None:
         if self.architecture not in get_args(RecurrentArchitecture):
@@ -43,6 +46,14 @@ class RecurrentConfig:
     def num_gates(self) -> int:
         """Products of a layer's input and state, each as wide as the state."""
         return 4 if self.architecture == "lstm" else 3
+
+    def initial_deviation(self, name: str, num_inputs: int) -> float:
+        """The standard deviation of a weight's initial values: that of torch's own layers. A tied embedding is also the
+        head, whose values are small.
+        """
+        if ".weight_" in name:
+            return math.sqrt(1 / (3 * num_inputs))
+        return 1.0 if name == self.embedding_name and not self.tie_word_embeddings else HEAD_DEVIATION
 
     def with_layers(self, num_layers: int) -> RecurrentConfig:
         """The same model with another number of layers."""

@@ -4,8 +4,8 @@ Each parameter has its own generator, seeded by (seed, parameter name). So its v
 initialisation, the rank, the device or the dtype: every layout starts from the same model. (On another kind of CPU the
 last bits may differ, because torch's normal values use the CPU's own logarithm.) Weights are normal, norms are one,
 biases are zero. Language models use the scheme of GPT-2: standard deviation 0.02, and projections that write to the
-residual stream scaled by 1 / sqrt(2 * layers). Weights of LSTM and GRU have the variance of torch's own, 1 / (3 *
-inputs). Image models use that of He et al. (2015); for convolutions by fan-out,
+residual stream scaled by 1 / sqrt(2 * layers). LSTM and GRU have the deviations of torch's own layers, and biases of
+one for forget gates (Jozefowicz et al. 2015). Image models use that of He et al. (2015); for convolutions by fan-out,
 as in torchvision: standard deviation sqrt(2 / (outputs × kernel)).
 """
 
@@ -37,10 +37,7 @@ Transformer = Decoder | GPT2
 LanguageModel = Transformer | RecurrentModel
 Model = LanguageModel | VisionModel
 
-DEVIATION = 0.02
 BIASES = ("bias", "bias_ih", "bias_hh")
-RECURRENT_WEIGHTS = (".weight_ih", ".weight_hh")
-RESIDUAL_PROJECTIONS = ("o_proj.weight", "down_proj.weight", "c_proj.weight", "experts.down_proj")
 
 
 @overload
@@ -72,15 +69,16 @@ def initialise(model: Model, seed: int) -> None:
 def initial_value(config: ModelConfig, name: str, shape: torch.Size, seed: int) -> Tensor:
     """The initial value of one parameter: float32, on the CPU. A tied head has the value of the embedding."""
     if name.rpartition(".")[2] in BIASES:
-        return torch.zeros(shape, device="cpu")
+        value = torch.zeros(shape, device="cpu")
+        if config.architecture == "lstm" and name.endswith("bias_ih"):
+            value[len(value) // 4 : len(value) // 2] = 1  # forget gates, which are then open
+        return value
     if len(shape) == 1:
         return torch.ones(shape, device="cpu")  # a norm
     if isinstance(config, LanguageConfig):
         if config.tie_word_embeddings and name == "lm_head.weight":
             name = config.embedding_name
-        deviation = math.sqrt(1 / (3 * shape[1])) if name.endswith(RECURRENT_WEIGHTS) else DEVIATION
-        if name.endswith(RESIDUAL_PROJECTIONS):
-            deviation /= math.sqrt(2 * config.num_layers)
+        deviation = config.initial_deviation(name, shape[-1])
     elif len(shape) == 2:
         deviation = math.sqrt(1 / shape[1])  # a classifier: its logits have the scale of its input features
     else:

@@ -43,6 +43,13 @@ class TracedModel(NamedTuple):
     units: ModelUnits | None
 
 
+def software_of(config: LanguageConfig, cluster: Cluster, compiles: bool | None = None) -> Software:
+    """How weft trains a language model on a cluster. `compiles` is the run's setting; None compiles what can be on
+    GPUs.
+    """
+    return software_for_text(cluster, compiles if config.is_compiled else False)
+
+
 @lru_cache(maxsize=8)
 def planned_model(
     config: LanguageConfig,
@@ -60,7 +67,7 @@ def planned_model(
             f"num_experts_per_layer = {list(config.num_experts_per_layer)} gives layers different numbers of experts, "
             f"and weft plans models whose layers are equal; give a plan, or use num_experts"
         )
-    software = software or software_for_text(cluster)
+    software = software or software_of(config, cluster)
     found = _traced(config, sequence, precision, software.compiled, software.equal_stages)
     steps = StepModel(found.workload, cluster, software, found.numel, found.tied_numel, found.units, found.expert_numel)
     return Model(steps, found.profile)
