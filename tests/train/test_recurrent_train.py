@@ -38,7 +38,7 @@ num_hidden_layers = 2
 
 [data]
 source = "{source}"
-sequence = 10
+sequence = 12
 cache = "{cache}"
 
 [train]
@@ -136,8 +136,8 @@ def test_one_process_does_what_torchs_own_layers_do(references: dict[str, Run], 
     assert worst(references[kind], weights) < 1e-9
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.sampled(2)
 def test_every_layout_trains_the_same_model_in_float64(
     run_file: Path, references: dict[str, Run], kind: str, layout: str
@@ -182,7 +182,7 @@ def test_answers_from_the_run_folder_and_an_exported_one_are_the_trained_models(
     expected = {one.name: likeliest(trained.eval(), one.tokens, one.max_tokens) for one in requests}
     for folder in (run.folder, tmp_path / "exported"):
         model, _, context = load_for_generation(folder, "bytes")
-        assert context == (10 if folder == run.folder else 2048)
+        assert context == (12 if folder == run.folder else 2048)
         engine = make_engine(model.double(), context_length=64)
         found = serve_all(engine, requests)
         assert tokens_of(found) == expected
@@ -192,30 +192,6 @@ def test_answers_from_the_run_folder_and_an_exported_one_are_the_trained_models(
     with torch.inference_mode():
         hidden = rows.residual(text_inputs(text[0].tolist(), 16).batch(layout), rows.new_cache(1, 16, 1))
         torch.testing.assert_close(rows.logits(hidden), trained(text)[0], rtol=1e-10, atol=1e-12)
-
-
-REFUSALS = {
-    "plan.tensor.y=2": "tensor.y = 2 splits the features between layers, but not all layers can be",
-    "plan.context=2": "context = 2, but no attention of RecurrentModel",
-    "plan.expert=2": "expert = 2, but RecurrentModel has no layer of experts",
-    "plan.branch=2": "branch = 2, but RecurrentModel has no independent branches",
-    "plan.tile.rows=2": "tile splits images",
-    "plan.memory.recompute=selective": "block 'layers.0' is recurrent",
-    "train.compile=true": "torch.compile would unroll architecture 'lstm' token by token",
-    "data.documents=separate": "data.documents = 'separate' needs attention",
-    "train.layer_drop={}": "train.layer_drop skips blocks",
-}
-
-
-@pytest.mark.parametrize("change", REFUSALS)
-def test_what_a_recurrent_model_does_not_have_is_refused_in_words(
-    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], change: str
-) -> None:
-    weft = caller(monkeypatch, capfd)
-    left = weft("train", run_file, f"folder={tmp_path / 'run'}", change, "plan.exact=false", "--no-verify", "--json")
-    assert left.status == 2, left.err
-    assert REFUSALS[change] in " ".join(left.err.split())
-    assert "Traceback" not in left.err
 
 
 def test_the_example_trains_and_is_proved_planned_and_served(

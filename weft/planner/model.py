@@ -20,7 +20,7 @@ from weft.models import DecoderConfig, LanguageConfig, build
 from weft.models.loss import ExampleLoss
 from weft.models.loss_head import install_loss_head
 from weft.plan import Plan, Precision
-from weft.planner.closed_form_memory import IN_HEAD, sizes
+from weft.planner.closed_form_memory import IN_HEAD, OF_TWO, sizes
 from weft.planner.search import Model
 from weft.planner.stage_units import ModelUnits
 from weft.planner.step import StepModel
@@ -80,6 +80,9 @@ def _traced(
     """Profiles a model. The result does not depend on the cluster, so questions about several clusters share it."""
     shallow = config.with_layers(NUM_PROFILED)
     found, in_head = _profiled(shallow, sequence, precision, False), _profiled(shallow, sequence, precision, True)
+    if not config.is_compiled:  # gradients that recurrent layers add up token by token do not grow with the batch
+        for one, is_in_head in ((found, False), (in_head, True)):
+            one.cache[OF_TWO] = _profiled(shallow, sequence, precision, is_in_head, 2)
     units = None if equal_stages else ModelUnits((found, in_head), config.num_layers)
     if is_compiled:
         found, in_head = compiled_profile(found), compiled_profile(in_head)
@@ -93,11 +96,13 @@ def _traced(
 
 
 @lru_cache(maxsize=16)
-def _profiled(shallow: LanguageConfig, sequence: int, precision: Precision, in_head: bool) -> Profile:
+def _profiled(
+    shallow: LanguageConfig, sequence: int, precision: Precision, in_head: bool, num_sequences: int = 1
+) -> Profile:
     """The profile of a model with few layers, with the loss computed in its head or from its logits."""
 
     def tokens() -> Tensor:
-        return torch.zeros(1, sequence, dtype=torch.long, device="cpu")
+        return torch.zeros(num_sequences, sequence, dtype=torch.long, device="cpu")
 
     with torch.device("meta"):
         module = build(shallow).to(COMPUTE_DTYPE[precision])

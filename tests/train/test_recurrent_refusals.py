@@ -1,0 +1,66 @@
+"""What LSTM and GRU models do not have is refused in words, by `weft plan` and `weft train` alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from weft.compile.blocks import wants_compile
+from weft.errors import ConfigError, WeftError
+from weft.models import RecurrentConfig, initial_value
+from weft.planner.predict import refuse_run
+from weft.run_file import load_run
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "lstm.toml"
+REFUSALS = {
+    "plan.tensor.y=2": "tensor.y = 2 splits the features between layers, but not all layers can be",
+    "plan.tensor={x=2, sequence=true}": "tensor.sequence = true gives what x does not split a part of each sequence",
+    "plan.context=2": "context = 2, but no attention of RecurrentModel",
+    "plan.expert=2": "expert = 2, but RecurrentModel has no layer of experts",
+    "plan.branch=2": "branch = 2, but RecurrentModel has no independent branches",
+    "plan.tile.rows=2": "tile splits images",
+    "plan.memory.recompute=selective": "block 'layers.0' is recurrent",
+    "plan.pipe=3": "3 stages need as many blocks",
+    "data.documents=separate": "data.documents = 'separate' keeps attention inside of documents",
+    "train.layer_drop={}": "train.layer_drop skips blocks that add to a residual stream",
+    "lora={}": "q_proj",
+    "plan.matmul=fp8": "fp8",
+    "model.num_attention_heads=4": "unknown key 'model.num_attention_heads'",
+    "model.hidden_size=0": "hidden_size = 0 must be positive",
+    "model.architecture=ltsm": "did you mean 'lstm'",
+}
+
+
+@pytest.mark.parametrize("change", REFUSALS)
+def test_what_a_recurrent_model_does_not_have_is_refused_in_words(change: str) -> None:
+    given = [change, "plan.exact=false", "plan.data=1", "data.sequence=16", "train.batch=8", "plan.micro_batch=2"]
+    with pytest.raises(WeftError) as refused:
+        refuse_run(load_run(EXAMPLE, given))
+    assert REFUSALS[change] in str(refused.value)
+
+
+def test_the_example_itself_is_not_refused() -> None:
+    for kind in ("lstm", "gru"):
+        refuse_run(load_run(EXAMPLE, ["data.sequence=16", f"model.architecture={kind}"]))
+
+
+def test_blocks_are_not_compiled_and_asking_for_it_is_refused() -> None:
+    cuda = torch.device("cuda")
+    assert not wants_compile(load_run(EXAMPLE), cuda)
+    assert wants_compile(load_run(EXAMPLE.with_name("quickstart.toml")), cuda)
+    with pytest.raises(ConfigError, match=r"torch\.compile would unroll architecture 'lstm' token by token"):
+        wants_compile(load_run(EXAMPLE, ["train.compile=true"]), cuda)
+
+
+def test_initial_values_are_those_of_torchs_layers_with_open_forget_gates() -> None:
+    config = RecurrentConfig("lstm", 61, 64)
+    weight = initial_value(config, "layers.0.weight_ih", torch.Size((256, 64)), 0)
+    assert float(weight.std()) == pytest.approx((1 / (3 * 64)) ** 0.5, rel=0.05)
+    assert initial_value(config, "layers.0.bias_ih", torch.Size((8,)), 0).tolist() == [0, 0, 1, 1, 0, 0, 0, 0]
+    gru = RecurrentConfig("gru", 61, 64, tie_word_embeddings=True)
+    assert not initial_value(gru, "layers.0.bias_ih", torch.Size((6,)), 0).any()
+    for one, deviation in ((config, 1.0), (gru, 0.02)):
+        found = initial_value(one, "embed_tokens.weight", torch.Size((61, 64)), 0)
+        assert float(found.std()) == pytest.approx(deviation, rel=0.05)
