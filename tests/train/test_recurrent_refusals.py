@@ -35,7 +35,15 @@ REFUSALS = {
 
 @pytest.mark.parametrize("change", REFUSALS)
 def test_what_a_recurrent_model_does_not_have_is_refused_in_words(change: str) -> None:
-    given = [change, "plan.exact=false", "plan.data=1", "data.sequence=16", "train.batch=8", "plan.micro_batch=2"]
+    given = [
+        change,
+        "plan.exact=false",
+        "plan.data=1",
+        "data.sequence=16",
+        "train.batch=8",
+        "plan.micro_batch=2",
+        "model.num_hidden_layers=2",
+    ]
     with pytest.raises(WeftError) as refused:
         refuse_run(load_run(EXAMPLE, given))
     assert REFUSALS[change] in str(refused.value)

@@ -359,12 +359,7 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
     """
     in_head = profile.cache.get(IN_HEAD) if is_loss_in_head(plan) else None
     profile = profile_under(in_head or profile, plan)
-    part = f"part of {size_settings(plan)} {plan.num_expert_parts}"
-    if part not in profile.cache:
-        whole = replace(plan, **{name: getattr(Plan(), name) for name in TOKEN_FIELDS})
-        whole = replace(whole, expert=plan.expert * plan.num_expert_parts // whole.num_expert_parts)
-        profile.cache[part] = localise(profile, whole, dict.fromkeys(plan.degrees, 0))
-    local: Profile = profile.cache[part]
+    local = _rank_part(profile, plan)
     block, policy = local.blocks[-1], plan.memory.recompute
     names = {parameter.name: float(parameter.numel) for parameter in local.root.parameters}
     embeddings = profile.pairing.embeddings
@@ -414,6 +409,17 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
         fixed,
         float(sum(offloadable_storages(block, plan).values())),
     )
+
+
+def _rank_part(profile: Profile, plan: Plan) -> Profile:
+    """A rank's part of a profile, with whole sequences."""
+    part = f"part of {size_settings(plan)} {plan.num_expert_parts}"
+    if part not in profile.cache:
+        whole = replace(plan, **{name: getattr(Plan(), name) for name in TOKEN_FIELDS})
+        whole = replace(whole, expert=plan.expert * plan.num_expert_parts // whole.num_expert_parts)
+        profile.cache[part] = localise(profile, whole, dict.fromkeys(plan.degrees, 0))
+    found: Profile = profile.cache[part]
+    return found
 
 
 def _fixed_backward(profile: Profile, policy: str, of_one: float) -> float:
