@@ -25,7 +25,7 @@ REFUSALS = {
     "plan.pipe=3": "3 stages need as many blocks",
     "data.documents=separate": "data.documents = 'separate' keeps attention inside of documents",
     "train.layer_drop={}": "train.layer_drop skips blocks that add to a residual stream",
-    "lora={}": "q_proj",
+    "lora={}": "[lora] updates linears of blocks, and the blocks of this model have none",
     "plan.matmul=fp8": "fp8",
     "model.num_attention_heads=4": "unknown key 'model.num_attention_heads'",
     "model.hidden_size=0": "hidden_size = 0 must be positive",

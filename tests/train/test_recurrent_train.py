@@ -176,7 +176,7 @@ def test_answers_from_the_run_folder_and_an_exported_one_are_the_trained_models(
     with torch.no_grad():
         for name, value in parameters(run).items():
             trained.get_parameter(name).copy_(value)
-    export(run.folder, tmp_path / "exported")
+    assert "weft serve" in export(run.folder, tmp_path / "exported")  # not a class of transformers
     assert read_config(tmp_path / "exported") == run.model
     requests = [Request(str(n), tuple((5 * n + i) % 97 for i in range(n)), 7, GREEDY) for n in (1, 4, 30)]
     expected = {one.name: likeliest(trained.eval(), one.tokens, one.max_tokens) for one in requests}
