@@ -7,10 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from weft.cluster.hardware import load
 from weft.compile.blocks import wants_compile
 from weft.errors import ConfigError, WeftError
-from weft.models import RecurrentConfig, initial_value
+from weft.models import DecoderConfig, RecurrentConfig, initial_value
+from weft.plan import Plan
+from weft.plan import Tensor as TensorPlan
+from weft.planner.model import planned_model
 from weft.planner.predict import refuse_run
+from weft.planner.question import Question
 from weft.run_file import load_run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lstm.toml"
@@ -52,6 +57,22 @@ def test_what_a_recurrent_model_does_not_have_is_refused_in_words(change: str) -
 def test_the_example_itself_is_not_refused() -> None:
     for kind in ("lstm", "gru"):
         refuse_run(load_run(EXAMPLE, ["data.sequence=16", f"model.architecture={kind}"]))
+
+
+def test_the_search_tries_neither_x_nor_selective_recompute() -> None:
+    config, cluster = RecurrentConfig("gru", 61, 16), load("h100:1x2")
+    seeker = planned_model(config, 8, cluster).seeker(Question(8, 8), 4)
+    found = seeker.run()
+    assert {one.plan.num_ranks for one in found.best} == {2}
+    assert all(one.plan.tensor.x == one.plan.tensor.y == 1 for one in found.best)
+    words = [reason for _, reason in found.refused]
+    assert any("tensor.x = 2 splits the embedding and the head only" in one for one in words), words
+    assert seeker._recomputes == ("none", "full")
+    assert not planned_model(config, 8, cluster).steps.software.compiled
+    llama = DecoderConfig(vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=4)
+    other = planned_model(llama, 8, cluster)
+    assert other.steps.software.compiled
+    assert other.seeker(Question(8, 8), 4)._reason(Plan(tensor=TensorPlan(2))) is None  # the control
 
 
 def test_blocks_are_not_compiled_and_asking_for_it_is_refused() -> None:

@@ -220,6 +220,9 @@ def test_the_example_trains_and_is_proved_planned_and_served(
     assert proved.status == 0, proved.err
     written = weft("generate", tmp_path / "run", "--device", "cpu", "--tokens", 5, "--prompt", "ab", "--json")
     assert written.status == 0, written.err
+    refused = weft("serve", tmp_path / "run", "--device", "cpu", "--follow")
+    assert refused.status == 2
+    assert "is a recurrent model" in refused.err
     refused = weft("calibrate", tmp_path / "run", "--data", source, "--device", "cpu")
     assert refused.status == 2
     assert "a recurrent model keeps no keys" in refused.err

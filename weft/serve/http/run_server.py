@@ -122,14 +122,14 @@ def refuse_options(source: Path, options: ServeOptions, plan: Plan) -> None:
     sums_of(options.sums)
     if options.share_gpus and options.device == "cpu":
         raise ConfigError("--share-gpus is for --device cuda, and the device is the CPU; leave it out")
+    if options.follows:
+        require_run(source)
     is_split = plan.num_ranks > 1 or options.stream_weights > 0 or options.resident_blocks > 0
     if (is_split or options.follows) and isinstance(model_config(source), RecurrentConfig):
         raise ConfigError(
             f"{source} is a recurrent model, which is served on one rank, with its weights on the device and packed "
             f"when they are read; leave out the plan, --stream-weights, --resident-blocks and --follow"
         )
-    if options.follows:
-        require_run(source)
     if options.follows and options.stream_weights:
         raise ConfigError("--follow replaces weights, which --stream-weights does not allow; leave out one of them")
     if options.follows and options.head not in (None, *HEAD_FORMATS):
