@@ -67,7 +67,7 @@ def test_the_search_tries_neither_x_nor_selective_recompute() -> None:
     assert all(one.plan.tensor.x == one.plan.tensor.y == 1 for one in found.best)
     words = [reason for _, reason in found.refused]
     assert any("tensor.x = 2 splits the embedding and the head only" in one for one in words), words
-    assert seeker._recomputes == ("none", "full")
+    assert {one.memory.recompute for one in seeker._inner_plans()} == {"none", "full"}
     assert not planned_model(config, 8, cluster).steps.software.compiled
     llama = DecoderConfig(vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=4)
     other = planned_model(llama, 8, cluster)
@@ -88,6 +88,7 @@ def test_initial_values_are_those_of_torchs_layers_with_open_forget_gates() -> N
     weight = initial_value(config, "layers.0.weight_ih", torch.Size((256, 64)), 0)
     assert float(weight.std()) == pytest.approx((1 / (3 * 64)) ** 0.5, rel=0.05)
     assert initial_value(config, "layers.0.bias_ih", torch.Size((8,)), 0).tolist() == [0, 0, 1, 1, 0, 0, 0, 0]
+    assert not initial_value(config, "layers.0.bias_hh", torch.Size((8,)), 0).any()
     gru = RecurrentConfig("gru", 61, 64, tie_word_embeddings=True)
     assert not initial_value(gru, "layers.0.bias_ih", torch.Size((6,)), 0).any()
     for one, deviation in ((config, 1.0), (gru, 0.02)):
