@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.cluster.hardware import load
 from weft.compile.blocks import wants_compile
 from weft.errors import ConfigError, WeftError
-from weft.models import DecoderConfig, RecurrentConfig, initial_value
+from weft.models import DecoderConfig, RecurrentConfig, build, initial_value
 from weft.plan import Plan
 from weft.plan import Tensor as TensorPlan
 from weft.planner.model import planned_model
@@ -94,3 +96,30 @@ def test_initial_values_are_those_of_torchs_layers_with_open_forget_gates() -> N
     for one, deviation in ((config, 1.0), (gru, 0.02)):
         found = initial_value(one, "embed_tokens.weight", torch.Size((61, 64)), 0)
         assert float(found.std()) == pytest.approx(deviation, rel=0.05)
+
+
+def test_layers_on_a_cpu_leave_onednn_out_and_on_for_others() -> None:
+    model = build(RecurrentConfig("lstm", 61, 16, 1))
+    was_enabled = torch._C._get_mkldnn_enabled()  # other tests run without
+    torch._C._set_mkldnn_enabled(True)
+    try:
+        with OperationNames() as seen:
+            model(torch.zeros(2, 5, dtype=torch.long)).sum().backward()
+        is_left_on = torch._C._get_mkldnn_enabled()
+    finally:
+        torch._C._set_mkldnn_enabled(was_enabled)
+    assert is_left_on
+    assert "aten.mkldnn_rnn_layer.default" not in seen.names
+    assert "aten.sigmoid_.default" in seen.names
+
+
+class OperationNames(TorchDispatchMode):
+    """The names of operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
