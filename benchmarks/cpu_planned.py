@@ -32,13 +32,12 @@ from serve_cpu import LLAMA_200M
 from serve_gpu import TINY
 from torch import nn
 
-from weft.architectures import GPT2Config
-from weft.architectures.recurrent import RecurrentConfig
+from weft.architectures import GPT2Config, LanguageConfig, RecurrentConfig
 from weft.cluster.decode_rates import DecodeRates
 from weft.cluster.topology import cpu_model
 from weft.models import DecoderConfig, build
 from weft.models.recurrent import RecurrentModel
-from weft.planner.serving_cpu import ServedConfig, predict_decode
+from weft.planner.serving_cpu import predict_decode
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.head.graph_head import GraphHead
 from weft.serve.head.vocabulary_graph import build_graph
@@ -102,7 +101,7 @@ def _seconds(call: Callable[[], Any]) -> float:
     return clock() - begin
 
 
-def decodes(name: str, config: ServedConfig, ways: Sequence[Any], timed: Callable[[], Any]) -> Iterator[Row]:
+def decodes(name: str, config: LanguageConfig, ways: Sequence[Any], timed: Callable[[], Any]) -> Iterator[Row]:
     """Yields a row for each way to serve a model."""
     length = PROMPT + NUM_BURSTS * NUM_STEPS // 2
     for dtype, weights, head in ways:

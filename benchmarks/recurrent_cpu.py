@@ -58,9 +58,8 @@ def measured(kind: str, size: int, number: int) -> dict[str, Any]:
     """Steps and prompts of one size, by torch and by weft."""
     config = RecurrentConfig(kind, vocab_size=257, hidden_size=size, num_hidden_layers=LAYERS)  # type: ignore[arg-type]
     torch.manual_seed(0)
-    plain, packed = RecurrentModel(config).eval(), RecurrentModel(config).eval()
-    packed.load_state_dict(plain.state_dict())
-    rows = RecurrentRows(packed)
+    plain = (nn.LSTM if kind == "lstm" else nn.GRU)(size, size, LAYERS, batch_first=True).eval()
+    rows = RecurrentRows(RecurrentModel(config).eval())
     token, hidden = torch.randn(1, 1, size), torch.zeros(LAYERS, 1, size)
     given = (hidden, torch.zeros_like(hidden)) if kind == "lstm" else hidden
     make = nn.LSTMCell if kind == "lstm" else nn.GRUCell
@@ -91,7 +90,7 @@ def measured(kind: str, size: int, number: int) -> dict[str, Any]:
     weight, row = torch.randn(LAYERS * gates * size, 2 * size), torch.randn(2 * size)
     steps = medians(
         {
-            "torch": lambda: plain.rnn(token, given),
+            "torch": lambda: plain(token, given),
             "torch_cells": by_cells,
             "weft": by_weft,
             "weft_with_table": by_weft_with_table,
@@ -100,7 +99,7 @@ def measured(kind: str, size: int, number: int) -> dict[str, Any]:
         number,
     )
     prompts = medians(
-        {"torch": lambda: plain.rnn(text), "weft": lambda: prompt_by_weft(rows, text[0], states)}, max(5, number // 20)
+        {"torch": lambda: plain(text), "weft": lambda: prompt_by_weft(rows, text[0], states)}, max(5, number // 20)
     )
     return {
         "weight_bytes": weight.numel() * weight.itemsize,

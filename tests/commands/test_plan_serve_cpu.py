@@ -11,12 +11,10 @@ import torch
 from commands_for_tests import Weft, caller
 from decode_rates_for_tests import made_up_rates, write_machine
 
-from weft.architectures import DecoderConfig
-from weft.architectures.recurrent import RecurrentConfig
+from weft.architectures import DecoderConfig, RecurrentConfig
 from weft.commands import bench, plan_serve_cpu
-from weft.models import write_config
+from weft.models import RecurrentModel, save_folder, write_config
 from weft.models.catalog import load_model
-from weft.models.recurrent import RecurrentModel, save_recurrent
 from weft.planner.serving_cpu import predict_decode
 from weft.serve.cache.loki_cache import LokiFormat
 from weft.serve.calibration.loki_calibration import save
@@ -63,7 +61,7 @@ def test_folders_are_priced_by_their_config_alone(
     monkeypatch: pytest.MonkeyPatch, weft: Weft, machine: Path, tmp_path: Path
 ) -> None:
     model = RecurrentModel(RecurrentConfig("gru", 300, 64, 2))
-    save_recurrent(tmp_path / "gru", model)
+    save_folder(tmp_path / "gru", model)
     (tmp_path / "gru" / "model.safetensors").unlink()
     given = ("plan", "--serve", "--cluster", machine, "--json", "--model")
     found = weft(*given, tmp_path / "gru").json
@@ -167,7 +165,7 @@ def test_what_only_a_cpu_has_is_refused_for_gpus(weft: Weft, tmp_path: Path) -> 
     given = ("plan", "--serve", "--cluster", "h200:1x1", "--model")
     assert "--head int4 is for a CPU" in weft(*given, "llama3-8b", "--head", "int4").err
     assert "--precision fp32 is for a CPU" in weft(*given, "llama3-8b", "--precision", "fp32").err
-    save_recurrent(tmp_path / "lstm", RecurrentModel(RecurrentConfig("lstm", 300, 64)))
+    save_folder(tmp_path / "lstm", RecurrentModel(RecurrentConfig("lstm", 300, 64)))
     assert "is an LSTM or GRU, priced on a CPU only" in weft(*given, tmp_path / "lstm").err
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from commands_for_tests import caller
+from safetensors.torch import load_file
 from serving_for_tests import GREEDY, likeliest, serve_all, tokens_of
 from test_engine import make_engine
 
 import weft.serve.model.recurrent as recurrent
-from weft.architectures.recurrent import RecurrentConfig
+from weft.architectures import RecurrentConfig
 from weft.errors import ConfigError, WeftError
-from weft.models.recurrent import RecurrentModel, is_recurrent, load_recurrent, save_recurrent
+from weft.models import build, read_config, read_weights, save_folder
+from weft.models.recurrent import RecurrentModel
 from weft.serve.cache.four_bit_cache import FourBitFormat
 from weft.serve.cache.loki_choice import LokiChoice
 from weft.serve.calibration.loki_calibration import calibrate
@@ -84,11 +87,11 @@ def test_weights_are_held_once() -> None:
     rows = RecurrentRows(tiny_recurrent("lstm"))
     layer = rows.layers[0]
     assert isinstance(layer, FusedLSTM)
-    own = rows.model.rnn.weight_hh_l0
+    own = rows.model.get_parameter("layers.0.weight_hh")
     assert own.untyped_storage().data_ptr() == layer._weight.untyped_storage().data_ptr()
     gru = RecurrentRows(tiny_recurrent("gru"))
     assert isinstance(gru.layers[1], FusedGRU)
-    assert gru.layers[1]._state.data_ptr() == gru.model.rnn.weight_hh_l1.data_ptr()
+    assert gru.layers[1]._state.data_ptr() == gru.model.get_parameter("layers.1.weight_hh").data_ptr()
 
 
 def test_a_graph_of_the_head_goes_with_it() -> None:
@@ -103,20 +106,30 @@ def test_folders_are_written_and_read_and_others_refused(tmp_path: Path) -> None
     for tied in (False, True):
         folder = tmp_path / str(tied)
         model = tiny_recurrent("lstm", tie_word_embeddings=tied)
-        save_recurrent(folder, model)
-        assert is_recurrent(folder)
-        read = load_recurrent(folder)
+        save_folder(folder, model)
+        read = build(read_config(folder))
+        assert isinstance(read, RecurrentModel)
+        read_weights(folder, read)
         text = torch.arange(9)[None]
         assert torch.equal(read(text), model(text))
         assert (read.lm_head.weight is read.embed_tokens.weight) == tied
-    save_recurrent(tmp_path / "gru", tiny_recurrent("gru"))
+        torchs = torch.nn.LSTM(12, 12, 2, batch_first=True)
+        stored = load_file(folder / "model.safetensors")
+        torchs.load_state_dict({name.removeprefix("rnn."): one for name, one in stored.items() if "rnn." in name})
+        hidden = torchs(model.embed_tokens(text))[0]
+        torch.testing.assert_close(model.lm_head(hidden), model(text), rtol=1e-5, atol=1e-5)
+    save_folder(tmp_path / "gru", tiny_recurrent("gru"))
     (tmp_path / "gru" / "config.json").write_text((tmp_path / "False" / "config.json").read_text())
-    with pytest.raises(ConfigError, match=r"has other tensors than config\.json describes"):
-        load_recurrent(tmp_path / "gru")
+    with pytest.raises(WeftError, match="but the config needs"):
+        read_weights(tmp_path / "gru", tiny_recurrent("lstm"))
     weights = tmp_path / "True" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-9])
-    with pytest.raises(WeftError, match="cannot read"):
-        load_recurrent(tmp_path / "True")
+    with pytest.raises(WeftError, match="is not a whole safetensors file"):
+        read_weights(tmp_path / "True", tiny_recurrent("lstm", tie_word_embeddings=True))
+    about = json.loads((tmp_path / "True" / "config.json").read_text())
+    (tmp_path / "True" / "config.json").write_text(json.dumps({**about, "hidden": 3}))
+    with pytest.raises(ConfigError, match="unknown key 'hidden'"):
+        read_config(tmp_path / "True")
     with pytest.raises(ConfigError, match="'rnn' is not recurrent; use lstm or gru"):
         RecurrentConfig("rnn")  # type: ignore[arg-type]
 
@@ -144,7 +157,7 @@ def test_weft_generate_continues_with_a_recurrent_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny_recurrent("gru", vocab_size=257)
-    save_recurrent(tmp_path / "model", model)
+    save_folder(tmp_path / "model", model)
     weft = caller(monkeypatch, capfd)
     asked = ("generate", tmp_path / "model", "--device", "cpu", "--prompt", "ab", "--tokens", 6, "--temperature", 0)
     done = weft(*asked, "--tokenizer", "bytes", "--json")

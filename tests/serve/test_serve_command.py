@@ -19,8 +19,8 @@ from commands_for_tests import Weft, caller
 from runs_for_tests import DEEP, make_run, train_on_ranks, write_run_file
 from serve_for_tests import LIMIT_SECONDS, wait_for
 
-from weft.architectures.recurrent import RecurrentConfig
-from weft.models.recurrent import RecurrentModel, save_recurrent
+from weft.architectures import RecurrentConfig
+from weft.models import RecurrentModel, save_folder
 
 pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]
@@ -194,7 +194,7 @@ def test_ranks_with_weights_in_host_memory_give_the_same_text(weft: Weft, tmp_pa
 def test_mistakes_are_one_line(weft: Weft, run_file: Path, tmp_path: Path) -> None:
     run = run_file.parent / "run"
     lstm = tmp_path / "lstm"
-    save_recurrent(lstm, RecurrentModel(RecurrentConfig("lstm", 61, 12)))
+    save_folder(lstm, RecurrentModel(RecurrentConfig("lstm", 61, 12)))
     for arguments, words in (
         ([tmp_path / "none"], "none"),
         ([run, "--sums", "nonsense"], "--sums nonsense is unknown; give library"),

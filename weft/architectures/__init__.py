@@ -9,7 +9,14 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from weft.architectures.experts import Capacity
-from weft.architectures.language import DecoderArchitecture, DecoderConfig, GPT2Config, LanguageConfig, RopeScaling
+from weft.architectures.language import (
+    DecoderArchitecture,
+    DecoderConfig,
+    GPT2Config,
+    RopeScaling,
+    TransformerConfig,
+)
+from weft.architectures.recurrent import RecurrentArchitecture, RecurrentConfig
 from weft.architectures.vision import VISION_CONFIGS, VisionConfig
 from weft.errors import ConfigError
 from weft.schema import build_dataclass, nearest
@@ -22,13 +29,17 @@ __all__ = [
     "GPT2Config",
     "LanguageConfig",
     "ModelConfig",
+    "RecurrentConfig",
     "RopeScaling",
+    "TransformerConfig",
     "VisionConfig",
     "config_from_table",
 ]
 
+LanguageConfig = TransformerConfig | RecurrentConfig  # of text; their common fields and methods are the interface
 ModelConfig = LanguageConfig | VisionConfig
-ARCHITECTURES = (*get_args(DecoderArchitecture), "gpt2", *VISION_CONFIGS)
+RECURRENT = get_args(RecurrentArchitecture)
+ARCHITECTURES = (*get_args(DecoderArchitecture), "gpt2", *RECURRENT, *VISION_CONFIGS)
 
 
 def config_from_table(table: Mapping[str, Any], path: str = "model") -> ModelConfig:
@@ -42,4 +53,6 @@ def config_from_table(table: Mapping[str, Any], path: str = "model") -> ModelCon
         return build_dataclass(VISION_CONFIGS[architecture], table, path)
     if architecture == "gpt2":
         return build_dataclass(GPT2Config, table, path)
+    if architecture in RECURRENT:
+        return build_dataclass(RecurrentConfig, table, path)
     return build_dataclass(DecoderConfig, table, path)

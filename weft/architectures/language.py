@@ -27,6 +27,17 @@ OPTION_ARCHITECTURES: dict[str, tuple[str, ...]] = {
 IMPLIED_OPTIONS = {"qkv_bias": ("qwen2", "qwen2_moe"), "qk_norm": ("qwen3", "qwen3_moe")}
 
 
+DEVIATION = 0.02
+RESIDUAL_PROJECTIONS = ("o_proj.weight", "down_proj.weight", "c_proj.weight", "experts.down_proj")
+
+
+def gpt2_deviation(name: str, num_layers: int) -> float:
+    """The standard deviation of a weight's initial values in the scheme of GPT-2: lower for projections that write to
+    the residual stream.
+    """
+    return DEVIATION / math.sqrt(2 * num_layers) if name.endswith(RESIDUAL_PROJECTIONS) else DEVIATION
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """Llama-3 scaling of rotary embeddings: the frequencies of long wavelengths are divided by `factor`, those of short
@@ -112,6 +123,7 @@ class DecoderConfig:
     router_bias_update_rate: float = 0.0
 
     embedding_name: ClassVar[str] = "model.embed_tokens.weight"
+    is_compiled: ClassVar[bool] = True  # are blocks compiled on GPUs, if the run file does not say?
 
     def __post_init__(self) -> None:
         if self.architecture not in get_args(DecoderArchitecture):
@@ -139,6 +151,19 @@ class DecoderConfig:
     @property
     def num_layers(self) -> int:
         return self.num_hidden_layers
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens of a text that the model is made for."""
+        return self.max_position_embeddings
+
+    def with_layers(self, num_layers: int) -> DecoderConfig:
+        """The same model with another number of layers, all of them like its last ones."""
+        return replace(self, num_hidden_layers=num_layers, num_experts_per_layer=(), first_k_dense_replace=0)
+
+    def initial_deviation(self, name: str, num_inputs: int) -> float:
+        """The standard deviation of a weight's initial values."""
+        return gpt2_deviation(name, self.num_layers)
 
     def has_experts(self, layer: int) -> bool:
         """Has a layer experts in place of one MLP?"""
@@ -257,6 +282,7 @@ class GPT2Config:
     tie_word_embeddings: bool = True
 
     embedding_name: ClassVar[str] = "transformer.wte.weight"
+    is_compiled: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_positive(self, "vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "layer_norm_epsilon")
@@ -273,6 +299,18 @@ class GPT2Config:
     @property
     def num_layers(self) -> int:
         return self.n_layer
+
+    @property
+    def context_length(self) -> int:
+        return self.n_positions
+
+    def with_layers(self, num_layers: int) -> GPT2Config:
+        """The same model with another number of layers."""
+        return replace(self, n_layer=num_layers)
+
+    def initial_deviation(self, name: str, num_inputs: int) -> float:
+        """The standard deviation of a weight's initial values."""
+        return gpt2_deviation(name, self.num_layers)
 
     @property
     def inner_size(self) -> int:
@@ -292,4 +330,4 @@ class GPT2Config:
         )
 
 
-LanguageConfig = DecoderConfig | GPT2Config
+TransformerConfig = DecoderConfig | GPT2Config

@@ -44,6 +44,7 @@ class ResNetConfig:
 
     size_multiple: ClassVar[int] = 1  # height and width must be multiples of this
     is_dense: ClassVar[bool] = False  # whether there is a label for each pixel, not one for each image
+    is_compiled: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_positive(self, "num_classes", "in_channels", "width", "groups", "width_per_group")
@@ -116,6 +117,7 @@ class DeepResNetConfig:
 
     size_multiple: ClassVar[int] = 1
     is_dense: ClassVar[bool] = False
+    is_compiled: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_positive(self, "depth", "num_classes", "in_channels", "width")
@@ -162,6 +164,7 @@ class AmoebaNetDConfig:
         32  # the size is halved five times, by operations whose results must have equal sizes
     )
     is_dense: ClassVar[bool] = False
+    is_compiled: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_positive(self, "layers", "filters", "num_classes", "in_channels")
@@ -203,6 +206,7 @@ class UNetConfig:
     norm: NormKind = "batch"
 
     is_dense: ClassVar[bool] = True
+    is_compiled: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_positive(self, "depth", "width", "num_classes", "in_channels")

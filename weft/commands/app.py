@@ -211,12 +211,11 @@ def export_command(
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
     with byte_progress(make_console(as_json), "exporting") as progress:
-        export(source, target, dtype, progress, adapter, _warn)
+        load = export(source, target, dtype, progress, adapter, _warn)
     if as_json:
         print_json({"folder": str(target)})
         return
-    load = "PeftModel.from_pretrained(model, " if adapter else "AutoModelForCausalLM.from_pretrained("
-    make_console().print(f"wrote {target}; load it with {load}'{target}')")
+    make_console().print(f"wrote {target}; load it with {load}", soft_wrap=True)
 
 
 @app.command("profile", epilog="Example: weft profile runs/run, after weft train run.toml --profile 10:20")

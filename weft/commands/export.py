@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.checkpoint import Checkpoint
 from weft.data.chat_template import TEMPLATE_FILE, TOKENIZER_CONFIG
 from weft.errors import ConfigError
-from weft.models import write_weights
+from weft.models import RecurrentConfig, write_weights
 from weft.models.adapter import write_adapter
 from weft.models.hf import parameter_shapes
 from weft.models.lora import is_adapter
@@ -36,14 +36,15 @@ def export(
     progress: Callable[[int, int], None] | None = None,
     adapter: bool = False,
     say: Callable[[str], None] = lambda message: None,
-) -> None:
-    """Write the newest undamaged checkpoint under `source`, with the run's tokenizer, to the folder `target`.
+) -> str:
+    """Write the newest undamaged checkpoint under `source`, with the run's tokenizer, to the folder `target`. Returns
+    the call or command that loads it.
 
     LoRA's updates are merged into the weights or, with `adapter`, written alone in PEFT's format. Parameters get the
     given dtype, or else stay in that of training. The folder appears when it is complete. `progress` is called with the
     number of tensors written and that of all, `say` with what is left out.
     """
-    with_intact_checkpoint(source, partial(_export, target, dtype, progress, adapter), say)
+    return with_intact_checkpoint(source, partial(_export, target, dtype, progress, adapter), say)
 
 
 def _export(
@@ -52,7 +53,7 @@ def _export(
     progress: Callable[[int, int], None] | None,
     adapter: bool,
     checkpoint: Checkpoint,
-) -> None:
+) -> str:
     config = saved_model(checkpoint)  # refuses a model of images, which has no tokenizer
     lora = saved_tuning(checkpoint).lora
     if adapter and lora is None:
@@ -71,8 +72,12 @@ def _export(
     if adapter:
         assert lora is not None
         write_adapter(target, config, lora, tensors())
-    else:
-        write_weights(target, config, tensors(), files=_tokenizer_file(checkpoint))
+        return f"PeftModel.from_pretrained(model, '{target}')"
+    files = _tokenizer_file(checkpoint)
+    write_weights(target, config, tensors(), files=files)
+    if isinstance(config, RecurrentConfig):  # transformers has no such model
+        return f"weft serve {target}" if files else f"weft serve {target} --tokenizer bytes"
+    return f"AutoModelForCausalLM.from_pretrained('{target}')"
 
 
 def _tokenizer_file(checkpoint: Checkpoint) -> dict[str, Path]:

@@ -75,6 +75,14 @@ GPT2 = {
     "attn_pdrop": "the probability of dropout on attention weights",
     "tie_word_embeddings": _TIED,
 }
+RECURRENT = {
+    "architecture": "LSTM or GRU",
+    "vocab_size": "tokens of the vocabulary; in a run, by default those of the tokenizer",
+    "hidden_size": "the width of the embedding, of each layer and of its state",
+    "num_hidden_layers": "the number of layers",
+    "max_position_embeddings": "the most tokens of a text that are served from an exported folder",
+    "tie_word_embeddings": _TIED,
+}
 VISION = {
     "architecture": "the kind of image model",
     "depth": "layers of the published network; of a U-Net, how often the size is halved",

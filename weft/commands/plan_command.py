@@ -180,7 +180,6 @@ def _plan_serving(
     from weft.commands.console import make_console
     from weft.commands.plan_serve import plan_serving
     from weft.models.catalog import load_model
-    from weft.models.recurrent import is_recurrent, recurrent_config
     from weft.planner.serving import ServingWorkload
     from weft.run_file import load_run
     from weft.serve.generate import computes_in, model_config
@@ -197,7 +196,7 @@ def _plan_serving(
         folder, own = Path(model), None
         config: Any = load_model(model) if not folder.is_dir() else None
         if config is None:
-            config = recurrent_config(folder) if is_recurrent(folder) else model_config(folder)
+            config = model_config(folder)
             own = folder_format(folder) if ways["weights"] is None else None
             ways["saved"] = "bf16" if computes_in(folder) == torch.bfloat16 else "fp32"
         ways["weights"] = ways["weights"] or own

@@ -8,8 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from weft.architectures import LanguageConfig, ModelConfig
-from weft.architectures.recurrent import RecurrentConfig
+from weft.architectures import LanguageConfig, ModelConfig, RecurrentConfig, TransformerConfig
 from weft.cluster.cpu_rates import is_cpu
 from weft.cluster.hardware import Cluster, load
 from weft.commands.console import print_json
@@ -29,7 +28,6 @@ from weft.planner.serving_streaming import StreamingPrice
 from weft.serve.cache.four_bit_loki_cache import FourBitLokiFormat
 from weft.serve.cache.loki_cache import LokiFormat
 from weft.serve.cache_formats import cache_format
-from weft.serve.generate import context_length
 from weft.serve.parallel.traffic import ServedSizes
 
 NUM_SHOWN = 8
@@ -38,7 +36,7 @@ NOT_PRICED = "Not priced on GPUs: --sums (sums over ranks are the library's), --
 
 def plan_serving(
     name: str,
-    config: ModelConfig | RecurrentConfig,
+    config: ModelConfig,
     cluster_name: str,
     workload: ServingWorkload,
     ways: dict[str, Any],
@@ -54,7 +52,7 @@ def plan_serving(
     the weights are saved. `drafts` are --speculate and the share of drafts that are accepted. `has_codes`: the folder's
     own weights are nearest to the format `weights`.
     """
-    if not isinstance(config, LanguageConfig | RecurrentConfig):
+    if not isinstance(config, LanguageConfig):
         raise ConfigError(f"--serve is for models of text; {name} is a model of images")
     if ways["resident"] and not ways["ahead"]:
         raise ConfigError("--resident-blocks says how many blocks are not streamed; give --stream-weights too")
@@ -67,8 +65,9 @@ def plan_serving(
         question = CpuQuestion(name, config, cluster, prompt + output // 2, *options, has_codes)
         plan_cpu_serving(question, console, as_json)
         return
-    ways = _refuse_cpu_options(name, config, ways)
-    assert isinstance(config, LanguageConfig)
+    if isinstance(config, RecurrentConfig):
+        raise ConfigError(f"{name} is an LSTM or GRU, priced on a CPU only; give --cluster machine.toml of one")
+    ways = _refuse_cpu_options(ways)
     _refuse_axes(name, config, ways["cache"])
     precision = "bf16" if "bf16" in cluster.node.device.peak_flops else "fp32"
     with console.status("planning"):
@@ -98,9 +97,9 @@ def plan_serving(
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def _refuse_lengths(name: str, config: LanguageConfig | RecurrentConfig, workload: ServingWorkload) -> None:
+def _refuse_lengths(name: str, config: LanguageConfig, workload: ServingWorkload) -> None:
     """Raise ConfigError for requests that are longer than the model is made for."""
-    longest, positions = max(workload.lengths, key=sum), context_length(config)
+    longest, positions = max(workload.lengths, key=sum), config.context_length
     if sum(longest) > positions:
         raise ConfigError(
             f"--prompt {longest[0]} and --output {longest[1]} are {sum(longest)} tokens, and {name} is made for "
@@ -108,7 +107,7 @@ def _refuse_lengths(name: str, config: LanguageConfig | RecurrentConfig, workloa
         )
 
 
-def _refuse_axes(name: str, config: LanguageConfig, cache: str | None) -> None:
+def _refuse_axes(name: str, config: TransformerConfig, cache: str | None) -> None:
     """Raise ConfigError for a file of Loki's axes that is of a model with other layers or heads."""
     form = cache_format(cache)
     loki, sizes = form.loki if isinstance(form, FourBitLokiFormat) else form, ServedSizes.of(config)
@@ -127,10 +126,8 @@ def _given_options(ways: dict[str, Any]) -> str:
     return "".join(f" --{option} {ways[key]}" for key, option in names.items() if ways[key])
 
 
-def _refuse_cpu_options(name: str, config: ModelConfig | RecurrentConfig, ways: dict[str, Any]) -> dict[str, Any]:
+def _refuse_cpu_options(ways: dict[str, Any]) -> dict[str, Any]:
     """The options that GPUs have. Raises ConfigError for what is priced on CPUs only."""
-    if isinstance(config, RecurrentConfig):
-        raise ConfigError(f"{name} is an LSTM or GRU, priced on a CPU only; give --cluster machine.toml of one")
     for key in ("head", "precision"):
         if ways[key] is not None:
             raise ConfigError(f"--{key} {ways[key]} is for a CPU; leave it out, or give --cluster machine.toml of one")

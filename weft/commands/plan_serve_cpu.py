@@ -8,11 +8,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from weft.architectures import LanguageConfig
 from weft.cluster.decode_rates import HOW_TO_MEASURE, DecodeRates
 from weft.cluster.hardware import Cluster
 from weft.commands.console import print_json
 from weft.errors import ConfigError
-from weft.planner.serving_cpu import CpuDecode, ServedConfig, predict_decode, refuse_size
+from weft.planner.serving_cpu import CpuDecode, predict_decode, refuse_size
 from weft.serve.head.graph_head import GraphHead, graph_head
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -27,7 +28,7 @@ class CpuQuestion:
     """What is asked: a model, a cluster, the tokens that a request has, and options as `weft serve` takes them."""
 
     name: str
-    config: ServedConfig
+    config: LanguageConfig
     cluster: Cluster
     length: int
     precision: str = "fp32"

@@ -43,7 +43,7 @@ def catalog_run(name: str, cluster: str, tokens: int, sequence: int | None) -> R
     config = load_model(name)
     if not isinstance(config, LanguageConfig):
         raise ConfigError(f"--model {name} is of images; give --images-per-step and --size")
-    own = config.n_positions if isinstance(config, GPT2Config) else config.max_position_embeddings
+    own = config.context_length
     sequence = sequence or own
     if not 0 < sequence <= MAX_SEQUENCE:
         raise ConfigError(f"--sequence {sequence} is not between 1 and {MAX_SEQUENCE}")

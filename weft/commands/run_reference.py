@@ -12,7 +12,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Union, get_args, get_origin
 
-from weft.architectures import DecoderConfig, GPT2Config
+from weft.architectures import DecoderConfig, GPT2Config, RecurrentConfig
 from weft.architectures.lora import Lora
 from weft.architectures.vision import VISION_CONFIGS
 from weft.commands import key_meanings
@@ -47,6 +47,7 @@ class Table(NamedTuple):
 TABLES = (
     Table("model", "decoders, with and without experts", DecoderConfig, key_meanings.DECODER),
     Table("model", "gpt2", GPT2Config, key_meanings.GPT2),
+    Table("model", "lstm and gru", RecurrentConfig, key_meanings.RECURRENT),
     *(Table("model", name, cls, key_meanings.VISION) for name, cls in VISION_CONFIGS.items()),
     Table("data", "text", DataConfig, key_meanings.TEXT),
     Table("data", "chat", ChatConfig, key_meanings.CHAT),

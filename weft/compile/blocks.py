@@ -32,15 +32,20 @@ VARIANTS = 4  # compiled versions of one block: training, evaluation, and a few 
 
 def wants_compile(run: Run, device: torch.device) -> bool:
     """Does a run compile? `train.compile` decides; if it is not set, runs on GPUs do, unless images are split in tiles,
-    branches lie on different ranks, or K-FAC samples layers.
+    branches lie on different ranks, K-FAC samples layers, or the model is recurrent.
 
-    Raises ConfigError if `train.compile` is true with tiles or branches.
+    Raises ConfigError if `train.compile` is true with tiles, branches or a recurrent model.
     """
     wanted = run.train.compile
     if wanted and run.plan.tile.degree > 1:
         raise ConfigError(
             f"train.compile = true, but with tile = {run.plan.tile.degree} each function of torch becomes one of "
             f"a tile, which torch.compile does not follow; use false"
+        )
+    if wanted and not run.model.is_compiled:
+        raise ConfigError(
+            f"train.compile = true, but torch.compile would unroll architecture '{run.model.architecture}' token by "
+            f"token, and torch has kernels for whole sequences; use false"
         )
     if wanted and run.plan.branch.degree > 1:
         raise ConfigError(
@@ -50,7 +55,7 @@ def wants_compile(run: Run, device: torch.device) -> bool:
     if wanted is not None:
         return wanted
     is_whole = run.plan.tile.degree == 1 and run.plan.branch.degree == 1
-    return device.type == "cuda" and is_whole and run.train.kfac is None
+    return device.type == "cuda" and is_whole and run.model.is_compiled and run.train.kfac is None
 
 
 def compile_blocks(model: nn.Module, say: Say, backend: str = "inductor") -> None:

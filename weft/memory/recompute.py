@@ -33,6 +33,7 @@ from weft.memory.recompute_context import (
     with_states,
 )
 from weft.mesh import Mesh
+from weft.models.recurrent import RecurrentLayer
 from weft.plan import BatchSplit, Plan
 from weft.profiling import FULL_SHARES, KEPT_OPERATIONS, Block, Profile
 from weft.profiling.peak_bytes import Peaks, peaks
@@ -53,7 +54,7 @@ class RecomputePolicy(Strategy):
                 f"memory.recompute = '{plan.memory.recompute}' works on blocks, and the model has none "
                 f"(no nn.ModuleList or nn.Sequential with parameters); use 'none'"
             )
-        return _refuse_checkpoints(profile, plan)
+        return _refuse_checkpoints(profile, plan) or _refuse_recurrent(profile, plan)
 
     def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
         policy = plan.memory.recompute
@@ -94,6 +95,21 @@ def _refuse_checkpoints(profile: Profile, plan: Plan) -> str | None:
                 f"the model runs block '{block}' in a checkpoint of its own (torch.utils.checkpoint, {kind}), whose "
                 f"recompute communicates over {', '.join(given)} and is not predicted; use plan.memory.recompute "
                 f"instead{other}, or data"
+            )
+    return None
+
+
+def _refuse_recurrent(profile: Profile, plan: Plan) -> str | None:
+    """Returns why selective recompute does not fit layers of LSTM and GRU, whose kernels change the results of their
+    matmuls in place, or hide them; None if it does.
+    """
+    if plan.memory.recompute != "selective" or profile.model is None:
+        return None
+    for name, block in find_blocks(profile.model).items():
+        if any(isinstance(module, RecurrentLayer | nn.RNNBase) for module in block.modules()):
+            return (
+                f"memory.recompute = 'selective' keeps the results of matmuls, and block '{name}' is recurrent: "
+                f"torch's LSTM and GRU change or hide theirs; use 'full' or 'none'"
             )
     return None
 

@@ -11,7 +11,9 @@ from weft.architectures import (
     GPT2Config,
     LanguageConfig,
     ModelConfig,
+    RecurrentConfig,
     RopeScaling,
+    TransformerConfig,
     VisionConfig,
     config_from_table,
 )
@@ -21,6 +23,7 @@ from weft.models.hf import read_weights, save_folder, weight_reader, weights, wr
 from weft.models.hf_config import read_config, write_config
 from weft.models.init import Model, build, initial_value, initialise
 from weft.models.loss import IGNORE, token_loss
+from weft.models.recurrent import RecurrentModel
 
 __all__ = [
     "GPT2",
@@ -31,7 +34,10 @@ __all__ = [
     "LanguageConfig",
     "Model",
     "ModelConfig",
+    "RecurrentConfig",
+    "RecurrentModel",
     "RopeScaling",
+    "TransformerConfig",
     "VisionConfig",
     "build",
     "config_from_table",

@@ -12,13 +12,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from weft.architectures import DecoderConfig, GPT2Config, LanguageConfig
+from weft.architectures import DecoderConfig, GPT2Config, LanguageConfig, RecurrentConfig, TransformerConfig
 from weft.errors import CheckpointError, ConfigError
 from weft.models.hf_quantisation import TABLE as QUANTISATION
 from weft.models.hf_quantisation import Quantisation, read_quantisation
 from weft.schema import build_dataclass
 
 CONFIG_FILE = "config.json"
+RECURRENT_TYPE = "weft_recurrent"  # the model_type of LSTM and GRU models, which transformers does not have
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -102,6 +103,8 @@ def read_config(folder: Path) -> LanguageConfig:
     """Read the config of a Hugging Face folder. Raises a ConfigError that names a key that weft does not support."""
     path = folder / CONFIG_FILE
     raw = read_json(path)
+    if raw.get("model_type") == RECURRENT_TYPE:
+        return _read_recurrent(path, raw)
     names = raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
         raise ConfigError(f"{path}: architectures = {names!r} is not supported; weft reads {', '.join(ARCHITECTURES)}")
@@ -116,6 +119,13 @@ def read_config(folder: Path) -> LanguageConfig:
         if architecture == "gpt2":
             return build_dataclass(GPT2Config, values)
         return build_dataclass(DecoderConfig, {**values, **_rope_values(raw)})
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _read_recurrent(path: Path, raw: Mapping[str, Any]) -> RecurrentConfig:
+    try:
+        return build_dataclass(RecurrentConfig, {key: value for key, value in raw.items() if key != "model_type"})
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
@@ -149,11 +159,18 @@ def refuse_config(config: LanguageConfig) -> None:
 
 
 def write_config(folder: Path, config: LanguageConfig) -> None:
-    """Write config.json, with the rotary keys that transformers 4 and 5 both read."""
+    """Write config.json, with the rotary keys that transformers 4 and 5 both read. Recurrent models have weft's."""
     path = folder / CONFIG_FILE
     if path.exists():
         raise CheckpointError(f"{path} exists; choose a new folder or remove it")
     refuse_config(config)
+    table = {"model_type": RECURRENT_TYPE, **asdict(config)} if isinstance(config, RecurrentConfig) else _table(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _table(config: TransformerConfig) -> dict[str, Any]:
+    """The config.json of transformers."""
     architecture = config.architecture
     keys = (*REQUIRED_KEYS[architecture], *OPTIONAL_KEYS[architecture])
     table: dict[str, Any] = {
@@ -170,8 +187,7 @@ def write_config(folder: Path, config: LanguageConfig) -> None:
         scaling = config.rope_scaling
         table["rope_theta"] = config.rope_theta
         table["rope_scaling"] = None if scaling is None else {"rope_type": "llama3", **asdict(scaling)}
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return table
 
 
 def _mapped_values(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """How the tensors of a Hugging Face folder make up weft's parameters.
 
 Most are a parameter as it is. GPT-2's projections are stored transposed (Conv1D). The experts of a layer are stored one
-by one, and are stacked in two parameters: the gates and ups of all experts, and their downs.
+by one, and are stacked in two parameters: the gates and ups of all experts, and their downs. Layers of LSTM and GRU
+have the names of torch's `nn.LSTM` and `nn.GRU` (`rnn.weight_ih_l0`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from weft.architectures import DecoderConfig, GPT2Config, LanguageConfig
+from weft.architectures import DecoderConfig, GPT2Config, LanguageConfig, RecurrentConfig
 
 HEAD_NAME = "lm_head.weight"
 CONV1D_WEIGHTS = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")
@@ -23,6 +24,7 @@ EXPERT_NAMES = {
     "qwen2_moe": _QWEN_NAMES,
     "qwen3_moe": _QWEN_NAMES,
 }
+RECURRENT_LAYER = re.compile(r"^layers\.(\d+)\.((?:weight|bias)_[ih]h)$")
 Place = tuple[int | slice, ...]
 
 
@@ -49,6 +51,9 @@ def stored_tensors(config: LanguageConfig, shapes: Mapping[str, tuple[int, ...]]
 
 
 def _stored(config: LanguageConfig, name: str, shape: tuple[int, ...]) -> Iterator[StoredTensor]:
+    if isinstance(config, RecurrentConfig):
+        yield StoredTensor(RECURRENT_LAYER.sub(r"rnn.\2_l\1", name), name, shape)
+        return
     if isinstance(config, GPT2Config):
         is_transposed = CONV1D_WEIGHTS.search(name) is not None
         yield StoredTensor(name, name, shape[::-1] if is_transposed else shape, is_transposed=is_transposed)

@@ -4,7 +4,8 @@ Each parameter has its own generator, seeded by (seed, parameter name). So its v
 initialisation, the rank, the device or the dtype: every layout starts from the same model. (On another kind of CPU the
 last bits may differ, because torch's normal values use the CPU's own logarithm.) Weights are normal, norms are one,
 biases are zero. Language models use the scheme of GPT-2: standard deviation 0.02, and projections that write to the
-residual stream scaled by 1 / sqrt(2 * layers). Image models use that of He et al. (2015); for convolutions by fan-out,
+residual stream scaled by 1 / sqrt(2 * layers). LSTM and GRU have the deviations of torch's own layers, and biases of
+one for forget gates (Jozefowicz et al. 2015). Image models use that of He et al. (2015); for convolutions by fan-out,
 as in torchvision: standard deviation sqrt(2 / (outputs × kernel)).
 """
 
@@ -17,19 +18,32 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from weft.architectures import DecoderConfig, GPT2Config, LanguageConfig, ModelConfig, VisionConfig
+from weft.architectures import (
+    DecoderConfig,
+    GPT2Config,
+    LanguageConfig,
+    ModelConfig,
+    RecurrentConfig,
+    TransformerConfig,
+    VisionConfig,
+)
 from weft.errors import ConfigError
 from weft.models.decoder import Decoder
 from weft.models.gpt2 import GPT2
+from weft.models.recurrent import RecurrentModel
 from weft.models.vision import VisionModel, build_vision
 
-LanguageModel = Decoder | GPT2
+Transformer = Decoder | GPT2
+LanguageModel = Transformer | RecurrentModel
 Model = LanguageModel | VisionModel
 
-DEVIATION = 0.02
-RESIDUAL_PROJECTIONS = ("o_proj.weight", "down_proj.weight", "c_proj.weight", "experts.down_proj")
+BIASES = ("bias", "bias_ih", "bias_hh")
 
 
+@overload
+def build(config: TransformerConfig) -> Transformer: ...
+@overload
+def build(config: RecurrentConfig) -> RecurrentModel: ...
 @overload
 def build(config: LanguageConfig) -> LanguageModel: ...
 @overload
@@ -38,6 +52,8 @@ def build(config: ModelConfig) -> Model:
     """Build the model of a config on the default device. `initialise` or a checkpoint must set its values."""
     if isinstance(config, DecoderConfig):
         return Decoder(config)
+    if isinstance(config, RecurrentConfig):
+        return RecurrentModel(config)
     return GPT2(config) if isinstance(config, GPT2Config) else build_vision(config)
 
 
@@ -52,16 +68,17 @@ def initialise(model: Model, seed: int) -> None:
 
 def initial_value(config: ModelConfig, name: str, shape: torch.Size, seed: int) -> Tensor:
     """The initial value of one parameter: float32, on the CPU. A tied head has the value of the embedding."""
-    if name.endswith(".bias"):
-        return torch.zeros(shape, device="cpu")
+    if name.rpartition(".")[2] in BIASES:
+        value = torch.zeros(shape, device="cpu")
+        if config.architecture == "lstm" and name.endswith("bias_ih"):
+            value[len(value) // 4 : len(value) // 2] = 1  # forget gates, which are then open
+        return value
     if len(shape) == 1:
         return torch.ones(shape, device="cpu")  # a norm
     if isinstance(config, LanguageConfig):
         if config.tie_word_embeddings and name == "lm_head.weight":
             name = config.embedding_name
-        deviation = DEVIATION
-        if name.endswith(RESIDUAL_PROJECTIONS):
-            deviation /= math.sqrt(2 * config.num_layers)
+        deviation = config.initial_deviation(name, shape[-1])
     elif len(shape) == 2:
         deviation = math.sqrt(1 / shape[1])  # a classifier: its logits have the scale of its input features
     else:

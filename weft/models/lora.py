@@ -61,6 +61,8 @@ def add_lora(model: nn.Module, lora: Lora, seed: int = 0) -> None:
                 names.add(name.rpartition(".")[2])
                 if any(name == target or name.endswith(f".{target}") for target in lora.targets):
                     chosen[f"{block}.{name}"] = module
+    if not names:
+        raise ConfigError("[lora] updates linears of blocks, and the blocks of this model have none; leave it out")
     for target in lora.targets:
         if not any(name.endswith(f".{target}") for name in chosen):
             raise ConfigError(

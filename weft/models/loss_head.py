@@ -26,6 +26,7 @@ from weft.inspection.functional_call import call_with, no_fakes_left
 from weft.models.decoder import Decoder
 from weft.models.gpt2 import GPT2
 from weft.models.loss import RowsLoss, head_loss, rows_loss
+from weft.models.recurrent import RecurrentModel
 from weft.plan import Plan
 
 
@@ -149,7 +150,7 @@ def _find_head(model: nn.Module) -> nn.Linear | None:
 def _is_shipped(model: nn.Module, head: nn.Linear) -> bool:
     """Whether a model is one of weft's own without changes. These return the result of their last linear."""
     has_hooks = bool(model._forward_hooks or head._forward_hooks)
-    return type(model) in (Decoder, GPT2) and "forward" not in model.__dict__ and not has_hooks
+    return type(model) in (Decoder, GPT2, RecurrentModel) and "forward" not in model.__dict__ and not has_hooks
 
 
 class _ResultWatch(TorchDispatchMode):

@@ -22,11 +22,10 @@ from weft.planner.candidate import Candidate, SearchResult
 from weft.planner.explain import Rejected, Sensitivity, fewer_nodes, rejections, sensitivities, smaller, why
 from weft.planner.goodput import failures
 from weft.planner.image_model import planned_images, software_for_images
-from weft.planner.model import planned_model
+from weft.planner.model import planned_model, software_of
 from weft.planner.predict import link_of
 from weft.planner.question import Objective, Question
 from weft.planner.search import Model, search
-from weft.profiling.software import software_for_text
 from weft.schema import to_table
 
 MAX_SPANS = 20_000  # a longer timeline is left out of the answer
@@ -214,7 +213,7 @@ def ask(
 def planned(config: ModelConfig, cluster: Cluster, question: Question) -> Model:
     """Profiles the model of a question and returns it with its cost model on a cluster."""
     if isinstance(config, LanguageConfig):
-        software = software_for_text(cluster, question.compiles)
+        software = software_of(config, cluster, question.compiles)
         return planned_model(config, question.sequence, cluster, software, question.precision)
     assert question.shape is not None
     software = software_for_images(config, cluster, question.compiles)

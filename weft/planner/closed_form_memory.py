@@ -43,6 +43,7 @@ from weft.sharding.layout import (
 RESERVE_BYTES = 1.5e9  # the CUDA context, NCCL's buffers, libraries' workspaces
 SLACK = 1.02  # memory of the allocator divided by memory of tensors
 IN_HEAD = "loss in head"  # key in Profile.kept: the profile of the same model with the loss computed in its head
+OF_TWO = "two sequences"  # key in Profile.cache: the profile of two sequences, if backward has bytes beside theirs
 NUM_MESSAGES = 2  # messages between stages in flight, one in and one out; sent results of stages are counted apart
 
 
@@ -78,6 +79,7 @@ class Sizes:
     # Bytes that the deferred weight gradients of a block need, and the part of them for its last linear.
     block_late: float = 0.0
     last_late: float = 0.0
+    fixed_backward: float = 0.0  # transient bytes in a block's backward that do not grow with the sequences
     block_sent: float = 0.0  # bytes of a block's saved activations that may be offloaded to the host
     again: Sizes | None = None
 
@@ -207,7 +209,7 @@ def rank_working(
     saved += is_last * held.roots * (sizes.root_saved * per_micro_batch + sizes.kept_gradient)
     ends_bytes = [of_sequence * per_micro_batch + gradient for of_sequence, gradient in sizes.at_ends]
     loss = is_last * max(sizes.at_the_loss(per_micro_batch, compute, max(compute, 4)), *ends_bytes)
-    backward = sizes.in_backward * per_micro_batch
+    backward = sizes.in_backward * per_micro_batch + sizes.fixed_backward
     if sizes.is_compiled:  # all gradients appear at once, after the saved activations are freed
         backward = max(backward, (sizes.stream_bytes - kept) * per_micro_batch + sizes.block_numel * compute)
     backward -= is_last * (sizes.behind_saved * per_micro_batch + sizes.kept_gradient)
@@ -357,12 +359,7 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
     """
     in_head = profile.cache.get(IN_HEAD) if is_loss_in_head(plan) else None
     profile = profile_under(in_head or profile, plan)
-    part = f"part of {size_settings(plan)} {plan.num_expert_parts}"
-    if part not in profile.cache:
-        whole = replace(plan, **{name: getattr(Plan(), name) for name in TOKEN_FIELDS})
-        whole = replace(whole, expert=plan.expert * plan.num_expert_parts // whole.num_expert_parts)
-        profile.cache[part] = localise(profile, whole, dict.fromkeys(plan.degrees, 0))
-    local: Profile = profile.cache[part]
+    local = _rank_part(profile, plan)
     block, policy = local.blocks[-1], plan.memory.recompute
     names = {parameter.name: float(parameter.numel) for parameter in local.root.parameters}
     embeddings = profile.pairing.embeddings
@@ -374,6 +371,8 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
     root = (local.root.saved_bytes or {}).get(policy, 0)
     behind = max(0, root - local.root.saved_by_layer.get(policy, {}).get("", 0))
     end = transient(replace(local, blocks=(block,)), policy)  # without waiting gradients of tied parameters
+    in_backward = float(end.backward_bytes + behind)
+    fixed = _fixed_backward(profile, policy, in_backward)
     over, compute = root_excess_bytes(local, policy), COMPUTE_DTYPE[plan.precision].itemsize
     heads = {name: numel for name, numel in names.items() if name.rpartition(".")[0] in (*split_heads, *embeddings)}
     head = max(heads.values(), default=0.0) if split_heads else 0.0
@@ -398,7 +397,7 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
         float(over.get("", 0)),
         tuple((over[name] - own, own) for name, own in gradients.items()),
         head,
-        float(end.backward_bytes + behind),
+        in_backward - fixed,
         float(transient_bytes(local, plan)),
         profile.stream_numel * compute / plan.tensor.y,
         layer.rows if layer else 0,
@@ -407,5 +406,28 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
         block.backward_bytes is not None,
         sum(late),
         late[-1] if late else 0.0,
+        fixed,
         float(sum(offloadable_storages(block, plan).values())),
     )
+
+
+def _rank_part(profile: Profile, plan: Plan) -> Profile:
+    """A rank's part of a profile, with whole sequences."""
+    part = f"part of {size_settings(plan)} {plan.num_expert_parts}"
+    if part not in profile.cache:
+        whole = replace(plan, **{name: getattr(Plan(), name) for name in TOKEN_FIELDS})
+        whole = replace(whole, expert=plan.expert * plan.num_expert_parts // whole.num_expert_parts)
+        profile.cache[part] = localise(profile, whole, dict.fromkeys(plan.degrees, 0))
+    found: Profile = profile.cache[part]
+    return found
+
+
+def _fixed_backward(profile: Profile, policy: str, of_one: float) -> float:
+    """The transient bytes in a block's backward that one and two sequences have alike; `of_one` has all of one."""
+    both: Profile | None = profile.cache.get(OF_TWO)
+    if both is None:
+        return 0.0
+    root = (both.root.saved_bytes or {}).get(policy, 0)
+    behind = max(0, root - both.root.saved_by_layer.get(policy, {}).get("", 0))
+    of_two = transient(replace(both, blocks=both.blocks[-1:]), policy).backward_bytes + behind
+    return max(0.0, 2 * of_one - of_two)

@@ -15,7 +15,7 @@ from typing import Any
 
 from weft.cluster.hardware import load
 from weft.errors import ConfigError
-from weft.models import GPT2Config, LanguageConfig
+from weft.models import GPT2Config, TransformerConfig
 from weft.models.catalog import load_model
 from weft.plan import Plan
 from weft.planner.answer import Answer, Progress, ask, planned
@@ -55,10 +55,10 @@ class FamousRun:
     note: str
 
     @property
-    def config(self) -> LanguageConfig:
+    def config(self) -> TransformerConfig:
         """The run's model, with its dropout."""
         config = load_model(self.model)
-        assert isinstance(config, LanguageConfig)
+        assert isinstance(config, TransformerConfig)
         return replace(config, resid_pdrop=self.dropout) if isinstance(config, GPT2Config) else config
 
     @property

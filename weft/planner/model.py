@@ -16,11 +16,11 @@ from torch import Tensor
 from weft.cluster.hardware import Cluster
 from weft.compile.saved_bytes import compiled_profile
 from weft.errors import PlanError
-from weft.models import DecoderConfig, GPT2Config, LanguageConfig, build
+from weft.models import DecoderConfig, LanguageConfig, build
 from weft.models.loss import ExampleLoss
 from weft.models.loss_head import install_loss_head
 from weft.plan import Plan, Precision
-from weft.planner.closed_form_memory import IN_HEAD, sizes
+from weft.planner.closed_form_memory import IN_HEAD, OF_TWO, sizes
 from weft.planner.search import Model
 from weft.planner.stage_units import ModelUnits
 from weft.planner.step import StepModel
@@ -43,6 +43,13 @@ class TracedModel(NamedTuple):
     units: ModelUnits | None
 
 
+def software_of(config: LanguageConfig, cluster: Cluster, compiles: bool | None = None) -> Software:
+    """How weft trains a language model on a cluster. `compiles` is the run's setting; None compiles what can be on
+    GPUs.
+    """
+    return software_for_text(cluster, compiles if config.is_compiled else False)
+
+
 @lru_cache(maxsize=8)
 def planned_model(
     config: LanguageConfig,
@@ -60,7 +67,7 @@ def planned_model(
             f"num_experts_per_layer = {list(config.num_experts_per_layer)} gives layers different numbers of experts, "
             f"and weft plans models whose layers are equal; give a plan, or use num_experts"
         )
-    software = software or software_for_text(cluster)
+    software = software or software_of(config, cluster)
     found = _traced(config, sequence, precision, software.compiled, software.equal_stages)
     steps = StepModel(found.workload, cluster, software, found.numel, found.tied_numel, found.units, found.expert_numel)
     return Model(steps, found.profile)
@@ -71,12 +78,11 @@ def _traced(
     config: LanguageConfig, sequence: int, precision: Precision, is_compiled: bool, equal_stages: bool
 ) -> TracedModel:
     """Profiles a model. The result does not depend on the cluster, so questions about several clusters share it."""
-    shallow = (
-        replace(config, n_layer=NUM_PROFILED)
-        if isinstance(config, GPT2Config)
-        else replace(config, num_hidden_layers=NUM_PROFILED, num_experts_per_layer=(), first_k_dense_replace=0)
-    )
+    shallow = config.with_layers(NUM_PROFILED)
     found, in_head = _profiled(shallow, sequence, precision, False), _profiled(shallow, sequence, precision, True)
+    if not config.is_compiled:  # gradients that recurrent layers add up token by token do not grow with the batch
+        for one, is_in_head in ((found, False), (in_head, True)):
+            one.cache[OF_TWO] = _profiled(shallow, sequence, precision, is_in_head, 2)
     units = None if equal_stages else ModelUnits((found, in_head), config.num_layers)
     if is_compiled:
         found, in_head = compiled_profile(found), compiled_profile(in_head)
@@ -90,11 +96,13 @@ def _traced(
 
 
 @lru_cache(maxsize=16)
-def _profiled(shallow: LanguageConfig, sequence: int, precision: Precision, in_head: bool) -> Profile:
+def _profiled(
+    shallow: LanguageConfig, sequence: int, precision: Precision, in_head: bool, num_sequences: int = 1
+) -> Profile:
     """The profile of a model with few layers, with the loss computed in its head or from its logits."""
 
     def tokens() -> Tensor:
-        return torch.zeros(1, sequence, dtype=torch.long, device="cpu")
+        return torch.zeros(num_sequences, sequence, dtype=torch.long, device="cpu")
 
     with torch.device("meta"):
         module = build(shallow).to(COMPUTE_DTYPE[precision])

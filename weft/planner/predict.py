@@ -38,10 +38,9 @@ from weft.plan import Branch, Plan
 from weft.planner.host_link import copied_seconds, update_seconds
 from weft.planner.image_model import planned_images, software_for_images
 from weft.planner.kfac_cost import with_kfac
-from weft.planner.model import planned_model
+from weft.planner.model import planned_model, software_of
 from weft.planner.step import StepModel
 from weft.profiling import Profile
-from weft.profiling.software import software_for_text
 from weft.run_file import Run
 from weft.schedule import Timeline, simulate
 from weft.sharding.layout import COMPUTE_DTYPE, master_bytes
@@ -226,7 +225,7 @@ def _compiles(run: Run, cluster: Cluster, whole: Profile) -> bool:
 def _step_model(run: Run, cluster: Cluster, compiles: bool) -> StepModel:
     """Returns the planner's time model for the run's model."""
     if isinstance(run.model, LanguageConfig):
-        software = software_for_text(cluster, run.train.compile)
+        software = software_of(run.model, cluster, run.train.compile)
         return planned_model(run.model, run.split.sequence, cluster, software, run.plan.precision).steps
     assert not isinstance(run.data, DataConfig), "the run file was checked"
     shape, software = run.data.shape(run.model.in_channels), software_for_images(run.model, cluster, compiles)

@@ -249,12 +249,17 @@ class Search(ABC):
                 break
             if inner.tile.hand_over == "batch" and micro_batch % inner.tile.degree:
                 continue
-            for recompute in RECOMPUTES[:1] if inner.tensor.regather else RECOMPUTES:
+            for recompute in RECOMPUTES[:1] if inner.tensor.regather else self._recomputes:
                 for keeps in (False, True)[: 1 + (recompute != "none" and inner.num_expert_parts > 1)]:
                     memory = MemoryPolicy(recompute, keep_collectives=keeps)
                     plan = inner.changed(micro_batch=micro_batch, memory=memory)
                     if self._asked.holds_inner(plan):
                         yield self._asked.shaped(plan) if self._asked.fields else plan
+
+    @cached_property
+    def _recomputes(self) -> tuple[Recompute, ...]:
+        """The recompute policies that the model allows."""
+        return tuple(one for one in RECOMPUTES if self._reason(Plan(memory=MemoryPolicy(one))) is None)
 
     @abstractmethod
     def _pipes(self, degree: int, inner: Plan) -> list[Pipe]:
@@ -361,6 +366,23 @@ class Search(ABC):
 
 class TextSearch(Search):
     """Searches over pipeline schedules with equal blocks."""
+
+    def _reason(self, plan: Plan) -> str | None:
+        reason, tensor = super()._reason(plan), plan.tensor
+        if reason is None and tensor.x * tensor.y > 1 and not self._are_blocks_split:
+            given = f"tensor.x = {tensor.x}" if tensor.y == 1 else f"tensor.y = {tensor.y}"
+            return (
+                f"{given} splits the embedding and the head only, and the layers of block "
+                f"'{self.model.profile.blocks[-1].name}' stay whole, for which a search has no times; use data, shard "
+                f"or pipe, or write the plan yourself"
+            )
+        return reason
+
+    @cached_property
+    def _are_blocks_split(self) -> bool:
+        """Can the tensor axes split layers inside of blocks?"""
+        pairing = self.model.profile.pairing
+        return any(pairing.block_of(one.module) is not None for one in pairing.splits.values())
 
     def _pipes(self, degree: int, inner: Plan) -> list[Pipe]:
         if degree == 1:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from weft.architectures import LanguageConfig
+from weft.architectures import TransformerConfig
 from weft.cluster.cpu_rates import is_cpu
 from weft.cluster.hardware import Cluster, ring_seconds
 from weft.errors import PlanError
@@ -120,7 +120,7 @@ class ServingModel:
 
     def __init__(
         self,
-        config: LanguageConfig,
+        config: TransformerConfig,
         cluster: Cluster,
         plan: Plan,
         precision: str,
@@ -402,7 +402,7 @@ class ServingModel:
 
 
 def predict_serving(
-    config: LanguageConfig,
+    config: TransformerConfig,
     cluster: Cluster,
     plan: Plan,
     workload: ServingWorkload,

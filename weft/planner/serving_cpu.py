@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from weft.architectures import DecoderConfig, LanguageConfig
-from weft.architectures.recurrent import RecurrentConfig
+from weft.architectures import DecoderConfig, LanguageConfig, RecurrentConfig
 from weft.cluster.decode_rates import DecodeRates, LayerKind
 from weft.errors import ConfigError, PlanError
 from weft.serve.head.graph_head import GraphHead
@@ -23,7 +22,6 @@ from weft.serve.weights.weight_formats import FORMATS, HEAD_FORMATS, Grouped, Ro
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 Shape = tuple[int, int]  # outputs and inputs of a weight
-ServedConfig = LanguageConfig | RecurrentConfig
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class _Layers:
 
 
 def predict_decode(
-    config: ServedConfig,
+    config: LanguageConfig,
     rates: DecodeRates,
     dtype: str,
     length: int,
@@ -105,7 +103,7 @@ def kept_bytes(kept: str, outputs: int, inputs: int) -> int:
     return outputs * inputs * ITEM_BYTES[kept] if kept in ITEM_BYTES else weight_bytes(FORMATS[kept], outputs, inputs)
 
 
-def refuse(config: ServedConfig, dtype: str, weights: str | None, head: str | GraphHead | None) -> None:
+def refuse(config: LanguageConfig, dtype: str, weights: str | None, head: str | GraphHead | None) -> None:
     """Raise ConfigError for a model or option that has no price on a CPU."""
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"--precision {dtype} is unknown on a CPU; give fp32 or bf16")
@@ -143,7 +141,7 @@ def _refuse_small_groups(kept: str, inputs: int) -> None:
 
 
 def refuse_size(
-    config: ServedConfig,
+    config: LanguageConfig,
     dtype: str,
     host_memory_bytes: int,
     length: int,
@@ -160,7 +158,7 @@ def refuse_size(
 
 
 def held_bytes(
-    config: ServedConfig, dtype: str, length: int, weights: str | None = None, head: str | GraphHead | None = None
+    config: LanguageConfig, dtype: str, length: int, weights: str | None = None, head: str | GraphHead | None = None
 ) -> int:
     """Bytes of weights and cache that a server holds. Weights in fewer bits are kept a second time
     (`serve/weights/cpu_product.py`); a graph search computes logits of the whole head's rows; a head in fewer bits
@@ -181,7 +179,7 @@ def _twice(kept: str, shape: Shape) -> int:
     return own * (1 if form is None or isinstance(form, RowFp8) else 2)
 
 
-def _layers(config: ServedConfig, dtype: str) -> _Layers:
+def _layers(config: LanguageConfig, dtype: str) -> _Layers:
     if isinstance(config, RecurrentConfig):
         return _recurrent_layers(config, dtype)
     sizes = ServedSizes.of(config)
@@ -200,7 +198,7 @@ def _layers(config: ServedConfig, dtype: str) -> _Layers:
 def _recurrent_layers(config: RecurrentConfig, dtype: str) -> _Layers:
     """With a table of the first layer's products with inputs where it is small enough (`serve/model/recurrent.py`)."""
     size, is_lstm = config.hidden_size, config.architecture == "lstm"
-    gates = 4 if is_lstm else 3
+    gates = config.num_gates
     whole: tuple[Shape, ...] = ((gates * size, 2 * size),) if is_lstm else ((gates * size, size),) * 2
     has_table = gates * size * config.vocab_size * ITEM_BYTES[dtype] <= TABLE_BYTES
     first: tuple[Shape, ...] = ((gates * size, size),) if has_table else whole

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from itertools import product
 
-from weft.architectures import LanguageConfig
+from weft.architectures import TransformerConfig
 from weft.cluster.hardware import Cluster
 from weft.errors import PlanError
 from weft.plan import Context, Pipe, Plan, Tensor
@@ -18,7 +18,7 @@ from weft.serve.parallel.traffic import ServedSizes
 LONG_SHARE = 0.1  # of the weights' bytes, that the cache of one request takes for which `context` is tried
 
 
-def serving_plans(config: LanguageConfig, num_devices: int, with_context: bool = False) -> Iterable[Plan]:
+def serving_plans(config: TransformerConfig, num_devices: int, with_context: bool = False) -> Iterable[Plan]:
     """Yields layouts over all devices: data, pipe, expert, x, and context if it is asked for."""
     sizes = ServedSizes.of(config)
     for x, context in product(_divisors(num_devices), _divisors(num_devices) if with_context else (1,)):
@@ -31,7 +31,7 @@ def serving_plans(config: LanguageConfig, num_devices: int, with_context: bool =
 
 
 def search_serving(
-    config: LanguageConfig,
+    config: TransformerConfig,
     cluster: Cluster,
     workload: ServingWorkload,
     precision: str = "bf16",

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from weft.architectures import RecurrentConfig
 from weft.errors import ConfigError
 from weft.plan import Plan
 from weft.planner.serving import HOST_SECONDS, OPERATIONS_PER_LAYER, ServingModel
@@ -87,7 +88,10 @@ def _draft_model(model: ServingModel, kind: str, length: int) -> ServingModel:
             f"--speculate {kind} is no folder; give ngram, layers=K, or the folder of a smaller model (its config.json "
             f"is enough)"
         )
-    draft = ServingModel(model_config(folder), model.cluster, Plan(), model.kernels.precision, folder_format(folder))
+    config = model_config(folder)
+    if isinstance(config, RecurrentConfig):
+        raise ConfigError(f"--speculate {kind} is an LSTM or GRU, which drafts no tokens; give another model")
+    draft = ServingModel(config, model.cluster, Plan(), model.kernels.precision, folder_format(folder))
     held = model.weight_bytes + draft.weight_bytes + length * (model.cache_bytes(0) + draft.cache_bytes(0))
     memory_bytes = model.cluster.node.device.memory_bytes
     if held > memory_bytes:

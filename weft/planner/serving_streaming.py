@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.architectures import LanguageConfig
+from weft.architectures import TransformerConfig
 from weft.cluster.hardware import Cluster
 from weft.errors import PlanError
 from weft.planner.step import HOST_LINK_SHARE
@@ -69,7 +69,7 @@ class StreamedStage:
 
 
 def streamed_stage(
-    config: LanguageConfig,
+    config: TransformerConfig,
     cluster: Cluster,
     place: RankPlace,
     item_bytes: int,

@@ -118,9 +118,10 @@ def _run(source: ProfileSource, policy: str, wrap: Wrap, is_loss_fused: bool = F
     ran = (block for name, block in source.blocks.items() if name in recorder.start_bytes)
     saved = sum((block.saved_bytes or {})[policy] for block in ran)
     tied = _tied_bytes(source)
-    peak_bytes = {
-        name: max(recorder.peak_above_start(one, tied) for one in names) for names in groups for name in names
-    }
+    peak_bytes: dict[str, int] = {}
+    for names in groups:  # blocks that did not run count as the larger of those that did
+        own = {name: recorder.peak_above_start(name, tied) for name in names if name in recorder.start_bytes}
+        peak_bytes |= {name: own.get(name, max(own.values(), default=0)) for name in names}
     order = list(recorder.peak_bytes)  # phases, in order
     first = min((order.index(name) for name in order if name and name in source.blocks), default=len(order))
     root = {name: recorder.peak_bytes[name] - saved for name in order[:first]}

@@ -14,15 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from weft.architectures.recurrent import RecurrentConfig
 from weft.checkpoint import Checkpoint
 from weft.cluster.local_gpus import BF16_CAPABILITY
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import ConfigError
-from weft.models import GPT2Config, LanguageConfig, read_config
+from weft.models import LanguageConfig, RecurrentConfig, read_config
 from weft.models.hf import FolderWeights
 from weft.models.hf_quantisation import Quantisation
-from weft.models.recurrent import is_recurrent, load_recurrent
 from weft.saved_run import (
     open_checkpoint,
     parameter_reader,
@@ -131,8 +129,6 @@ def load_for_generation(
     corrected, block by block (`serve/calibration/corrected_blocks.py`).
     """
     wanted = _Wanted(torch.device(device), place, weights, on_host, streaming, texts, say)
-    if is_recurrent(path):
-        return _load_recurrent(path, tokenizer, wanted)
     if (path / "config.json").is_file():
         config = read_config(path)
         folder = FolderWeights(path, config)
@@ -140,9 +136,8 @@ def load_for_generation(
         if folder.quantisation is not None:
             quantised = _codes(folder, folder.quantisation, weights, say)
         own = _folder_tokenizer(path, tokenizer)
-        context = context_length(config)
-        rows = None if texts is None else texts(own, context)
-        return _load(config, computes_in(path), folder.read, wanted, rows, quantised), own, context
+        rows = None if texts is None else texts(own, config.context_length)
+        return _load(config, computes_in(path), folder.read, wanted, rows, quantised), own, config.context_length
     return with_intact_checkpoint(path, partial(_load_checkpoint, tokenizer=tokenizer, wanted=wanted), say)
 
 
@@ -154,30 +149,14 @@ def _folder_tokenizer(path: Path, tokenizer: str | None) -> Tokenizer:
     return load_tokenizer(spec)
 
 
-def _load_recurrent(path: Path, tokenizer: str | None, wanted: _Wanted) -> tuple[nn.Module, Tokenizer, int]:
-    is_on_host = wanted.on_host or wanted.streaming is not None
-    if wanted.place is not None or wanted.weights is not None or is_on_host:
-        raise ConfigError(
-            "a recurrent model is served on one rank, with its weights as they are, on the device; leave out --weights "
-            "and --stream-weights"
-        )
-    model = load_recurrent(path).to(wanted.device)
-    return model, _folder_tokenizer(path, tokenizer), context_length(model.config)
-
-
 def model_config(path: Path) -> LanguageConfig:
     """The config of the model at a path."""
     return read_config(path) if (path / "config.json").is_file() else saved_model(open_checkpoint(path))
 
 
-def context_length(config: LanguageConfig | RecurrentConfig) -> int:
-    """The most tokens that a model is made for."""
-    return config.n_positions if isinstance(config, GPT2Config) else config.max_position_embeddings
-
-
 def computes_in(path: Path) -> torch.dtype:
     """The dtype in which the model at a path computes on a CPU: that of a run's saved weights, else float32."""
-    if is_recurrent(path) or (path / "config.json").is_file():
+    if (path / "config.json").is_file():
         return torch.float32
     return open_checkpoint(path).entries("parameter")[0].dtype
 
@@ -206,7 +185,11 @@ def _load(
     """
     refuse_model(config)
     place, weights, device = wanted.place, wanted.weights, wanted.device
-    model, cuts = build_whole(config) if place is None else build_part(config, place)
+    if isinstance(config, RecurrentConfig):
+        _refuse_recurrent(wanted)
+        model, cuts = build_whole(config)
+    else:
+        model, cuts = build_whole(config) if place is None else build_part(config, place)
     assert not list(model.buffers()), "buffers would be left without values"
     has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
     model.to(torch.bfloat16 if has_bf16 else dtype)
@@ -225,6 +208,16 @@ def _load(
         return stream_model(model, device, wanted.streaming, values)
     values.give_all()
     return model.eval()
+
+
+def _refuse_recurrent(wanted: _Wanted) -> None:
+    """Raise ConfigError for ways to load that a recurrent model does not have."""
+    given = (wanted.place, wanted.weights, wanted.streaming, wanted.texts)
+    if wanted.on_host or any(one is not None for one in given):
+        raise ConfigError(
+            "a recurrent model is served on one rank, with its weights as they are, on the device; leave out "
+            "--weights, --stream-weights and the plan"
+        )
 
 
 def _codes(

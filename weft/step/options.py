@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weft.architectures import RecurrentConfig
+from weft.data.config import DataConfig
 from weft.errors import PlanError
 from weft.parallel.tensor.vocabulary import refuse_z_loss
 from weft.plan import AXES
@@ -11,7 +13,7 @@ from weft.step.layer_drop import refuse_layer_drop
 
 def refuse_options(run: Run) -> None:
     """Raises PlanError with the first reason why the plan does not allow the run's options."""
-    reason = refuse_z_loss(run.train.z_loss, run.plan.tensor.x)
+    reason = refuse_z_loss(run.train.z_loss, run.plan.tensor.x) or refuse_recurrent(run)
     if reason is None and run.train.layer_drop is not None:
         reason = refuse_layer_drop(run.plan)
     if reason is None and run.train.compressed is not None:
@@ -20,6 +22,21 @@ def refuse_options(run: Run) -> None:
         reason = refuse_kfac(run)
     if reason is not None:
         raise PlanError(reason)
+
+
+def refuse_recurrent(run: Run) -> str | None:
+    """Returns why a recurrent model does not allow the run's options, and what to change; None if it does."""
+    if not isinstance(run.model, RecurrentConfig):
+        return None
+    name = f"model.architecture = '{run.model.architecture}'"
+    if isinstance(run.data, DataConfig) and run.data.documents == "separate":
+        return (
+            f"data.documents = 'separate' keeps attention inside of documents, and {name} has a state that passes from "
+            f"one to the next; use data.kind = 'text' with data.documents = 'joined'"
+        )
+    if run.train.layer_drop is not None:
+        return f"train.layer_drop skips blocks that add to a residual stream, and {name} has none; leave it out"
+    return None
 
 
 def refuse_compressed(run: Run) -> str | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from weft.errors import ConfigError
 from weft.inspection.parameter_cut import Cut
-from weft.models import GPT2, Decoder, LanguageConfig, build
+from weft.models import GPT2, Decoder, TransformerConfig, build
 from weft.serve.calibration.corrected_codes import pack_corrected
 from weft.serve.weights.folder_codes import Packed, cut_codes, local_group, make_room_of, packed_linears
 from weft.serve.weights.group_codes import unpack
@@ -84,7 +84,7 @@ def _own_experts(stack: PackedStack, cut: Cut) -> list[Tensor]:
 
 
 def _corrected_blocks(
-    config: LanguageConfig, read: Read, format: WeightFormat, texts: Sequence[Tensor], dtype: torch.dtype
+    config: TransformerConfig, read: Read, format: WeightFormat, texts: Sequence[Tensor], dtype: torch.dtype
 ) -> Iterator[tuple[str, nn.Module]]:
     """Each block of a model in its order, with packed linears, and the name of the block."""
     with torch.device("meta"):

@@ -18,7 +18,7 @@ from torch import nn
 from weft.errors import ConfigError, WeftError
 from weft.launch.environment import RankInfo, check_world, init_process_group, shutdown
 from weft.mesh import Mesh
-from weft.models.recurrent import is_recurrent
+from weft.models import RecurrentConfig
 from weft.plan import Plan
 from weft.saved_run import open_checkpoint
 from weft.serve.cache.split_formats import split_format
@@ -122,18 +122,18 @@ def refuse_options(source: Path, options: ServeOptions, plan: Plan) -> None:
     sums_of(options.sums)
     if options.share_gpus and options.device == "cpu":
         raise ConfigError("--share-gpus is for --device cuda, and the device is the CPU; leave it out")
-    is_split = plan.num_ranks > 1 or options.stream_weights > 0 or options.resident_blocks > 0
-    if is_split and is_recurrent(source):
-        raise ConfigError(
-            f"{source} is a recurrent model, which is served on one rank, with its weights on the device; leave out "
-            f"the plan, --stream-weights and --resident-blocks"
-        )
     if options.follows:
         require_run(source)
     if options.follows and options.calibration is not None and plan.num_ranks > 1:
         raise ConfigError(
             "--follow with --calibration would correct the rounding of newer weights while requests wait, as ranks "
             "read them between two steps; leave out one of them, or serve on one rank, which does both meanwhile"
+        )
+    is_split = plan.num_ranks > 1 or options.stream_weights > 0 or options.resident_blocks > 0
+    if (is_split or options.follows) and isinstance(model_config(source), RecurrentConfig):
+        raise ConfigError(
+            f"{source} is a recurrent model, which is served on one rank, with its weights on the device and packed "
+            f"when they are read; leave out the plan, --stream-weights, --resident-blocks and --follow"
         )
     if options.follows and options.stream_weights:
         raise ConfigError("--follow replaces weights, which --stream-weights does not allow; leave out one of them")

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.models.recurrent import RecurrentModel
+from weft.models.recurrent import RecurrentLayer, RecurrentModel
 from weft.serve.cache.layer_cache import CacheFormat, LayerCache, PlainFormat
 from weft.serve.cache.paged_attention import PagedBatch
 from weft.serve.model.paged_model import PagedBlock
@@ -32,8 +32,8 @@ State = tuple[Tensor, Tensor]  # hidden and cell [rows, hidden]; a GRU has no ce
 class FusedLSTM:
     """One layer of an LSTM, whose weights are one matrix [4 * hidden, input + hidden]."""
 
-    def __init__(self, rnn: nn.Module, index: int) -> None:
-        self._weight, self._bias, self._width = _joined(rnn, index)
+    def __init__(self, layer: RecurrentLayer) -> None:
+        self._weight, self._bias, self._width = _joined(layer)
         self.size = len(self._bias) // 4
 
     def inputs(self, rows: Tensor) -> Tensor:
@@ -61,9 +61,9 @@ class FusedGRU:
     their own.
     """
 
-    def __init__(self, rnn: nn.Module, index: int) -> None:
+    def __init__(self, layer: RecurrentLayer) -> None:
         self._input, self._state, self._input_bias, self._state_bias = (
-            getattr(rnn, f"{name}_l{index}").detach() for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+            one.detach() for one in (layer.weight_ih, layer.weight_hh, layer.bias_ih, layer.bias_hh)
         )
         self.size = len(self._input_bias) // 3
 
@@ -114,10 +114,9 @@ class RecurrentRows:
         self.device, self.dtype = weight.device, weight.dtype
         kind = FusedLSTM if model.config.architecture == "lstm" else FusedGRU
         with torch.no_grad():
-            self.layers = [kind(model.rnn, index) for index in range(model.config.num_hidden_layers)]
+            self.layers = [kind(cast(RecurrentLayer, layer)) for layer in model.layers]
             self._table: Tensor | None = None
-            gates = 4 if kind is FusedLSTM else 3
-            if gates * model.config.hidden_size * self.vocab_size * self.dtype.itemsize <= TABLE_BYTES:
+            if model.config.num_gates * model.config.hidden_size * self.vocab_size * self.dtype.itemsize <= TABLE_BYTES:
                 self._table = self.layers[0].inputs(model.embed_tokens.weight)
 
     @property
@@ -177,11 +176,13 @@ class RecurrentRows:
         if is_first:
             hidden, cell = torch.zeros_like(hidden), torch.zeros_like(cell)
         if len(tokens) >= self._torch_tokens:
-            is_lstm = self.model.config.architecture == "lstm"
-            hidden, cell = hidden.contiguous(), cell.contiguous()
-            found, after = self.model.rnn(given[None], (hidden, cell) if is_lstm else hidden)
-            states.hidden[:, row], states.cell[:, row] = (one[:, 0] for one in (after if is_lstm else (after, cell)))
-            return found[0]  # type: ignore[no-any-return]
+            for index, own in enumerate(self.model.layers):
+                before = (hidden[index : index + 1].contiguous(), cell[index : index + 1].contiguous())
+                found, after = cast(RecurrentLayer, own).run(given[None], before)
+                given = found[0]
+                for kept, one in zip((states.hidden, states.cell), after, strict=False):  # a GRU has no cell
+                    kept[index, row] = one[0, 0]
+            return given
         for index, layer in enumerate(self.layers):
             state = (hidden[index], cell[index])
             results = []
@@ -193,20 +194,17 @@ class RecurrentRows:
         return given
 
 
-def _joined(rnn: nn.Module, index: int) -> tuple[Tensor, Tensor, int]:
+def _joined(layer: RecurrentLayer) -> tuple[Tensor, Tensor, int]:
     """A layer's weights of input and state side by side, the sum of its biases, and how wide the input is.
 
     On a CPU the module's parameters become views of the matrix; cuDNN takes no views, so a GPU holds them twice.
     """
-    names = [f"{name}_l{index}" for name in ("weight_ih", "weight_hh")]
-    of_input, of_state = (getattr(rnn, name).detach() for name in names)
-    joined = torch.cat([of_input, of_state], dim=1)
-    width = of_input.shape[1]
+    joined = torch.cat([layer.weight_ih.detach(), layer.weight_hh.detach()], dim=1)
+    width = layer.weight_ih.shape[1]
     if not joined.is_cuda:
-        for name, part in zip(names, (joined[:, :width], joined[:, width:]), strict=True):
-            setattr(rnn, name, nn.Parameter(part, requires_grad=False))
-    bias = getattr(rnn, f"bias_ih_l{index}").detach() + getattr(rnn, f"bias_hh_l{index}").detach()
-    return joined, bias, width
+        layer.weight_ih = nn.Parameter(joined[:, :width], requires_grad=False)
+        layer.weight_hh = nn.Parameter(joined[:, width:], requires_grad=False)
+    return joined, layer.bias_ih.detach() + layer.bias_hh.detach(), width
 
 
 def _product(rows: Tensor, weight: Tensor, added: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from weft.comm import Key
-from weft.models import LanguageConfig
+from weft.models import TransformerConfig
 from weft.serve.model.paged_model import PagedModel
 from weft.serve.parallel.rank_part import RankPlace, build_part
 from weft.serve.weights.packed_linear import make_room
@@ -19,7 +19,7 @@ from weft.serve.weights.weight_formats import WeightFormat
 
 
 def all_block_bytes(
-    config: LanguageConfig, place: RankPlace, dtype: torch.dtype, format: WeightFormat | None
+    config: TransformerConfig, place: RankPlace, dtype: torch.dtype, format: WeightFormat | None
 ) -> tuple[int, ...]:
     """Bytes of each block of a rank, with linears in a format if one is given. Replicas of the plan read together."""
     model, _ = build_part(config, place)

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from weft.errors import ConfigError, PlanError
 from weft.inspection.parameter_cut import Cut, share
-from weft.models import GPT2, Decoder, LanguageConfig, build
+from weft.models import GPT2, Decoder, LanguageConfig, RecurrentConfig, TransformerConfig, build
+from weft.models.init import LanguageModel
 from weft.parallel.apply import STRATEGIES
 from weft.parallel.cut_parameters import cut_parameters
 from weft.parallel.expert.layers import expert_cuts
@@ -57,6 +58,11 @@ def refuse_model(config: LanguageConfig) -> None:
 def refuse_plan(config: LanguageConfig, plan: Plan) -> None:
     """Raise PlanError if a model cannot be served under a plan, ConfigError if it is not served at all."""
     refuse_model(config)
+    if isinstance(config, RecurrentConfig):
+        raise PlanError(
+            "a recurrent model is served on one rank, which keeps one state for each request; leave out the plan, and "
+            "start another server for more requests"
+        )
     degrees = TensorDegrees(plan.tensor.x, plan.tensor.y)
     context = Context(plan.context.degree)
     served = Plan(data=plan.data, pipe=Pipe(plan.pipe.degree), expert=plan.expert, tensor=degrees, context=context)
@@ -91,7 +97,7 @@ def stage_of(place: RankPlace) -> int:
     return (place.coordinates["pipe"] - 1) % place.plan.pipe.degree
 
 
-def build_part(config: LanguageConfig, place: RankPlace) -> tuple[Decoder | GPT2, dict[str, Cut]]:
+def build_part(config: TransformerConfig, place: RankPlace) -> tuple[Decoder | GPT2, dict[str, Cut]]:
     """Returns a rank's part of a model, on the meta device, and the cut of each of its parameters.
 
     Blocks, embeddings and head of other stages are replaced by nn.Identity. Modules keep their names.
@@ -111,19 +117,19 @@ def cuts_of(part: Decoder | GPT2, place: RankPlace) -> dict[str, Cut]:
     return {name: cuts[source_name(part, name)] for name, _ in part.named_parameters()}
 
 
-def own_layers(config: LanguageConfig, place: RankPlace) -> range:
+def own_layers(config: TransformerConfig, place: RankPlace) -> range:
     """The layers that a rank holds."""
     return range(*share(config.num_layers, place.plan.pipe.degree, stage_of(place)))
 
 
-def own_key_heads(config: LanguageConfig, place: RankPlace) -> range:
+def own_key_heads(config: TransformerConfig, place: RankPlace) -> range:
     """The key heads that a rank holds; of fewer key heads than ranks, neighbours hold the same."""
     number, degree, index = ServedSizes.of(config).num_key_heads, place.plan.tensor.x, place.coordinates["x"]
     repeats = max(1, degree // number)
     return range(*share(number, degree // repeats, index // repeats))
 
 
-def part_bytes(config: LanguageConfig, place: RankPlace, item_bytes: int, format: WeightFormat | None = None) -> int:
+def part_bytes(config: TransformerConfig, place: RankPlace, item_bytes: int, format: WeightFormat | None = None) -> int:
     """Bytes of the parameters that a rank holds, with linears and experts in a format if one is given, without building
     them.
     """
@@ -137,7 +143,7 @@ def part_bytes(config: LanguageConfig, place: RankPlace, item_bytes: int, format
 
 
 def block_bytes(
-    config: LanguageConfig, place: RankPlace, item_bytes: int, format: WeightFormat | None = None
+    config: TransformerConfig, place: RankPlace, item_bytes: int, format: WeightFormat | None = None
 ) -> list[int]:
     """Bytes of the parameters of each block that a rank holds, with linears and experts in a format if one is given."""
     found = [0] * config.num_layers
@@ -155,13 +161,13 @@ def _packed_bytes(format: WeightFormat, shape: tuple[int, ...]) -> int:
     return weight_bytes(format, math.prod(shape[:-1]), shape[-1])
 
 
-def part_numel(config: LanguageConfig, place: RankPlace) -> int:
+def part_numel(config: TransformerConfig, place: RankPlace) -> int:
     """How many parameters a rank holds: those of its part, without building it."""
     shapes = _local_shapes(config, place.plan, tuple(place.coordinates.items()))
     return _of_stage(config, place, {name: math.prod(shape) for name, shape in shapes.items()})
 
 
-def _of_stage(config: LanguageConfig, place: RankPlace, amounts: Mapping[str, int]) -> int:
+def _of_stage(config: TransformerConfig, place: RankPlace, amounts: Mapping[str, int]) -> int:
     """The sum of amounts over the parameters of a rank's stage."""
     num_stages, stage = place.plan.pipe.degree, stage_of(place)
     begin, end = share(config.num_layers, num_stages, stage)
@@ -181,7 +187,7 @@ def _of_stage(config: LanguageConfig, place: RankPlace, amounts: Mapping[str, in
 
 @lru_cache(maxsize=64)
 def _local_shapes(
-    config: LanguageConfig, plan: Plan, coordinates: tuple[tuple[str, int], ...]
+    config: TransformerConfig, plan: Plan, coordinates: tuple[tuple[str, int], ...]
 ) -> dict[str, tuple[int, ...]]:
     """The shape of a rank's part of each parameter, whatever its stage."""
     model = _inspected(config).model
@@ -191,12 +197,12 @@ def _local_shapes(
 
 
 @lru_cache(maxsize=4)
-def _packed_names(config: LanguageConfig) -> frozenset[str]:
+def _packed_names(config: TransformerConfig) -> frozenset[str]:
     """The names of weights that a format can keep in fewer bits."""
     return frozenset(names_to_pack(_on_meta(config)))
 
 
-def _cuts(config: LanguageConfig, model: nn.Module, place: RankPlace) -> dict[str, Cut]:
+def _cuts(config: TransformerConfig, model: nn.Module, place: RankPlace) -> dict[str, Cut]:
     """The part of every parameter, of all stages."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     cuts = parameter_cuts(_inspected(config).pairing, shapes, place.plan, place.coordinates)
@@ -206,13 +212,14 @@ def _cuts(config: LanguageConfig, model: nn.Module, place: RankPlace) -> dict[st
     return cuts
 
 
-def build_whole(config: LanguageConfig) -> tuple[Decoder | GPT2, dict[str, Cut]]:
+def build_whole(config: LanguageConfig) -> tuple[LanguageModel, dict[str, Cut]]:
     """Returns a whole model, on the meta device, and the cuts of its parameters, which are whole."""
-    model = _on_meta(config)
+    with torch.device("meta"):
+        model = build(config)
     return model, {name: Cut.whole(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def source_name(model: Decoder | GPT2, name: str) -> str:
+def source_name(model: LanguageModel, name: str) -> str:
     """The name under which a parameter of a part is saved: a tied head is saved as the embedding."""
     return model.config.embedding_name if name == "lm_head.weight" and model.config.tie_word_embeddings else name
 
@@ -225,7 +232,7 @@ class PartValues:
     `device`, or are given by `packed`, by the name of a weight and the module.
     """
 
-    model: Decoder | GPT2
+    model: LanguageModel
     cuts: Mapping[str, Cut]
     read: Callable[[str], Tensor]
     device: torch.device | str
@@ -269,12 +276,12 @@ def read_part(
 
 
 @lru_cache(maxsize=4)
-def _inspected(config: LanguageConfig) -> Profile:
+def _inspected(config: TransformerConfig) -> Profile:
     """What a model is made of; how it can be split is found once."""
     return structure(_on_meta(config))
 
 
-def _on_meta(config: LanguageConfig) -> Decoder | GPT2:
+def _on_meta(config: TransformerConfig) -> Decoder | GPT2:
     with torch.device("meta"):
         return build(config)
 

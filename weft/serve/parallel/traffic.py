@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from weft.architectures import DecoderConfig, LanguageConfig
+from weft.architectures import DecoderConfig, TransformerConfig
 from weft.comm import Key
 from weft.inspection.parameter_cut import share
 from weft.plan import Plan
@@ -35,7 +35,7 @@ class ServedSizes:
     expert_layers: tuple[bool, ...] = ()
 
     @staticmethod
-    def of(config: LanguageConfig) -> ServedSizes:
+    def of(config: TransformerConfig) -> ServedSizes:
         if not isinstance(config, DecoderConfig):
             head_dim = config.n_embd // config.n_head
             heads = (config.n_head, config.n_head, head_dim)
