@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import replace
 
 import pytest
@@ -18,7 +19,7 @@ from weft.serve.weights.packed_linear import PackedLinear, join_packed, pack_hea
 from weft.serve.weights.weight_formats import Half, weight_format
 
 needs_product = pytest.mark.skipif(not has_product(), reason="this torch has no products with fp16 for this CPU")
-HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines  # on x86
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
 FORM = Half()
 REQUESTS = [Request(str(i), (7 * i + 1, 5, 3, i), 9, GREEDY) for i in range(3)]
 
@@ -113,7 +114,20 @@ def test_what_has_no_products_is_refused_or_said(monkeypatch: pytest.MonkeyPatch
     has_product.cache_clear()
 
 
-@pytest.mark.skipif(not HAS_FBGEMM, reason="torch has fbgemm on x86 only, and this is another CPU")
+def test_the_product_is_not_called_on_arm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There it would round inputs, and end the process on CPUs without its instructions."""
+    calls = list[int]()
+    monkeypatch.setattr(cpu_half_product, "half_weight", lambda weight, rows: calls.append(rows))
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    has_product.cache_clear()
+    try:
+        assert not has_product()
+    finally:
+        has_product.cache_clear()
+    assert not calls
+
+
+@pytest.mark.skipif(not IS_X86, reason="the product is for x86, and this is another CPU")
 def test_torch_has_the_product_on_x86() -> None:
     """The other tests of products are left out without it."""
     assert has_product()

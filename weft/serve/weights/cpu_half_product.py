@@ -1,11 +1,13 @@
 """Products with weights in fp16 on a CPU, by torch's product that widens them in registers.
 
 Inputs, sums and results are float32, so results are those of a float32 product with the rounded weight but for the
-order of sums, which does not depend on the other rows.
+order of sums, which does not depend on the other rows. On x86 only: on ARM, torch's product rounds inputs to fp16, and
+it ends the process on CPUs without the instructions for that.
 """
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from weft.serve.weights.cpu_product import DTYPES, MEASURED_WEIGHTS, most_rows, packed_function, slower_than_decoding
 
+MACHINES = ("x86_64", "AMD64")  # whose product is called
 
 @dataclass(frozen=True)
 class HalfWeight:
@@ -59,6 +62,8 @@ def refusal(num_in: int, dtype: torch.dtype) -> str | None:
 @cache
 def has_product() -> bool:
     """Has this torch the product, and does it give what it should on this CPU?"""
+    if platform.machine() not in MACHINES:
+        return False
     weight = (torch.arange(17.0 * 64).view(17, 64) - 500).half()
     try:
         found = half_weight(weight, 1).product(torch.eye(64))
