@@ -8,10 +8,12 @@ import pytest
 import torch
 from decode_rates_for_tests import (
     ATTENTION_NANOSECONDS,
+    FIRST_SECONDS,
     LAYER_SECONDS,
     SEARCH,
     START,
     STEP_SECONDS,
+    UNIT_SECONDS,
     VOCABULARY_SECONDS,
     WEIGHTS_PER_SECOND,
     made_up_rates,
@@ -19,7 +21,7 @@ from decode_rates_for_tests import (
 
 from weft.architectures import GPT2Config
 from weft.architectures.recurrent import RecurrentConfig
-from weft.cluster.decode_rates import ProductRates
+from weft.cluster.decode_rates import LayerTimes, ProductRates
 from weft.errors import ConfigError, PlanError
 from weft.models import DecoderConfig
 from weft.planner.serving_cpu import held_bytes, predict_decode, refuse_size
@@ -123,14 +125,32 @@ def test_recurrent_layers_read_the_weights_of_their_gates_and_the_first_a_table(
         whole = gates * size * 2 * size
         assert found.read_bytes == 4 * (whole // 2 + whole + VOCAB * size)
         assert found.seconds_by_cause["products of layers"] == pytest.approx((whole * 3 / 2) / 1e9)
-        assert found.seconds_by_cause["small operations of layers"] == pytest.approx(2 * LAYER_SECONDS[kind])
+        units = size * UNIT_SECONDS[kind]
+        assert found.seconds_by_cause["small operations of layers"] == pytest.approx(
+            FIRST_SECONDS[kind] + LAYER_SECONDS[kind] + 2 * units
+        )
         assert found.seconds_by_cause["attention over the cache"] == 0
         large = predict_decode(replace(config, vocab_size=10**6), rates, "float32", 100)  # no room for a table
         assert large.read_bytes == 4 * (2 * whole + 10**6 * size)
+        assert large.seconds_by_cause["small operations of layers"] == pytest.approx(
+            2 * LAYER_SECONDS[kind] + 2 * units
+        )
     with pytest.raises(ConfigError, match="LSTM and GRU models are served with their weights as they are"):
         predict_decode(RecurrentConfig(), rates, "float32", 100, "int8")
     graph = predict_decode(RecurrentConfig("gru", VOCAB, size), rates, "float32", 100, head=GRAPH)
     assert "the search for likely tokens" in graph.seconds_by_cause
+
+
+def test_small_operations_are_looked_up_by_the_bytes_of_a_whole_layer() -> None:
+    """A first layer with a table reads half of one, and its time is listed by what the others read."""
+    size, whole = 128, 4 * 4 * 128 * 256
+    times = LayerTimes("lstm", "float32", (whole // 2, whole), (1.0, 10.0), (2.0, 20.0), (3.0, 30.0))
+    rates = replace(made_up_rates(), layers=(times,))
+    for num_layers in (1, 2, 5):
+        config = RecurrentConfig("lstm", 16, size, num_layers)
+        found = predict_decode(config, rates, "float32", 100).seconds_by_cause
+        assert found["small operations of layers"] == pytest.approx(30 + (num_layers - 1) * 10)
+        assert found["the rest of the step"] == pytest.approx(20, rel=1e-6)
 
 
 def test_a_gpt2_has_four_products_and_layers_of_its_own() -> None:

@@ -9,7 +9,9 @@ import time
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
+from weft.cluster.decode_rates import LayerKind
 from weft.serve.measurement import ballast, measure_decode, measure_layers, measure_products, measure_search
 from weft.serve.measurement.ballast import Ballast
 from weft.serve.weights.packed_linear import PackedLinear
@@ -58,6 +60,16 @@ def test_all_formats_kinds_of_layers_and_searches_are_measured(
     assert rates.layers[0].read_bytes == (1 << 15, 1 << 16)
 
 
+def test_products_are_timed_after_the_same_memory_as_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    places, read = list[int](), Ballast.read
+    monkeypatch.setattr(Ballast, "read", lambda self, share=1.0: places.append(self._place) or read(self, share))
+    timings = measure_products.Timings(1 << 16)
+    timings.add(lambda: None, 1 << 14)
+    timings.seconds(lambda: None)
+    assert len(places) >= measure_products.PASSES * measure_products.LEAST_CALLS
+    assert set(places) == {0}
+
+
 def test_a_product_is_that_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every format goes through PackedLinear.product, arranged for this CPU as the engine arranges it."""
     seen = list[tuple[object, bool]]()
@@ -88,30 +100,84 @@ def test_ballast_reads_as_many_bytes_as_asked_and_its_time_is_left_out(monkeypat
     assert sum(rows) == 4 * 5  # rows of 4 kB, in pieces where the memory ends
     assert max(rows) == 5
     assert len(memory.seconds) == 4
+    memory.read(0.4)
+    assert rows[-1] == 2  # a share of them
     memory.clear()
     assert memory.seconds == memory.begins == []
 
 
-def test_a_slow_ballast_does_not_lengthen_layers_or_steps(few_points: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("decoder", (4.0, 1.0, 4.0)),  # four products of a layer, and the head
+        ("gpt2", (4.0, 1.0, 4.0)),
+        ("lstm", (1.0, 1.0, 1.0)),
+        ("gru", (2.0, 1.0, 1.0)),  # the first layer has a table in place of one of them
+    ],
+)
+def test_a_slow_ballast_does_not_lengthen_layers_or_steps(
+    kind: LayerKind, expected: tuple[float, ...], few_points: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a clock that only ballast and products move, layers and steps take what products take."""
-    now = [0.0]
+    now, rows = [0.0], list[int]()
     for module in (ballast, measure_layers):
         monkeypatch.setattr(module, "clock", lambda: now[0])
-    layer = measure_layers._LargeProduct.product
+    memory = Ballast(1 << 16)
+    read = memory.read
 
     def slow_mv(matrix: torch.Tensor, row: torch.Tensor) -> None:
         now[0] += 1000.0
+        rows.append(len(matrix))
 
-    def slow_product(self: measure_layers._LargeProduct, hidden: torch.Tensor) -> torch.Tensor:
-        out = layer(self, hidden)
-        now[0] += 1.0  # after the product and its ballast
-        return out
+    def slow_read(share: float = 1.0) -> None:
+        read(share)
+        now[0] += 1.0  # after a product and its ballast
 
     monkeypatch.setattr(torch, "mv", slow_mv)
-    monkeypatch.setattr(measure_layers._LargeProduct, "product", slow_product)
+    monkeypatch.setattr(memory, "read", slow_read)
+    measured = measure_layers._engine(kind, torch.float32, measure_layers.VOCAB, memory)
+    assert measure_layers._times(measured, memory, 1 << 16) == expected
+    # Rows of 4 kB: a layer reads 16 and the head as much as a product; of recurrent ones, the first layer reads half.
+    in_step = 4 * 16 + 4 if kind in ("decoder", "gpt2") else 3 * 16 + 8 + 16
+    assert sum(rows) == measure_layers.LEAST_STEPS * in_step
+
+
+def test_the_head_and_every_layer_have_the_start_of_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small product is made where a large model has a large one."""
+    sizes, linear = list[int](), torch.nn.functional.linear
     memory = Ballast(1 << 16)
-    engine, num_products = measure_layers._engine("decoder", torch.float32, measure_layers.VOCAB, memory)
-    assert measure_layers._times(engine, memory, num_products, 1 << 16) == (4.0, 1.0)  # four products, and the head
+    for kind in ("decoder", "lstm", "gru"):
+        measured = measure_layers._engine(kind, torch.float32, measure_layers.VOCAB, memory)
+        measure_layers._begin(measured.engine)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                F, "linear", lambda hidden, weight, bias=None: sizes.append(1) or linear(hidden, weight, bias)
+            )
+            measured.engine.step()
+        assert len(sizes) == (4 * 4 + 1 if kind == "decoder" else 1)  # recurrent layers call another function
+        sizes.clear()
+
+
+def test_wider_recurrent_layers_take_longer_by_their_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of a unit follows from two widths; what was measured at the narrow one is left without its units."""
+    widths = list[int]()
+
+    def seconds(self: measure_products.Timings, tell: object) -> list[float]:
+        widths.extend(call()[0].shape[1] for call, _ in self._calls)  # type: ignore[index]
+        return [3.0 + 0.5 * one for one in widths[-2:]]
+
+    monkeypatch.setattr(measure_products.Timings, "seconds", seconds)
+    for kind in ("lstm", "gru"):
+        assert measure_layers.unit_seconds(kind, torch.float32) == pytest.approx(0.5)  # type: ignore[arg-type]
+    assert widths == [measure_layers.HIDDEN, measure_layers.WIDE] * 2
+    monkeypatch.setattr(measure_layers, "KINDS", (("decoder", "float32"), ("gru", "float32")))
+    monkeypatch.setattr(measure_layers, "READ_BYTES", (1 << 15,))
+    monkeypatch.setattr(measure_layers, "_times", lambda measured, memory, size: (100.0, 7.0, 90.0))
+    decoder, gru = measure_layers.measured_layers(lambda: None)
+    assert (decoder.layer_seconds, decoder.step_seconds, decoder.first_seconds) == ((100.0,), (7.0,), ())
+    units = 0.5 * measure_layers.HIDDEN
+    assert (gru.layer_seconds, gru.step_seconds, gru.first_seconds) == ((100 - units,), (7.0,), (90 - units,))
+    assert (decoder.unit_seconds, gru.unit_seconds) == (0.0, pytest.approx(0.5))
 
 
 def test_the_parts_of_a_search_are_recovered_from_its_times() -> None:

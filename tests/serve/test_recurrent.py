@@ -82,13 +82,26 @@ def test_the_engine_gives_the_models_tokens_in_any_chunks_and_memory(kind: str) 
 
 def test_weights_are_held_once() -> None:
     rows = RecurrentRows(tiny_recurrent("lstm"))
-    layer = rows.layers[0]
+    first, layer = rows.layers
+    assert isinstance(first, FusedLSTM)
     assert isinstance(layer, FusedLSTM)
-    own = rows.model.rnn.weight_hh_l0
+    own = rows.model.rnn.weight_hh_l1
+    assert layer._weight is not None
     assert own.untyped_storage().data_ptr() == layer._weight.untyped_storage().data_ptr()
+    assert first._weight is None  # the rows of the state's weights lie end to end beside a table
+    assert first._of_state.data_ptr() == rows.model.rnn.weight_hh_l0.data_ptr()
+    assert first._of_state.is_contiguous()
     gru = RecurrentRows(tiny_recurrent("gru"))
     assert isinstance(gru.layers[1], FusedGRU)
     assert gru.layers[1]._state.data_ptr() == gru.model.rnn.weight_hh_l1.data_ptr()
+
+
+@torch.inference_mode()
+def test_a_layer_beside_a_table_takes_inputs_too() -> None:
+    model = tiny_recurrent("lstm").double()
+    state, row = (torch.randn(1, 12).double(), torch.randn(1, 12).double()), torch.randn(1, 12).double()
+    apart = FusedLSTM(model.rnn, 0, has_table=True).step(row, state)
+    torch.testing.assert_close(apart, FusedLSTM(model.rnn, 0).step(row, state), rtol=1e-12, atol=1e-12)
 
 
 def test_a_graph_of_the_head_goes_with_it() -> None:

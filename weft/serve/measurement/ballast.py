@@ -31,10 +31,15 @@ class Ballast:
     def begin(self) -> None:
         self.begins.append(clock())
 
-    def read(self) -> None:
-        """Read the next rows, as a product does."""
+    def read_again(self) -> None:
+        """Read the rows of the last time, as every step of a decode reads the same weights."""
+        self._place = 0
+        self.read()
+
+    def read(self, share: float = 1.0) -> None:
+        """Read the next rows, as a product does: a share of those that were set."""
         start = clock()
-        left = self._num_rows
+        left = int(share * self._num_rows)
         while left:
             number = min(left, len(self._memory) - self._place)
             torch.mv(self._memory[self._place : self._place + number], self._row)

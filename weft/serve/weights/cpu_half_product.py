@@ -20,6 +20,7 @@ from weft.serve.weights.cpu_product import DTYPES, MEASURED_WEIGHTS, most_rows, 
 
 MACHINES = ("x86_64", "AMD64")  # whose product is called
 
+
 @dataclass(frozen=True)
 class HalfWeight:
     """A weight [out, in] as torch's product takes it."""
