@@ -1,6 +1,6 @@
 """Compares what `weft plan --serve` predicts for decodes on a CPU with decodes on this CPU, measured in the same run.
 
-    python benchmarks/cpu_planned.py                    some minutes; writes benchmarks/results/cpu-planned.json
+    python benchmarks/cpu_planned.py                    an hour; writes benchmarks/results/cpu-planned.json
     python benchmarks/cpu_planned.py --real-time        on a machine that others use (root): nothing interrupts timings
     python benchmarks/cpu_planned.py --tiny             a tiny model, to try the benchmark itself; nothing is written
 
@@ -69,7 +69,7 @@ WAYS: tuple[tuple[str, str | None, str | None], ...] = (
     *(("float32", name, name) for name in FORMATS if name == "int8-row"),
 )
 PLAIN, SOME = WAYS[:1], (*WAYS[:4], *WAYS[-2:])
-MANY_ROWS = 6
+MANY_ROWS = 16
 Row = tuple[str, float, Callable[[DecodeRates], float]]  # what, measured seconds, how they are predicted
 
 

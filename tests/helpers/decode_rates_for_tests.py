@@ -30,7 +30,7 @@ def made_up_rates() -> DecodeRates:
     for kind, seconds in LAYER_SECONDS.items():
         first, unit = (FIRST_SECONDS[kind],) * 2 if kind in FIRST_SECONDS else (), UNIT_SECONDS.get(kind, 0.0)
         for dtype in ("float32", "bfloat16"):
-            layers.append(LayerTimes(kind, dtype, both, (seconds, seconds), steps, first, unit))  # type: ignore[arg-type]
+            layers.append(LayerTimes(kind, dtype, both, (seconds, seconds), both, steps, first, unit))  # type: ignore[arg-type]
     sizes = (1000, 1_000_000)  # figures have four digits in the file
     attention = [
         AttentionTimes(dtype, number, sizes, tuple(one * ATTENTION_NANOSECONDS / 1e9 for one in sizes))

@@ -144,13 +144,14 @@ def test_recurrent_layers_read_the_weights_of_their_gates_and_the_first_a_table(
 def test_small_operations_are_looked_up_by_the_bytes_of_a_whole_layer() -> None:
     """A first layer with a table reads half of one, and its time is listed by what the others read."""
     size, whole = 128, 4 * 4 * 128 * 256
-    times = LayerTimes("lstm", "float32", (whole // 2, whole), (1.0, 10.0), (2.0, 20.0), (3.0, 30.0))
+    times = LayerTimes("lstm", "float32", (whole // 2, whole), (1.0, 10.0), (1, 10**12), (2.0, 20.0), (3.0, 30.0))
     rates = replace(made_up_rates(), layers=(times,))
     for num_layers in (1, 2, 5):
         config = RecurrentConfig("lstm", 16, size, num_layers)
         found = predict_decode(config, rates, "float32", 100).seconds_by_cause
         assert found["small operations of layers"] == pytest.approx(30 + (num_layers - 1) * 10)
-        assert found["the rest of the step"] == pytest.approx(20, rel=1e-6)
+        read = (num_layers - 0.5) * whole + 4 * 16 * size  # decides about the rest of the step, with the head's bytes
+        assert found["the rest of the step"] == pytest.approx(times.step(read), rel=1e-6)
 
 
 def test_a_gpt2_has_four_products_and_layers_of_its_own() -> None:

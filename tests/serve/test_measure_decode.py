@@ -30,6 +30,7 @@ def few_points(monkeypatch: pytest.MonkeyPatch) -> None:
         (measure_layers, "READ_BYTES", (1 << 15, 1 << 16)),
         (measure_layers, "START_BYTES", (1 << 12,)),
         (measure_products, "START_BYTES", (1 << 12,)),
+        (ballast, "RING_BYTES", 1 << 16),
         (measure_layers, "LEAST_STEPS", 3),
         (measure_layers, "LEAST_SECONDS", 0.0),
         (measure_layers, "LARGE_VOCAB", 2048),
@@ -63,7 +64,7 @@ def test_all_formats_kinds_of_layers_and_searches_are_measured(
 def test_products_are_timed_after_the_same_memory_as_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     places, read = list[int](), Ballast.read
     monkeypatch.setattr(Ballast, "read", lambda self, share=1.0: places.append(self._place) or read(self, share))
-    timings = measure_products.Timings(1 << 16)
+    timings = measure_products.Timings()
     timings.add(lambda: None, 1 << 14)
     timings.seconds(lambda: None)
     assert len(places) >= measure_products.PASSES * measure_products.LEAST_CALLS
@@ -140,6 +141,7 @@ def test_a_slow_ballast_does_not_lengthen_layers_or_steps(
     # Rows of 4 kB: a layer reads 16 and the head as much as a product; of recurrent ones, the first layer reads half.
     in_step = 4 * 16 + 4 if kind in ("decoder", "gpt2") else 3 * 16 + 8 + 16
     assert sum(rows) == measure_layers.LEAST_STEPS * in_step
+    assert measured.step_bytes(1 << 16) == 4096 * in_step
 
 
 def test_the_head_and_every_layer_have_the_start_of_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,6 +177,7 @@ def test_wider_recurrent_layers_take_longer_by_their_gates(monkeypatch: pytest.M
     monkeypatch.setattr(measure_layers, "_times", lambda measured, memory, size: (100.0, 7.0, 90.0))
     decoder, gru = measure_layers.measured_layers(lambda: None)
     assert (decoder.layer_seconds, decoder.step_seconds, decoder.first_seconds) == ((100.0,), (7.0,), ())
+    assert (decoder.step_bytes, gru.step_bytes) == (((1 << 15) * 17 // 4,), ((1 << 15) * 9 // 2,))
     units = 0.5 * measure_layers.HIDDEN
     assert (gru.layer_seconds, gru.step_seconds, gru.first_seconds) == ((100 - units,), (7.0,), (90 - units,))
     assert (decoder.unit_seconds, gru.unit_seconds) == (0.0, pytest.approx(0.5))

@@ -94,7 +94,7 @@ def predict_decode(
         last = {"the head": _product(rates, head_kept, model.head, read)}
     else:
         last = {"the search for likely tokens": _search_seconds(rates, graph, row_bytes)}
-    step = times.step(layer_bytes) + rates.vocabulary_seconds * model.head[0]
+    step = times.step(read) + rates.vocabulary_seconds * model.head[0]
     causes = {
         "products of layers": products,
         "small operations of layers": small,

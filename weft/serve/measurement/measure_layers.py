@@ -55,6 +55,15 @@ class _Measured:
     num_products: int
     has_table: bool = False
 
+    def product_bytes(self, layer_bytes: int) -> int:
+        """What is set for each product, and read by the head: recurrent layers read shares of it."""
+        return layer_bytes if self.has_table else layer_bytes // self.num_products
+
+    def step_bytes(self, layer_bytes: int) -> int:
+        """That a step reads in all, where each layer reads so many; a first one with a table half of them."""
+        halves = 2 * NUM_LAYERS - self.has_table
+        return halves * layer_bytes // 2 + self.product_bytes(layer_bytes)
+
     @property
     def starts(self) -> list[int]:
         """The index of the first product of each layer, among all of a step."""
@@ -92,7 +101,7 @@ def measured_layers(tell: Callable[[], None]) -> list[LayerTimes]:
     """The times of each kind of layer and dtype that is measured: the fastest of PASSES passes. Calls `tell` after each
     kind of each pass.
     """
-    ballast = Ballast(READ_BYTES[-1])
+    ballast = Ballast()
     engines = [_engine(kind, DTYPES[dtype], VOCAB, ballast) for kind, dtype in KINDS]
     passes = list[list[list[tuple[float, float, float]]]]()
     for _ in range(PASSES):
@@ -105,18 +114,19 @@ def measured_layers(tell: Callable[[], None]) -> list[LayerTimes]:
         layers, steps, firsts = (
             tuple(min(one[index] for one in point) for point in zip(*found, strict=True)) for index in range(3)
         )
+        of_step = tuple(measured.step_bytes(size) for size in READ_BYTES)
         if not measured.has_table:
-            times.append(LayerTimes(kind, dtype, READ_BYTES, layers, steps))
+            times.append(LayerTimes(kind, dtype, READ_BYTES, layers, of_step, steps))
             continue
         unit = unit_seconds(kind, DTYPES[dtype])
         layers, firsts = (tuple(one - HIDDEN * unit for one in row) for row in (layers, firsts))
-        times.append(LayerTimes(kind, dtype, READ_BYTES, layers, steps, firsts, unit))
+        times.append(LayerTimes(kind, dtype, READ_BYTES, layers, of_step, steps, firsts, unit))
     return times
 
 
 def unit_seconds(kind: LayerKind, dtype: torch.dtype) -> float:
     """By which a recurrent layer is longer for each unit of its state, without its products: gates have functions."""
-    timings = Timings(UNIT_READ_BYTES)
+    timings = Timings()
     for size in (HIDDEN, WIDE):
         rnn = (nn.LSTM if kind == "lstm" else nn.GRU)(size, size, device="meta")
         layer = (FusedLSTM if kind == "lstm" else FusedGRU)(rnn, 0, has_table=True)
@@ -130,7 +140,7 @@ def unit_seconds(kind: LayerKind, dtype: torch.dtype) -> float:
 
 def vocabulary_seconds() -> float:
     """Seconds to choose a token, for each token of the vocabulary."""
-    ballast = Ballast(READ_BYTES[-1])
+    ballast = Ballast()
     few, many = (
         _times(_engine("decoder", torch.float32, size, ballast), ballast, READ_BYTES[-2])[1]
         for size in (VOCAB, LARGE_VOCAB)
@@ -142,7 +152,7 @@ def product_starts(name: str) -> tuple[float, ...]:
     """By which products of a format start later than plain ones in the layers of an engine, for each of START_BYTES.
     An engine with either kind of products takes turns with the other.
     """
-    ballast = Ballast(READ_BYTES[-1])
+    ballast = Ballast()
     plain, own = (_engine("decoder", torch.float32, VOCAB, ballast, form) for form in (None, name))
     found = []
     for read_bytes in START_BYTES:
@@ -228,7 +238,7 @@ def _times(measured: _Measured, ballast: Ballast, read_bytes: int) -> tuple[floa
     """
     ballast.set_bytes(0)
     _begin(measured.engine)
-    ballast.set_bytes(read_bytes if measured.has_table else read_bytes // measured.num_products)
+    ballast.set_bytes(measured.product_bytes(read_bytes))
     found, begin = list[tuple[float, float, float]](), clock()
     while len(found) < LEAST_STEPS or (len(found) < MOST_STEPS and clock() - begin < LEAST_SECONDS):
         found.append(_step(measured, ballast))

@@ -29,7 +29,7 @@ MOST_WEIGHTS = 1 << 22  # of a weight
 ATTENTION_READ_BYTES = 1 << 25  # before attention
 START_BYTES = tuple(1 << power for power in (16, 19, 21, 23))  # that each product of a layer reads
 START_SIDE = 64  # inputs and outputs of a weight that takes no time
-PASSES, LEAST_SECONDS, LEAST_CALLS, MOST_CALLS = 3, 0.01, 3, 30
+PASSES, LEAST_SECONDS, LEAST_CALLS, MOST_CALLS = 3, 0.01, 7, 30
 NUM_TOLD = len(DTYPES) + len(FORMATS) + PASSES
 FEW_TOKENS, TOKENS = 16, (64, 256, 1024, 4096)
 QUERIES = (1, 4)  # that share a key head
@@ -41,8 +41,8 @@ class Timings:
     fastest counts: other users of the machine only make a pass slower.
     """
 
-    def __init__(self, most_bytes: int) -> None:
-        self._ballast = Ballast(most_bytes)
+    def __init__(self) -> None:
+        self._ballast = Ballast()
         self._calls = list[tuple[Callable[[], object], int]]()
 
     def add(self, call: Callable[[], object], read_bytes: int) -> None:
@@ -77,7 +77,7 @@ def measured_products(starts: Callable[[str], tuple[float, ...]], tell: Callable
     """The rates of each dtype and of each format of weights; inputs are those of float32 for formats. `starts` measures
     by which a format's products start later than plain ones, for each of START_BYTES. Calls `tell` NUM_TOLD times.
     """
-    timings, numbers, own = Timings(READ_BYTES[-1]), dict[str, list[int]](), dict[str, tuple[tuple[float, ...], ...]]()
+    timings, numbers, own = Timings(), dict[str, list[int]](), dict[str, tuple[tuple[float, ...], ...]]()
     for name in (*DTYPES, *FORMATS):
         numbers[name] = _add_products(name, timings)
         own[name] = () if name in DTYPES else (START_BYTES, starts(name))
@@ -146,7 +146,7 @@ def measured_attention(tell: Callable[[], None]) -> list[AttentionTimes]:
     """What attention takes beside that over few tokens, by dtype and queries that share a key head. Calls `tell` PASSES
     times.
     """
-    timings, cases = Timings(ATTENTION_READ_BYTES), list(product_of(DTYPES.items(), QUERIES))
+    timings, cases = Timings(), list(product_of(DTYPES.items(), QUERIES))
     for (_, dtype), num_queries in cases:
         for number in (FEW_TOKENS, *TOKENS):
             timings.add(_attention(dtype, num_queries, number), ATTENTION_READ_BYTES)
