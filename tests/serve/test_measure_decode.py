@@ -71,6 +71,16 @@ def test_products_are_timed_after_the_same_memory_as_in_every_step(monkeypatch: 
     assert set(places) == {0}
 
 
+def test_measured_weights_are_as_large_as_those_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny numbers of fp16 are decoded slower on some CPUs."""
+    seen = list[torch.Tensor]()
+    layer = measure_products._layer
+    monkeypatch.setattr(measure_products, "_layer", lambda name, weight: seen.append(weight) or layer(name, weight))
+    for inputs in measure_products.INPUTS:
+        measure_products._product("float32", 16, inputs)
+        assert float((seen[-1].abs() < torch.finfo(torch.float16).smallest_normal).float().mean()) < 0.01
+
+
 def test_a_product_is_that_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every format goes through PackedLinear.product, arranged for this CPU as the engine arranges it."""
     seen = list[tuple[object, bool]]()

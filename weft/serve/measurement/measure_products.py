@@ -124,9 +124,11 @@ def _rates(numbers: Sequence[int], seconds: Sequence[float]) -> tuple[tuple[floa
 
 
 def _product(name: str, outputs: int, inputs: int) -> Callable[[], Tensor]:
-    """A product of one row with a weight, by what a decode calls."""
+    """A product of one row with a weight, by what a decode calls. The weight's values are as large as in models: some
+    CPUs decode tiny ones slower.
+    """
     generator, dtype = torch.Generator().manual_seed(0), DTYPES.get(name, torch.float32)
-    layer = _layer(name, (torch.randn(outputs, inputs, generator=generator) / inputs).to(dtype))
+    layer = _layer(name, (torch.randn(outputs, inputs, generator=generator) / inputs**0.5).to(dtype))
     hidden = torch.ones(1, inputs, dtype=dtype)
     return lambda: product(hidden, layer)
 
