@@ -73,6 +73,12 @@ def test_tables_that_make_no_sense_and_figures_that_are_missing_are_refused() ->
             LayerTimes("gru", "float32", (1, 2), (1.0, 1.0), (1, 2), (1.0, 1.0), unit_seconds=unit)
     with pytest.raises(ConfigError, match="products with int4 has"):
         replace(products("int4"), weights_per_second=((1.0, 0.0), (1.0, 1.0)))
+    with pytest.raises(ConfigError, match="products with int4 has"):
+        replace(products("int4"), weights_per_second=((1.0, float("inf")), (1.0, 1.0)))
+    with pytest.raises(ConfigError, match="inputs of products with int4 has"):
+        replace(products("int4"), weights_per_second=((1.0, 1.0),))
+    with pytest.raises(ConfigError, match="the start of products with int4 has"):
+        replace(products("int4"), start_seconds=(1e-6,))
     with pytest.raises(ConfigError, match="a time below 0"):
         SearchTimes(-1.0, 0.0, 0.0, 0.0)
     with pytest.raises(ConfigError, match="attention has num_queries = 0; give 1 or more"):

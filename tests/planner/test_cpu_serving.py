@@ -209,6 +209,17 @@ def test_a_table_is_priced_where_the_server_makes_one(kind: str, gates: int) -> 
         assert found.read_bytes == 4 * (shares * gates * size * 2 * size + vocab * size)
 
 
+def test_an_lstm_has_one_product_with_inputs_and_state_and_a_gru_two() -> None:
+    """Long rows are read faster than short ones here, so one product differs from two."""
+    own = ProductRates("float32", (64, 4096), (1, 10**9), ((1e9, 1e9), (64e9, 64e9)))
+    rates, size = replace(made_up_rates(), products=(own,)), 128
+    for kind, shapes in (("lstm", [(4 * size, size), (4 * size, 2 * size)]), ("gru", [(3 * size, size)] * 3)):
+        found = predict_decode(RecurrentConfig(kind, VOCAB, size, 2), rates, "float32", 1)  # type: ignore[arg-type]
+        assert found.seconds_by_cause["products of layers"] == pytest.approx(
+            sum(own.seconds(*shape, read_bytes=1) for shape in shapes)
+        )
+
+
 def test_a_gpt2_has_four_products_and_layers_of_its_own() -> None:
     config = GPT2Config(vocab_size=VOCAB, n_embd=HIDDEN, n_layer=2, n_head=4)
     found = predict_decode(config, made_up_rates(), "float32", 10).seconds_by_cause

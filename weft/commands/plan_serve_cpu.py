@@ -41,7 +41,7 @@ def measured_rates(cluster: Cluster) -> DecodeRates:
     if cluster.decode is None:
         raise ConfigError(
             f"the cluster '{cluster.name}' is a CPU whose decodes were not measured, and no rates are assumed; measure "
-            f"this machine in a minute ({HOW_TO_MEASURE}) and give --cluster machine.toml, or plan for a GPU, as "
+            f"this machine in two minutes ({HOW_TO_MEASURE}) and give --cluster machine.toml, or plan for a GPU, as "
             f"--cluster h200:1x1"
         )
     return cluster.decode

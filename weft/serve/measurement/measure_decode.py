@@ -1,4 +1,4 @@
-"""Measures all that `weft plan --serve` needs of this CPU, in about a minute."""
+"""Measures all that `weft plan --serve` needs of this CPU, in about two minutes."""
 
 from __future__ import annotations
 
