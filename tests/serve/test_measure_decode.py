@@ -193,6 +193,18 @@ def test_wider_recurrent_layers_take_longer_by_their_gates(monkeypatch: pytest.M
     assert (decoder.unit_seconds, gru.unit_seconds) == (0.0, pytest.approx(0.5))
 
 
+def test_starts_are_for_each_product_and_choices_for_each_token(
+    few_points: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PackedLinear, "arrange_for_cpu", lambda self, dtype: None)
+    layers = iter([1.0, 9.0] * 100)  # of the plain engine and that of the format, which have four products
+    monkeypatch.setattr(measure_layers, "_step", lambda measured, memory: (next(layers), 0.0, 0.0))
+    assert measure_layers.product_starts("int8") == (2.0,)
+    steps = iter([3.0, 3.0 + 5.0 * (measure_layers.LARGE_VOCAB - measure_layers.VOCAB)])
+    monkeypatch.setattr(measure_layers, "_times", lambda measured, memory, size: (0.0, next(steps), 0.0))
+    assert measure_layers.vocabulary_seconds() == pytest.approx(5.0)
+
+
 def test_the_parts_of_a_search_are_recovered_from_its_times() -> None:
     counts = np.random.default_rng(0).uniform(1, 100, (12, 4))
     for times in ([1.0, 2.0, 3.0, 4.0], [1.0, 0.0, 3.0, 4.0]):
