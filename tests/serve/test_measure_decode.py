@@ -205,6 +205,22 @@ def test_starts_are_for_each_product_and_choices_for_each_token(
     assert measure_layers.vocabulary_seconds() == pytest.approx(5.0)
 
 
+def test_the_fastest_pass_counts_and_starts_are_taken_off(few_points: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    timings = measure_products.Timings()
+    timings.add(lambda: None, 0)
+    passes = iter([[5.0], [3.0], [4.0]])
+    monkeypatch.setattr(timings, "_times", lambda call: next(passes))
+    assert timings.seconds(lambda: None) == [3.0]
+    numbers = [0, 0, 600, 600, 800, 800]  # after those of the small product, two rows for two sizes of memory
+    rates = measure_products._rates(numbers, [1.0, 2.0, 4.0, 5.0, 5.0, 6.0])
+    assert rates == ((200.0, 200.0), (200.0, 200.0))
+    monkeypatch.setattr(measure_products.Timings, "seconds", lambda self, tell: [2.0, 7.0] * (len(self._calls) // 2))
+    for found in measure_products.measured_attention(lambda: None):
+        assert found.seconds == (5.0,)  # beyond that over few tokens
+        item = 4 if found.dtype == "float32" else 2
+        assert found.cache_bytes == (2 * 32 * measure_products.KEY_HEADS * measure_products.HEAD_DIM * item,)
+
+
 def test_the_parts_of_a_search_are_recovered_from_its_times() -> None:
     counts = np.random.default_rng(0).uniform(1, 100, (12, 4))
     for times in ([1.0, 2.0, 3.0, 4.0], [1.0, 0.0, 3.0, 4.0]):
