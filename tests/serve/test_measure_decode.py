@@ -184,7 +184,12 @@ def test_wider_recurrent_layers_take_longer_by_their_gates(monkeypatch: pytest.M
     assert widths == [measure_layers.HIDDEN, measure_layers.WIDE] * 2
     monkeypatch.setattr(measure_layers, "KINDS", (("decoder", "float32"), ("gru", "float32")))
     monkeypatch.setattr(measure_layers, "READ_BYTES", (1 << 15,))
-    monkeypatch.setattr(measure_layers, "_times", lambda measured, memory, size: (100.0, 7.0, 90.0))
+    slower = iter([1.0, 1.0, 0.0, 0.0, 2.0, 2.0])  # in the first and third pass
+    monkeypatch.setattr(
+        measure_layers,
+        "_times",
+        lambda measured, memory, size: tuple(one + late for late in [next(slower)] for one in (100.0, 7.0, 90.0)),
+    )
     decoder, gru = measure_layers.measured_layers(lambda: None)
     assert (decoder.layer_seconds, decoder.step_seconds, decoder.first_seconds) == ((100.0,), (7.0,), ())
     assert (decoder.step_bytes, gru.step_bytes) == (((1 << 15) * 17 // 4,), ((1 << 15) * 9 // 2,))
@@ -219,6 +224,18 @@ def test_the_fastest_pass_counts_and_starts_are_taken_off(few_points: None, monk
         assert found.seconds == (5.0,)  # beyond that over few tokens
         item = 4 if found.dtype == "float32" else 2
         assert found.cache_bytes == (2 * 32 * measure_products.KEY_HEADS * measure_products.HEAD_DIM * item,)
+
+
+def test_a_weight_and_the_memory_before_it_are_as_large_as_what_a_step_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_products, "READ_BYTES", (1 << 16, 1 << 18))
+    monkeypatch.setattr(measure_products, "INPUTS", (64, 128))
+    monkeypatch.setattr(measure_products, "MOST_WEIGHTS", 1 << 14)
+    timings = measure_products.Timings()
+    numbers = measure_products._add_products("float32", timings)
+    assert numbers == [0, 0, 1 << 13, 1 << 14, 1 << 13, 1 << 14]  # at most half of what is read, and MOST_WEIGHTS
+    small, large = timings._calls[:2], timings._calls[2:]
+    assert [read_bytes for _, read_bytes in small] == [1 << 16, 1 << 18]
+    assert [4 * number + read for number, (_, read) in zip(numbers[2:], large, strict=True)] == [1 << 16, 1 << 18] * 2
 
 
 def test_the_parts_of_a_search_are_recovered_from_its_times() -> None:
