@@ -32,6 +32,16 @@ def test_products_are_faster_where_a_cache_holds_the_weights_and_where_rows_are_
     assert products("float32").start(1000) == 0
 
 
+def test_layers_take_longer_the_more_they_read_and_with_each_unit_and_a_first_one_has_its_own_time() -> None:
+    times = LayerTimes("gru", "float32", (1, 10_000), (1.0, 4.0), (10, 10**5), (5.0, 20.0), (0.5, 2.0), 0.25)
+    assert [times.layer(read) for read in (1, 100, 10_000)] == pytest.approx([1, 2, 4])
+    assert [times.layer(read, 8) for read in (1, 100, 10_000)] == pytest.approx([3, 4, 6])
+    assert [times.layer(read, 8, has_table=True) for read in (1, 100, 10_000)] == pytest.approx([2.5, 3, 4])
+    assert [times.step(read) for read in (10, 1000, 10**5)] == pytest.approx([5, 10, 20])
+    old = replace(times, first_seconds=())  # of a file from before there were such
+    assert old.layer(100, has_table=True) == old.layer(100)
+
+
 def test_attention_grows_with_the_cache_in_proportion_beyond_what_was_measured() -> None:
     times = AttentionTimes("float32", 1, (1000, 4000), (1e-6, 2e-6))
     assert [times.of(size) for size in (0, 500, 1000, 2000, 4000, 8000)] == pytest.approx(
@@ -51,11 +61,24 @@ def test_a_search_is_the_sum_of_its_parts() -> None:
 
 def test_tables_that_make_no_sense_and_figures_that_are_missing_are_refused() -> None:
     with pytest.raises(ConfigError, match="give a positive figure for each"):
-        LayerTimes("decoder", "float32", (1, 2), (1.0,), (1.0, 1.0))
+        LayerTimes("decoder", "float32", (1, 2), (1.0,), (1, 2), (1.0, 1.0))
     with pytest.raises(ConfigError, match="give positive numbers that grow"):
-        LayerTimes("decoder", "float32", (2, 2), (1.0, 1.0), (1.0, 1.0))
+        LayerTimes("decoder", "float32", (2, 2), (1.0, 1.0), (1, 2), (1.0, 1.0))
+    with pytest.raises(ConfigError, match="a step of decoder has"):
+        LayerTimes("decoder", "float32", (1, 2), (1.0, 1.0), (1, 2), (1.0,))
+    with pytest.raises(ConfigError, match="give a positive figure for each"):
+        LayerTimes("gru", "float32", (1, 2), (1.0, 1.0), (1, 2), (1.0, 1.0), (1.0,))
+    for unit in (-1e-9, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match=r"a layer of gru has unit_seconds = .*; give 0 or more"):
+            LayerTimes("gru", "float32", (1, 2), (1.0, 1.0), (1, 2), (1.0, 1.0), unit_seconds=unit)
     with pytest.raises(ConfigError, match="products with int4 has"):
         replace(products("int4"), weights_per_second=((1.0, 0.0), (1.0, 1.0)))
+    with pytest.raises(ConfigError, match="products with int4 has"):
+        replace(products("int4"), weights_per_second=((1.0, float("inf")), (1.0, 1.0)))
+    with pytest.raises(ConfigError, match="inputs of products with int4 has"):
+        replace(products("int4"), weights_per_second=((1.0, 1.0),))
+    with pytest.raises(ConfigError, match="the start of products with int4 has"):
+        replace(products("int4"), start_seconds=(1e-6,))
     with pytest.raises(ConfigError, match="a time below 0"):
         SearchTimes(-1.0, 0.0, 0.0, 0.0)
     with pytest.raises(ConfigError, match="attention has num_queries = 0; give 1 or more"):

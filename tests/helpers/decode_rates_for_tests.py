@@ -12,6 +12,7 @@ from weft.serve.weights.weight_formats import FORMATS
 START = 5e-6  # later than plain products
 WEIGHTS_PER_SECOND = {"float32": 1e9, "bfloat16": 2e9, "int8": 4e9, "int4": 8e9}
 LAYER_SECONDS = {"decoder": 1e-3, "gpt2": 2e-3, "lstm": 3e-3, "gru": 4e-3}
+FIRST_SECONDS, UNIT_SECONDS = {"lstm": 1e-3, "gru": 2e-3}, {"lstm": 3e-7, "gru": 2e-7}
 STEP_SECONDS, VOCABULARY_SECONDS = 7e-4, 1e-8
 SEARCH = SearchTimes(1e-4, 1e-7, 1e-6, 1e-9)
 ATTENTION_NANOSECONDS = 1  # a byte
@@ -25,11 +26,11 @@ def products(name: str) -> ProductRates:
 
 def made_up_rates() -> DecodeRates:
     both = (1 << 10, 1 << 30)
-    layers = [
-        LayerTimes(kind, dtype, both, (seconds, seconds), (STEP_SECONDS, STEP_SECONDS))  # type: ignore[arg-type]
-        for kind, seconds in LAYER_SECONDS.items()
-        for dtype in ("float32", "bfloat16")
-    ]
+    steps, layers = (STEP_SECONDS, STEP_SECONDS), list[LayerTimes]()
+    for kind, seconds in LAYER_SECONDS.items():
+        first, unit = (FIRST_SECONDS[kind],) * 2 if kind in FIRST_SECONDS else (), UNIT_SECONDS.get(kind, 0.0)
+        for dtype in ("float32", "bfloat16"):
+            layers.append(LayerTimes(kind, dtype, both, (seconds, seconds), both, steps, first, unit))  # type: ignore[arg-type]
     sizes = (1000, 1_000_000)  # figures have four digits in the file
     attention = [
         AttentionTimes(dtype, number, sizes, tuple(one * ATTENTION_NANOSECONDS / 1e9 for one in sizes))

@@ -8,10 +8,12 @@ import pytest
 import torch
 from decode_rates_for_tests import (
     ATTENTION_NANOSECONDS,
+    FIRST_SECONDS,
     LAYER_SECONDS,
     SEARCH,
     START,
     STEP_SECONDS,
+    UNIT_SECONDS,
     VOCABULARY_SECONDS,
     WEIGHTS_PER_SECOND,
     made_up_rates,
@@ -19,12 +21,13 @@ from decode_rates_for_tests import (
 
 from weft.architectures import GPT2Config
 from weft.architectures.recurrent import RecurrentConfig
-from weft.cluster.decode_rates import ProductRates
+from weft.cluster.decode_rates import AttentionTimes, LayerTimes, ProductRates
 from weft.errors import ConfigError, PlanError
 from weft.models import DecoderConfig
-from weft.planner.serving_cpu import held_bytes, predict_decode, refuse_size
+from weft.planner.serving_cpu import held_bytes, kept_bytes, predict_decode, refuse_size
 from weft.serve.head.graph_head import GraphHead
 from weft.serve.head.vocabulary_graph import VocabularyGraph
+from weft.serve.model.recurrent import TABLE_BYTES
 from weft.serve.weights.weight_formats import FORMATS, weight_bytes
 
 LAYERS, HIDDEN, INNER, VOCAB = 3, 256, 512, 1000
@@ -111,6 +114,8 @@ def test_a_search_in_the_graph_takes_the_place_of_the_head_where_it_pays() -> No
     assert predict_decode(LLAMA, rates, "float32", 100, head=wide) == dense
     with pytest.raises(ConfigError, match="does not say how many edges a search follows; run weft index again"):
         predict_decode(LLAMA, rates, "float32", 100, head=replace(GRAPH, num_rounds=0.0))
+    padded = replace(LLAMA, vocab_size=VOCAB + 24)  # rows beyond the tokenizer are in no graph
+    assert "the search for likely tokens" in predict_decode(padded, rates, "float32", 100, head=GRAPH).seconds_by_cause
     with pytest.raises(ConfigError, match="has 1000 tokens and the model 999"):
         predict_decode(replace(LLAMA, vocab_size=999), rates, "float32", 100, head=GRAPH)
 
@@ -123,14 +128,96 @@ def test_recurrent_layers_read_the_weights_of_their_gates_and_the_first_a_table(
         whole = gates * size * 2 * size
         assert found.read_bytes == 4 * (whole // 2 + whole + VOCAB * size)
         assert found.seconds_by_cause["products of layers"] == pytest.approx((whole * 3 / 2) / 1e9)
-        assert found.seconds_by_cause["small operations of layers"] == pytest.approx(2 * LAYER_SECONDS[kind])
+        units = size * UNIT_SECONDS[kind]
+        assert found.seconds_by_cause["small operations of layers"] == pytest.approx(
+            FIRST_SECONDS[kind] + LAYER_SECONDS[kind] + 2 * units
+        )
         assert found.seconds_by_cause["attention over the cache"] == 0
         large = predict_decode(replace(config, vocab_size=10**6), rates, "float32", 100)  # no room for a table
         assert large.read_bytes == 4 * (2 * whole + 10**6 * size)
-    with pytest.raises(ConfigError, match="LSTM and GRU models are served with their weights as they are"):
-        predict_decode(RecurrentConfig(), rates, "float32", 100, "int8")
+        assert large.seconds_by_cause["small operations of layers"] == pytest.approx(
+            2 * LAYER_SECONDS[kind] + 2 * units
+        )
+    for given in (("int8", None), (None, "int8")):
+        with pytest.raises(ConfigError, match="LSTM and GRU models are served with their weights as they are"):
+            predict_decode(RecurrentConfig(), rates, "float32", 100, *given)
     graph = predict_decode(RecurrentConfig("gru", VOCAB, size), rates, "float32", 100, head=GRAPH)
     assert "the search for likely tokens" in graph.seconds_by_cause
+
+
+def test_small_operations_are_looked_up_by_the_bytes_of_a_whole_layer() -> None:
+    """A first layer with a table reads half of one, and its time is listed by what the others read."""
+    size, whole = 128, 4 * 4 * 128 * 256
+    times = LayerTimes("lstm", "float32", (whole // 2, whole), (1.0, 10.0), (1, 10**12), (2.0, 20.0), (3.0, 30.0))
+    rates = replace(made_up_rates(), layers=(times,))
+    for num_layers in (1, 2, 5):
+        config = RecurrentConfig("lstm", 16, size, num_layers)
+        found = predict_decode(config, rates, "float32", 100).seconds_by_cause
+        assert found["small operations of layers"] == pytest.approx(30 + (num_layers - 1) * 10)
+        read = (num_layers - 0.5) * whole + 4 * 16 * size  # decides about the rest of the step, with the head's bytes
+        assert found["the rest of the step"] == pytest.approx(times.step(read), rel=1e-6)
+
+
+def test_every_figure_is_looked_up_for_its_dtype_inputs_bytes_and_queries() -> None:
+    """On a CPU whose figures all differ."""
+    two, starts = (1000, 10**9), ((1000, 10**9), (1e-6, 1e-3))
+    products = [
+        ProductRates("float32", (64, 4096), two, ((4e9, 1e9), (8e9, 2e9))),
+        ProductRates("bfloat16", (64, 4096), two, ((5e9, 2e9), (9e9, 3e9))),
+        ProductRates("int4", (64, 4096), two, ((6e9, 3e9), (7e9, 4e9)), *starts),  # type: ignore[arg-type]
+    ]
+    layers = [
+        LayerTimes("decoder", dtype, two, (scale, 2 * scale), two, (3 * scale, 4 * scale))
+        for dtype, scale in (("float32", 1e-3), ("bfloat16", 5e-3))
+    ]
+    attention = [
+        AttentionTimes(dtype, number, two, (1e-6 * scale * number, 1e-3 * scale * number))
+        for dtype, scale in (("float32", 1), ("bfloat16", 3))
+        for number in (1, 4)
+    ]
+    rates = replace(made_up_rates(), products=tuple(products), layers=tuple(layers), attention=tuple(attention))
+    for dtype, weights, item in (("float32", None, 4), ("bfloat16", None, 2), ("float32", "int4", 4)):
+        found = predict_decode(LLAMA, rates, dtype, 100, weights)
+        own = rates.product(weights or dtype)
+        kept = [kept_bytes(weights or dtype, *shape) for shape in SHAPES]
+        cached = 2 * 2 * 32 * item * 100
+        read = LAYERS * (sum(kept) + cached) + VOCAB * HIDDEN * item
+        assert found.read_bytes == read
+        each = [
+            own.start(size) + own.seconds(*shape, read_bytes=read) for size, shape in zip(kept, SHAPES, strict=True)
+        ]
+        times = rates.layer("decoder", dtype)
+        assert found.seconds_by_cause == pytest.approx(
+            {
+                "products of layers": LAYERS * sum(each),
+                "small operations of layers": LAYERS * times.layer(sum(kept)),
+                "attention over the cache": LAYERS * rates.attention_seconds(dtype, 4, cached),
+                "the head": rates.product(dtype).seconds(VOCAB, HIDDEN, read),
+                "the rest of the step": times.step(read) + VOCAB * VOCABULARY_SECONDS,
+            }
+        )
+        best = 4 / rates.product("float32").seconds(1, 4096, read) * 4096  # of long rows, which are read faster
+        assert found.floor_seconds == pytest.approx(read / best)
+
+
+@pytest.mark.parametrize(("kind", "gates"), [("lstm", 4), ("gru", 3)])
+def test_a_table_is_priced_where_the_server_makes_one(kind: str, gates: int) -> None:
+    size, dtype_bytes = 128, 4
+    most = TABLE_BYTES // (gates * size * dtype_bytes)
+    for vocab, shares in ((most, 1.5), (most + 1, 2.0)):
+        found = predict_decode(RecurrentConfig(kind, vocab, size, 2), made_up_rates(), "float32", 1)  # type: ignore[arg-type]
+        assert found.read_bytes == 4 * (shares * gates * size * 2 * size + vocab * size)
+
+
+def test_an_lstm_has_one_product_with_inputs_and_state_and_a_gru_two() -> None:
+    """Long rows are read faster than short ones here, so one product differs from two."""
+    own = ProductRates("float32", (64, 4096), (1, 10**9), ((1e9, 1e9), (64e9, 64e9)))
+    rates, size = replace(made_up_rates(), products=(own,)), 128
+    for kind, shapes in (("lstm", [(4 * size, size), (4 * size, 2 * size)]), ("gru", [(3 * size, size)] * 3)):
+        found = predict_decode(RecurrentConfig(kind, VOCAB, size, 2), rates, "float32", 1)  # type: ignore[arg-type]
+        assert found.seconds_by_cause["products of layers"] == pytest.approx(
+            sum(own.seconds(*shape, read_bytes=1) for shape in shapes)
+        )
 
 
 def test_a_gpt2_has_four_products_and_layers_of_its_own() -> None:
@@ -158,7 +245,7 @@ def test_what_has_no_price_and_what_does_not_fit_is_refused() -> None:
             ConfigError, match="int4 keeps weights with 240 inputs in groups of 16, which a CPU decodes"
         ):
             predict_decode(odd, rates, "float32", 10, *given)
-    refuse_size(LLAMA, "float32", 10**9, 10)
+    refuse_size(LLAMA, "float32", held_bytes(LLAMA, "float32", 10), 10)
     with pytest.raises(PlanError, match=r"of weights and cache do not fit the machine's 0\.0 GB; take a smaller model"):
         refuse_size(LLAMA, "float32", 10**6, 10)
 
@@ -175,4 +262,4 @@ def test_codes_are_held_twice_and_the_head_stays_beside_a_graph() -> None:
     assert held_bytes(tied, "float32", 0, "fp8") < 2 * layers + 4 * head
     assert held_bytes(tied, "float32", 0, None, "fp16") == plain + 2 * 2 * head
     assert held_bytes(tied, "float32", 0, None, GRAPH) == plain
-    assert held_bytes(tied, "float32", 10) > plain
+    assert held_bytes(tied, "float32", 10) == plain + LAYERS * 2 * 2 * 32 * 4 * 10

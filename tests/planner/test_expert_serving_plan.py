@@ -41,14 +41,15 @@ def test_decodes_of_experts_are_predicted_as_measured_on_an_h200(shape: str, num
 
 
 def test_the_router_and_the_order_of_rows_of_few_tokens_have_prices() -> None:
-    kernels, form = ServingModel(DecoderConfig(), load("h200:1x1"), Plan(), "bf16").kernels, FORMATS["int4"]
-    rate = kernels.bytes_per_second / 132
-    one, few, many, most = (routing_seconds(kernels, form, n, 64, 6, 2048) for n in (1, 16, 22, 65))
-    assert one == pytest.approx(2 * 64 * 2048 / rate + 2e-6)
+    config = DecoderConfig(vocab_size=32000, **EXPERTS["64 experts of 1408, 6 used, 16 layers"])  # type: ignore[arg-type]
+    model = ServingModel(config, load("h200:1x1"), Plan(), "bf16")
+    kernels, form = model.kernels, FORMATS["int4"]
+    one, few, many, most = (routing_seconds(kernels, form, number, model.sizes) for number in (1, 16, 22, 65))
+    assert one == pytest.approx(2 * 64 * 2048 / (kernels.bytes_per_second / 132) + 2e-6)
     assert few == pytest.approx(one + 1e-6 + 1.3e-10 * 128 * (128 + 64))
     assert many == pytest.approx(one + 8 * LAUNCH_SECONDS)  # 132 pairs are more than one program orders
     assert most == 14 * LAUNCH_SECONDS
-    assert routing_seconds(kernels, None, 1, 64, 6, 2048) == 18 * LAUNCH_SECONDS
+    assert routing_seconds(kernels, None, 1, model.sizes) == 18 * LAUNCH_SECONDS
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import replace
 
 import pytest
@@ -111,6 +112,19 @@ def test_what_has_no_products_is_refused_or_said(monkeypatch: pytest.MonkeyPatch
         patch.setattr(HalfWeight, "product", lambda own, hidden: torch.zeros(64, 17))
         assert not has_product()
     has_product.cache_clear()
+
+
+def test_the_product_is_not_called_on_arm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There it would round inputs, and end the process on CPUs without its instructions."""
+    calls = list[int]()
+    monkeypatch.setattr(cpu_half_product, "half_weight", lambda weight, rows: calls.append(rows))
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    has_product.cache_clear()
+    try:
+        assert not has_product()
+    finally:
+        has_product.cache_clear()
+    assert not calls
 
 
 @pytest.mark.skipif(not has_fbgemm(), reason="torch has fbgemm on x86 with AVX2 only, and this is another CPU")

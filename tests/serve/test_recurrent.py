@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import weft.serve.model.recurrent as recurrent
 from weft.architectures import RecurrentConfig
 from weft.errors import ConfigError, WeftError
 from weft.models import build, read_config, read_weights, save_folder
-from weft.models.recurrent import RecurrentModel
+from weft.models.recurrent import RecurrentLayer, RecurrentModel
 from weft.serve.cache.four_bit_cache import FourBitFormat
 from weft.serve.cache.loki_choice import LokiChoice
 from weft.serve.calibration.loki_calibration import calibrate
@@ -85,13 +86,27 @@ def test_the_engine_gives_the_models_tokens_in_any_chunks_and_memory(kind: str) 
 
 def test_weights_are_held_once() -> None:
     rows = RecurrentRows(tiny_recurrent("lstm"))
-    layer = rows.layers[0]
+    first, layer = rows.layers
+    assert isinstance(first, FusedLSTM)
     assert isinstance(layer, FusedLSTM)
-    own = rows.model.get_parameter("layers.0.weight_hh")
+    own = rows.model.get_parameter("layers.1.weight_hh")
+    assert layer._weight is not None
     assert own.untyped_storage().data_ptr() == layer._weight.untyped_storage().data_ptr()
+    assert first._weight is None  # the rows of the state's weights lie end to end beside a table
+    assert first._of_state.data_ptr() == rows.model.get_parameter("layers.0.weight_hh").data_ptr()
+    assert first._of_state.is_contiguous()
     gru = RecurrentRows(tiny_recurrent("gru"))
     assert isinstance(gru.layers[1], FusedGRU)
     assert gru.layers[1]._state.data_ptr() == gru.model.get_parameter("layers.1.weight_hh").data_ptr()
+
+
+@torch.inference_mode()
+def test_a_layer_beside_a_table_takes_inputs_too() -> None:
+    model = tiny_recurrent("lstm").double()
+    state, row = (torch.randn(1, 12).double(), torch.randn(1, 12).double()), torch.randn(1, 12).double()
+    layer = cast(RecurrentLayer, model.layers[0])
+    apart = FusedLSTM(layer, has_table=True).step(row, state)
+    torch.testing.assert_close(apart, FusedLSTM(layer).step(row, state), rtol=1e-12, atol=1e-12)
 
 
 def test_a_graph_of_the_head_goes_with_it() -> None:

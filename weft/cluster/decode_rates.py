@@ -80,22 +80,36 @@ class ProductRates:
 @dataclass(frozen=True)
 class LayerTimes:
     """Seconds of a layer without reading its weights, with the start of its plain products; and of what a step does
-    outside of its layers. Both by the bytes that each layer reads of its weights.
+    outside of its layers, with the start of a plain head. What a layer takes depends on the bytes that each layer
+    reads, because its code runs once in each; what a step takes, on `step_bytes`, all that it reads. A recurrent layer
+    takes `unit_seconds` more for each unit of its state. A first one whose products with inputs are in a table takes
+    `first_seconds`, by the bytes that each other layer reads.
     """
 
     kind: LayerKind
     dtype: str
     read_bytes: tuple[int, ...]
     layer_seconds: tuple[float, ...]
+    step_bytes: tuple[int, ...]
     step_seconds: tuple[float, ...]
+    first_seconds: tuple[float, ...] = ()
+    unit_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(f"a layer of {self.kind}", self.read_bytes, self.layer_seconds, self.step_seconds)
+        rows = (self.layer_seconds, self.first_seconds) if self.first_seconds else (self.layer_seconds,)
+        _check(f"a layer of {self.kind}", self.read_bytes, *rows)
+        _check(f"a step of {self.kind}", self.step_bytes, self.step_seconds)
+        if not 0 <= self.unit_seconds < math.inf:
+            raise ConfigError(f"decode: a layer of {self.kind} has unit_seconds = {self.unit_seconds}; give 0 or more")
 
-    def seconds(self, read_bytes: float) -> tuple[float, float]:
-        """Of a layer that reads so many bytes, and of a step outside of its layers."""
-        layer = interpolated(self.read_bytes, self.layer_seconds, read_bytes)
-        return layer, interpolated(self.read_bytes, self.step_seconds, read_bytes)
+    def layer(self, read_bytes: float, num_units: int = 0, has_table: bool = False) -> float:
+        """Of a layer, where each but a first one with a table reads so many bytes."""
+        row = self.first_seconds if has_table and self.first_seconds else self.layer_seconds
+        return interpolated(self.read_bytes, row, read_bytes) + num_units * self.unit_seconds
+
+    def step(self, read_bytes: float) -> float:
+        """Of a step that reads so many bytes, outside of its layers."""
+        return interpolated(self.step_bytes, self.step_seconds, read_bytes)
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,6 @@ def plan_serving(
     """
     if not isinstance(config, LanguageConfig):
         raise ConfigError(f"--serve is for models of text; {name} is a model of images")
-    if ways["resident"] and not ways["ahead"]:
-        raise ConfigError("--resident-blocks says how many blocks are not streamed; give --stream-weights too")
     _refuse_lengths(name, config, workload)
     cluster = load(cluster_name)
     if is_cpu(cluster):
@@ -67,7 +65,7 @@ def plan_serving(
         return
     if isinstance(config, RecurrentConfig):
         raise ConfigError(f"{name} is an LSTM or GRU, priced on a CPU only; give --cluster machine.toml of one")
-    ways = _refuse_cpu_options(ways)
+    ways = _ways_of_gpus(ways)
     _refuse_axes(name, config, ways["cache"])
     precision = "bf16" if "bf16" in cluster.node.device.peak_flops else "fp32"
     with console.status("planning"):
@@ -126,8 +124,10 @@ def _given_options(ways: dict[str, Any]) -> str:
     return "".join(f" --{option} {ways[key]}" for key, option in names.items() if ways[key])
 
 
-def _refuse_cpu_options(ways: dict[str, Any]) -> dict[str, Any]:
-    """The options that GPUs have. Raises ConfigError for what is priced on CPUs only."""
+def _ways_of_gpus(ways: dict[str, Any]) -> dict[str, Any]:
+    """The ways to serve that GPUs have. Raises ConfigError for what is priced on CPUs only."""
+    if ways["resident"] and not ways["ahead"]:
+        raise ConfigError("--resident-blocks says how many blocks are not streamed; give --stream-weights too")
     for key in ("head", "precision"):
         if ways[key] is not None:
             raise ConfigError(f"--{key} {ways[key]} is for a CPU; leave it out, or give --cluster machine.toml of one")

@@ -42,7 +42,7 @@ def measured_rates(cluster: Cluster) -> DecodeRates:
     if cluster.decode is None:
         raise ConfigError(
             f"the cluster '{cluster.name}' is a CPU whose decodes were not measured, and no rates are assumed; measure "
-            f"this machine in a minute ({HOW_TO_MEASURE}) and give --cluster machine.toml, or plan for a GPU, as "
+            f"this machine in two minutes ({HOW_TO_MEASURE}) and give --cluster machine.toml, or plan for a GPU, as "
             f"--cluster h200:1x1"
         )
     return cluster.decode
@@ -50,7 +50,8 @@ def measured_rates(cluster: Cluster) -> DecodeRates:
 
 def refuse_options(ways: dict[str, Any], drafts: tuple[str, float] | None) -> None:
     """Raise ConfigError for options that have no price on a CPU."""
-    given = {"--cache": ways["cache"], "--stream-weights": ways["ahead"], "--speculate": drafts}
+    streaming = {"--stream-weights": ways["ahead"], "--resident-blocks": ways["resident"]}
+    given = {"--cache": ways["cache"], **streaming, "--speculate": drafts}
     for option, value in given.items():
         if value:
             raise ConfigError(f"{option} is not priced on a CPU; leave it out, or plan for a GPU")

@@ -12,6 +12,7 @@ from weft.serve.cache.four_bit_loki_cache import FourBitLokiFormat, bytes_read
 from weft.serve.cache.layer_cache import MAX_WHOLE_DECODES, CacheFormat
 from weft.serve.cache.loki_cache import LokiFormat
 from weft.serve.cache.loki_choice import LokiChoice
+from weft.serve.parallel.traffic import ServedSizes
 from weft.serve.weights.weight_formats import (
     FEW_ROWS,
     MAX_KERNEL_ROWS,
@@ -106,22 +107,22 @@ def _expert_rate(form: WeightFormat, num_tokens: int, rows: float, inner: int) -
     return (EXPERT_ROWS_RATE if 2 * rows <= FEW_ROWS else TILE_RATE)[form.bits]
 
 
-def routing_seconds(
-    kernels: Kernels, form: WeightFormat | None, num_tokens: int, num_experts: int, k: int, hidden: int
-) -> float:
+def routing_seconds(kernels: Kernels, form: WeightFormat | None, num_tokens: int, sizes: ServedSizes) -> float:
     """Seconds of a layer of experts beside those of any layer and its products."""
     if form is None:
         return EXPERT_KERNELS * LAUNCH_SECONDS
     if num_tokens > MAX_ROUTED_TOKENS:
         return MANY_PACKED_KERNELS * LAUNCH_SECONDS
     # One program reads the router for a token, and has one processor's share of the memory rate.
-    router = kernels.item_bytes * num_experts * hidden * (kernels.device.num_processors or 1) / kernels.bytes_per_second
-    seconds = router + 2 * EARLY_SECONDS  # the router's kernel, and sums
+    rate = kernels.bytes_per_second / (kernels.device.num_processors or 1)
+    seconds = (
+        kernels.item_bytes * sizes.num_experts * sizes.hidden / rate + 2 * EARLY_SECONDS
+    )  # the router's kernel, and sums
     if num_tokens == 1:
         return seconds
-    if (pairs := num_tokens * k) > MAX_PAIRS:
+    if (pairs := num_tokens * sizes.num_experts_per_tok) > MAX_PAIRS:
         return seconds + ORDER_KERNELS * LAUNCH_SECONDS
-    lanes, experts = (1 << (number - 1).bit_length() for number in (pairs, num_experts))
+    lanes, experts = (1 << (number - 1).bit_length() for number in (pairs, sizes.num_experts))
     return seconds + EARLY_SECONDS + COMPARISON_SECONDS * lanes * (lanes + experts)
 
 

@@ -258,8 +258,9 @@ class ServingModel:
         num_tokens = num_decodes + sum(computed for computed, _ in prompts)
         layers = sizes.stage_layers(plan, stage)
         is_last = stage == plan.pipe.degree - 1
-        matmul, flops, num_read = 0.0, 0.0, 0.0
+        matmul, small, flops, num_read = 0.0, 0.0, 0.0, 0.0
         for has_experts, number in self._layer_kinds[stage].items():
+            small += number * has_experts * routing_seconds(kernels, self._format, num_tokens, sizes)
             for rows, inner, columns, times, are_experts in self._products(num_tokens, has_experts):
                 if are_experts:
                     seconds, stored = expert_products(kernels, self._format, num_tokens, rows, inner, columns, times)
@@ -285,10 +286,7 @@ class ServingModel:
         moved += SAMPLING_PASSES * 4 * num_sampled * sizes.vocab * is_last
         of_context = SPLIT_KERNELS * (plan.context.degree > 1)
         launches = small_kernels(self._cache_format, num_tokens, num_decodes) + of_context
-        small = moved / kernels.bytes_per_second + (launches * len(layers) + STEP_KERNELS) * LAUNCH_SECONDS
-        if number := self._layer_kinds[stage][True]:
-            routed = (sizes.num_experts, sizes.num_experts_per_tok, sizes.hidden)
-            small += number * routing_seconds(kernels, self._format, num_tokens, *routed)
+        small += moved / kernels.bytes_per_second + (launches * len(layers) + STEP_KERNELS) * LAUNCH_SECONDS
         by_cause = {
             "weights and matmuls": matmul,
             "attention and its cache": attention,

@@ -43,13 +43,17 @@ class CpuDecode:
 
 @dataclass(frozen=True)
 class _Layers:
-    """The weights of each layer of a model, the kind of the layers, and bytes of keys and values of a token in each."""
+    """The weights of each layer of a model, the kind of the layers, and bytes of keys and values of a token in each.
+    The first of a recurrent model may have a table in place of its products with inputs.
+    """
 
     kind: LayerKind
     shapes: tuple[tuple[Shape, ...], ...]
     head: Shape
     cache_bytes: int = 0
     num_queries: int = 1  # that share a key head
+    num_units: int = 0  # of the state of a recurrent layer
+    has_table: bool = False
 
 
 def predict_decode(
@@ -78,7 +82,9 @@ def predict_decode(
     read = sum(by_layer) + head_bytes + cached
     times = rates.layer(model.kind, dtype)
     products = sum(_product(rates, kept, shape, read) for shapes in model.shapes for shape in shapes)
-    small = sum(times.seconds(max(1, one))[0] for one in by_layer)
+    layer_bytes = max(1, by_layer[0] * (2 if model.has_table else 1))
+    small = times.layer(layer_bytes, model.num_units, model.has_table)
+    small += (len(by_layer) - 1) * times.layer(layer_bytes, model.num_units)
     attention = 0.0
     if model.cache_bytes:
         each = rates.attention_seconds(dtype, model.num_queries, model.cache_bytes * length)
@@ -87,7 +93,7 @@ def predict_decode(
         last = {"the head": _product(rates, head_kept, model.head, read)}
     else:
         last = {"the search for likely tokens": _search_seconds(rates, graph, row_bytes)}
-    step = times.seconds(max(1, sum(by_layer) / len(by_layer)))[1] + rates.vocabulary_seconds * model.head[0]
+    step = times.step(read) + rates.vocabulary_seconds * model.head[0]
     causes = {
         "products of layers": products,
         "small operations of layers": small,
@@ -203,7 +209,8 @@ def _recurrent_layers(config: RecurrentConfig, dtype: str) -> _Layers:
     has_table = gates * size * config.vocab_size * ITEM_BYTES[dtype] <= TABLE_BYTES
     first: tuple[Shape, ...] = ((gates * size, size),) if has_table else whole
     shapes = (first, *(whole,) * (config.num_hidden_layers - 1))
-    return _Layers(config.architecture, shapes, (config.vocab_size, size))
+    head = (config.vocab_size, size)
+    return _Layers(config.architecture, shapes, head, num_units=size, has_table=has_table)
 
 
 def _product(rates: DecodeRates, kept: str, shape: Shape, read: float) -> float:

@@ -10,7 +10,7 @@ not exist here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -27,26 +27,34 @@ TORCH_TOKENS = {"lstm": 32, "gru": 2}
 TABLE_BYTES = 64 << 20  # the most that the table of the first layer's products takes
 
 State = tuple[Tensor, Tensor]  # hidden and cell [rows, hidden]; a GRU has no cell
+Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]  # rows · weight' + added
 
 
 class FusedLSTM:
-    """One layer of an LSTM, whose weights are one matrix [4 * hidden, input + hidden]."""
+    """One layer of an LSTM, whose weights are one matrix [4 * hidden, input + hidden]. Those of a layer whose products
+    with inputs are in a table are two: a CPU reads a part of each row at half the rate of whole rows.
+    """
 
-    def __init__(self, layer: RecurrentLayer) -> None:
-        self._weight, self._bias, self._width = _joined(layer)
+    def __init__(self, layer: RecurrentLayer, has_table: bool = False) -> None:
+        self._weight = None if has_table else _joined(layer)
+        self._of_input, self._of_state = layer.weight_ih.detach(), layer.weight_hh.detach()
+        self._bias = layer.bias_ih.detach() + layer.bias_hh.detach()
         self.size = len(self._bias) // 4
+        self.multiply: Multiply = row_product
 
     def inputs(self, rows: Tensor) -> Tensor:
         """The part of the gates [rows, 4 * hidden] that follows from inputs alone."""
-        return F.linear(rows, self._weight[:, : self._width], self._bias)
+        return F.linear(rows, self._of_input, self._bias)
 
     def step(self, rows: Tensor, state: State) -> State:
         """The next state after inputs [rows, input]."""
-        return self._next(_product(torch.cat([rows, state[0]], dim=1), self._weight, self._bias), state[1])
+        if self._weight is None:
+            return self.step_hoisted(self.inputs(rows), state)
+        return self._next(self.multiply(torch.cat([rows, state[0]], dim=1), self._weight, self._bias), state[1])
 
     def step_hoisted(self, inputs: Tensor, state: State) -> State:
         """The next state, where `inputs` of the inputs are known."""
-        return self._next(_product(state[0], self._weight[:, self._width :], inputs), state[1])
+        return self._next(self.multiply(state[0], self._of_state, inputs), state[1])
 
     def _next(self, gates: Tensor, cell: Tensor) -> State:
         size = self.size  # gates are input, forget, candidate, output
@@ -61,21 +69,22 @@ class FusedGRU:
     their own.
     """
 
-    def __init__(self, layer: RecurrentLayer) -> None:
+    def __init__(self, layer: RecurrentLayer, has_table: bool = False) -> None:
         self._input, self._state, self._input_bias, self._state_bias = (
             one.detach() for one in (layer.weight_ih, layer.weight_hh, layer.bias_ih, layer.bias_hh)
         )
         self.size = len(self._input_bias) // 3
+        self.multiply: Multiply = row_product
 
     def inputs(self, rows: Tensor) -> Tensor:
         return F.linear(rows, self._input, self._input_bias)
 
     def step(self, rows: Tensor, state: State) -> State:
-        return self.step_hoisted(_product(rows, self._input, self._input_bias), state)
+        return self.step_hoisted(self.multiply(rows, self._input, self._input_bias), state)
 
     def step_hoisted(self, inputs: Tensor, state: State) -> State:
         size, hidden = self.size, state[0]
-        of_state = _product(hidden, self._state, self._state_bias)
+        of_state = self.multiply(hidden, self._state, self._state_bias)
         opened = (inputs[:, : 2 * size] + of_state[:, : 2 * size]).sigmoid()  # reset, update
         candidate = torch.addcmul(inputs[:, 2 * size :], opened[:, :size], of_state[:, 2 * size :]).tanh()
         return torch.lerp(candidate, hidden, opened[:, size:]), state[1]
@@ -113,11 +122,13 @@ class RecurrentRows:
         weight = model.lm_head.weight
         self.device, self.dtype = weight.device, weight.dtype
         kind = FusedLSTM if model.config.architecture == "lstm" else FusedGRU
+        table_bytes = model.config.num_gates * model.config.hidden_size * self.vocab_size * self.dtype.itemsize
+        has_table = table_bytes <= TABLE_BYTES
         with torch.no_grad():
-            self.layers = [kind(cast(RecurrentLayer, layer)) for layer in model.layers]
-            self._table: Tensor | None = None
-            if model.config.num_gates * model.config.hidden_size * self.vocab_size * self.dtype.itemsize <= TABLE_BYTES:
-                self._table = self.layers[0].inputs(model.embed_tokens.weight)
+            self.layers = [
+                kind(cast(RecurrentLayer, layer), has_table and index == 0) for index, layer in enumerate(model.layers)
+            ]
+            self._table = self.layers[0].inputs(model.embed_tokens.weight) if has_table else None
 
     @property
     def bytes_per_token(self) -> float:
@@ -194,8 +205,8 @@ class RecurrentRows:
         return given
 
 
-def _joined(layer: RecurrentLayer) -> tuple[Tensor, Tensor, int]:
-    """A layer's weights of input and state side by side, the sum of its biases, and how wide the input is.
+def _joined(layer: RecurrentLayer) -> Tensor:
+    """A layer's weights of input and state side by side.
 
     On a CPU the module's parameters become views of the matrix; cuDNN takes no views, so a GPU holds them twice.
     """
@@ -204,10 +215,10 @@ def _joined(layer: RecurrentLayer) -> tuple[Tensor, Tensor, int]:
     if not joined.is_cuda:
         layer.weight_ih = nn.Parameter(joined[:, :width], requires_grad=False)
         layer.weight_hh = nn.Parameter(joined[:, width:], requires_grad=False)
-    return joined, layer.bias_ih.detach() + layer.bias_hh.detach(), width
+    return joined
 
 
-def _product(rows: Tensor, weight: Tensor, added: Tensor) -> Tensor:
+def row_product(rows: Tensor, weight: Tensor, added: Tensor) -> Tensor:
     """rows · weight' + added. One row is a product of a matrix with a vector, which starts faster."""
     if len(rows) == 1:
         return torch.addmv(added.view(-1), weight, rows[0])[None]

@@ -1,7 +1,7 @@
 """Products with weights in fp16 on a CPU, by torch's product that widens them in registers.
 
 Inputs, sums and results are float32, so results are those of a float32 product with the rounded weight but for the
-order of sums, which does not depend on the other rows.
+order of sums, which does not depend on the other rows. On x86 only: on ARM, torch's product rounds inputs to fp16.
 """
 
 from __future__ import annotations
