@@ -7,6 +7,7 @@ their runs and folders (`save_folder`), and compute faster steps (`serve/model/r
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from weft.architectures.recurrent import RecurrentConfig
+
+# cuDNN copies parameters that do not lie end to end, in every call, and warns. Here they do not: each can be replaced.
+warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
 
 State = tuple[Tensor, ...]  # hidden [1, batch, hidden], and for an LSTM the cell
 
