@@ -111,6 +111,43 @@ weft.verify(tied_decoder, token_batch, plan).require()
     assert audited(tmp_path, code, tests=str(ROOT / "tests"))[1] == ""
 
 
+THREADS = """
+import os, sys, time
+import torch
+from weft.launch import fork as forking
+if {skips!r}:
+    forking.end_openmp_threads = lambda: None
+def compute():
+    torch.set_num_threads(2)
+    matrix = torch.ones(800, 800)
+    return float((matrix @ matrix).sum() + torch.ones(4_000_000).exp().sum())
+wanted = compute()
+child = forking.fork()
+if child == 0:
+    os._exit(compute() != wanted)
+until = time.monotonic() + {seconds}
+while time.monotonic() < until:
+    ended, status = os.waitpid(child, os.WNOHANG)
+    if ended:
+        print("ended", os.waitstatus_to_exitcode(status), compute() == wanted)
+        break
+    time.sleep(0.02)
+else:
+    os.kill(child, 9)
+    print("waits")
+"""
+
+
+def test_a_child_computes_with_threads_as_its_parent_did(tmp_path: Path) -> None:
+    assert audited(tmp_path, THREADS, skips=False, seconds=60)[0].split() == ["ended", "0", "True"]
+
+
+@pytest.mark.skipif(not forking._loaded_libraries("libgomp"), reason="torch uses another OpenMP here")
+def test_with_its_parents_openmp_threads_it_would_wait_for_ever(tmp_path: Path) -> None:
+    """The control."""
+    assert audited(tmp_path, THREADS, skips=True, seconds=2)[0].split() == ["waits"]
+
+
 # --- processes that cannot fork
 
 

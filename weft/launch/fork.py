@@ -6,11 +6,13 @@ forked from a process that has done neither: the fork server, which every comman
 before its first backward.
 
 A thread that ends or computes at the moment of the fork may hold a lock of a library, and in the child nobody would
-release it: the child's first matmul would wait for ever. So the fork waits until other threads are at rest.
+release it: the child's first matmul would wait for ever. So the fork waits until other threads are at rest. OpenMP
+keeps threads for its next loop. A child would count on those of its parent, and wait for ever, so they are ended first.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
@@ -22,6 +24,7 @@ import torch
 from weft.errors import LaunchError
 
 AUTOGRAD_THREAD = "pt_autograd"  # the prefix of the names of autograd's threads
+OMP_PAUSE_HARD = 2  # of omp.h
 REST_SECONDS = 2.0  # the longest wait for other threads; one that computes for longer does not end now
 
 
@@ -33,7 +36,26 @@ def fork() -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     wait_for_threads()
+    end_openmp_threads()
     return os.fork()
+
+
+def end_openmp_threads() -> None:
+    """End the threads that GNU's OpenMP keeps for this thread. Its next loop starts others."""
+    for path in _loaded_libraries("libgomp"):
+        end = getattr(ctypes.CDLL(path), "omp_pause_resource_all", None)  # GCC 9 and later
+        if end is not None:
+            end(OMP_PAUSE_HARD)
+
+
+def _loaded_libraries(name: str) -> set[str]:
+    """The paths of loaded libraries whose file names begin so. Empty on systems without /proc."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    paths = {line.split(maxsplit=5)[-1] for line in lines if "/" in line}
+    return {path for path in paths if Path(path).name.startswith(name) and Path(path).exists()}
 
 
 def wait_for_threads() -> None:
