@@ -315,9 +315,9 @@ def four_bits() -> dict[str, dict[str, float]]:
         tables = torch.randperm(12, dtype=torch.int32).reshape(4, 3)
         rows = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
         both = ((*layer.pages, layer._tails) for layer in layers)
-        for page, other in zip(*both, strict=True):
-            fill = torch.randint(0, 256, page.shape) if page.dtype == torch.uint8 else torch.rand(page.shape) - 0.3
-            page.copy_(fill)
+        for one, other in zip(*both, strict=True):
+            fill = torch.randint(0, 256, one.shape) if one.dtype == torch.uint8 else torch.rand(one.shape) - 0.3
+            one.copy_(fill)
             other.copy_(fill)
         query = torch.randn(4, num_heads, head_dim).to(dtype)
         key, value = (torch.randn(4, num_key_heads, head_dim).to(dtype) for _ in range(2))
