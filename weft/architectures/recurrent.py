@@ -44,7 +44,7 @@ class RecurrentConfig:
 
     @property
     def num_gates(self) -> int:
-        """Products of a layer's input and state, each as wide as the state."""
+        """How many gates a layer computes, each as wide as its state."""
         return 4 if self.architecture == "lstm" else 3
 
     def initial_deviation(self, name: str, num_inputs: int) -> float:
