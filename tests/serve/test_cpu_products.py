@@ -18,7 +18,7 @@ from weft.serve.head.graph_head import graph_head
 from weft.serve.loading import Packing, load_model
 from weft.serve.model.paged_model import PagedModel
 from weft.serve.scheduling.request import Request
-from weft.serve.weights import cpu_group_product, cpu_half_product, cpu_row_product
+from weft.serve.weights import cpu_dynamic_product, cpu_group_product, cpu_half_product, cpu_row_product
 from weft.serve.weights.cpu_group_product import GroupWeight, arranged_bytes, group_weight, has_product, refusal
 from weft.serve.weights.cpu_product import most_of
 from weft.serve.weights.group_codes import GroupCodes, pack, split_ranges
@@ -28,6 +28,12 @@ from weft.serve.weights.weight_formats import Grouped, weight_format
 needs_product = pytest.mark.skipif(not has_product(), reason="this torch has no product with 4-bit codes for this CPU")
 CONFIG = DecoderConfig(**{**SIZES, "hidden_size": 64, "intermediate_size": 96}, attention_bias=True)  # type: ignore[arg-type]
 REQUESTS = [Request(str(i), (7 * i + 1, 5, 3, i), 9, GREEDY) for i in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def no_product_of_arm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights in groups are multiplied as on x86 (`test_cpu_dynamic_products.py` has the other product)."""
+    monkeypatch.setattr(cpu_dynamic_product, "has_product", lambda: False)
 
 
 def codes_of(form: Grouped, weight: Tensor) -> GroupCodes:

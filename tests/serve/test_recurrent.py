@@ -69,6 +69,32 @@ def test_fused_steps_are_torchs_own_in_float64(kind: str, has_table: bool, monke
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_by_token_is_torchs_own_in_float64(kind: str) -> None:
+    """With the gradients of all that it reads."""
+    layer = tiny_recurrent(kind).double().layers[0]
+    assert isinstance(layer, RecurrentLayer)
+    rows, *state = (
+        torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((3, 7, 12), *[(1, 3, 12)] * 2)
+    )
+    state = state if kind == "lstm" else state[:1]
+    read, found = [rows, *state, *layer.parameters()], []
+    for run in (layer.run, layer.run_by_token):
+        hidden, after = run(rows, tuple(state))
+        results = [hidden, *after]
+        found.append([*results, *torch.autograd.grad(sum(one.sin().sum() for one in results), read)])  # type: ignore[arg-type]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_torchs_layers_are_not_called_with_bf16_on_a_cpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would initialise CUDA, after which no rank can be forked."""
+    model, text = tiny_recurrent(kind), torch.arange(6)[None]
+    expected = model(text).detach()
+    monkeypatch.setattr(torch, kind, lambda *given: pytest.fail("it was called"))
+    assert 0 < float((model.bfloat16()(text).detach().float() - expected).abs().max()) < 0.2
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_engine_gives_the_models_tokens_in_any_chunks_and_memory(kind: str) -> None:
     model = tiny_recurrent(kind)
     requests = [Request(str(n), tuple((3 * n + i) % 61 for i in range(n)), 9, GREEDY) for n in (1, 2, 5, 16, 31)]

@@ -18,7 +18,6 @@ from weft.plan import Tensor as TensorPlan
 from weft.planner.model import planned_model
 from weft.planner.predict import refuse_run
 from weft.planner.question import Question
-from weft.proof.prove import prove_run
 from weft.run_file import load_run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lstm.toml"
@@ -55,11 +54,6 @@ def test_what_a_recurrent_model_does_not_have_is_refused_in_words(change: str) -
     with pytest.raises(WeftError) as refused:
         refuse_run(load_run(EXAMPLE, given))
     assert REFUSALS[change] in str(refused.value)
-
-
-def test_a_proof_on_a_gpu_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'lstm' is proved on CPUs: on a GPU.*leave out --device cuda"):
-        prove_run(load_run(EXAMPLE, []), "cuda")
 
 
 def test_the_example_itself_is_not_refused() -> None:

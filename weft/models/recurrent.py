@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.architectures.recurrent import RecurrentConfig
@@ -43,6 +44,8 @@ class RecurrentLayer(nn.Module):
 
     def run(self, rows: Tensor, state: State) -> tuple[Tensor, State]:
         """Hidden states of inputs [batch, sequence, hidden] after a state, and the last state."""
+        if rows.dtype == torch.bfloat16 and rows.device.type == "cpu":
+            return self.run_by_token(rows, state)
         weights = [self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh]
         # Biases, one layer, no dropout, training, one direction, batch first.
         options = (True, 1, 0.0, self.training, False, True)
@@ -51,6 +54,32 @@ class RecurrentLayer(nn.Module):
         else:
             hidden, *after = _without_onednn(torch.gru, rows, state[0], weights, *options)
         return hidden, tuple(after)
+
+    def run_by_token(self, rows: Tensor, state: State) -> tuple[Tensor, State]:
+        """As `run`, without a call of torch's layers. To find that cuDNN is not for bf16 on a CPU, these initialise
+        CUDA, after which no rank can be forked.
+        """
+        own = [one[0] for one in state]
+        hidden = []
+        for given in F.linear(rows, self.weight_ih, self.bias_ih).unbind(1):
+            before = F.linear(own[0], self.weight_hh, self.bias_hh)
+            own = lstm_state(given + before, own[1]) if self.is_lstm else [gru_state(given, before, own[0])]
+            hidden.append(own[0])
+        return torch.stack(hidden, 1), tuple(one[None] for one in own)
+
+
+def lstm_state(gates: Tensor, cell: Tensor) -> list[Tensor]:
+    """The hidden state and the cell after a token, of the sums [batch, 4 * hidden] that its gates are functions of."""
+    keep, forget, new, out = gates.chunk(4, 1)
+    cell = forget.sigmoid() * cell + keep.sigmoid() * new.tanh()
+    return [out.sigmoid() * cell.tanh(), cell]
+
+
+def gru_state(given: Tensor, before: Tensor, hidden: Tensor) -> Tensor:
+    """The hidden state after a token, of products [batch, 3 * hidden] with the token and with the state before it."""
+    (reset, keep, new), (own_reset, own_keep, own_new) = given.chunk(3, 1), before.chunk(3, 1)
+    new = (new + (reset + own_reset).sigmoid() * own_new).tanh()
+    return new + (keep + own_keep).sigmoid() * (hidden - new)
 
 
 def _without_onednn(function: Callable[..., Any], rows: Tensor, *args: Any) -> Any:

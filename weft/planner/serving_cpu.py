@@ -17,7 +17,7 @@ from weft.serve.head.graph_head import GraphHead
 from weft.serve.model.recurrent import TABLE_BYTES
 from weft.serve.parallel.rank_part import refuse_model
 from weft.serve.parallel.traffic import ServedSizes
-from weft.serve.weights.cpu_group_product import GROUPS, arranged_bytes
+from weft.serve.weights import cpu_dynamic_product, cpu_group_product
 from weft.serve.weights.weight_formats import FORMATS, HEAD_FORMATS, Grouped, RowFp8, weight_bytes
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -139,7 +139,7 @@ def refuse(config: LanguageConfig, dtype: str, weights: str | None, head: str | 
 def _refuse_small_groups(kept: str, inputs: int) -> None:
     """Raise ConfigError if a CPU decodes weights with so many inputs, for which nothing was measured."""
     form = FORMATS.get(kept)
-    if isinstance(form, Grouped) and form.size_of_group(inputs) not in GROUPS:
+    if isinstance(form, Grouped) and form.size_of_group(inputs) not in cpu_group_product.GROUPS:
         raise ConfigError(
             f"{kept} keeps weights with {inputs} inputs in groups of {form.size_of_group(inputs)}, which a CPU decodes "
             f"for each product; this is slow and not priced"
@@ -178,10 +178,14 @@ def held_bytes(
 
 
 def _twice(kept: str, shape: Shape) -> int:
-    """Bytes of a weight, and of the same weight in the order that a CPU's products with codes take."""
+    """Bytes of a weight, and of the same weight in the order that a CPU's products with codes take: in the larger of
+    such orders, as the file of a machine does not say which one it has.
+    """
     own, form = kept_bytes(kept, *shape), FORMATS.get(kept)
     if isinstance(form, Grouped):
-        return own + arranged_bytes(*shape, form.size_of_group(shape[1]), form.bits)
+        group = form.size_of_group(shape[1])
+        orders = (cpu_group_product.arranged_bytes, cpu_dynamic_product.arranged_bytes)  # of x86 and ARM
+        return own + max(order(*shape, group, form.bits) for order in orders)
     return own * (1 if form is None or isinstance(form, RowFp8) else 2)
 
 

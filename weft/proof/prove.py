@@ -20,11 +20,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from weft.architectures import RecurrentConfig
 from weft.cluster.hardware import load
 from weft.comm.backends import DeviceType
 from weft.compile.blocks import wants_compile
-from weft.errors import ConfigError, PlanError, WeftError, error_class
+from weft.errors import PlanError, WeftError, error_class
 from weft.inspection.nested_tensors import map_tensors
 from weft.launch.fork import fork_obstacle
 from weft.launch.function_names import import_by_name, importable_name
@@ -237,11 +236,6 @@ def prove_run(
     It forks ranks and runs no backward itself, so that a child of the fork server can call it. With `compiles`, on a
     GPU, the proof compiles and records what the run does.
     """
-    if device == "cuda" and isinstance(run.model, RecurrentConfig):
-        raise ConfigError(
-            f"model.architecture = '{run.model.architecture}' is proved on CPUs: on a GPU, the float64 step of torch's "
-            f"LSTM ended in an error of CUDA whose cause is not known; leave out --device cuda"
-        )
     ranks_per_node = None if run.cluster == "local" else load(run.cluster).node.num_devices
     kind, refused = torch.device(device), None
     records = compiles and wants_graph(run, kind)

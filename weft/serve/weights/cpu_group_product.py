@@ -1,4 +1,5 @@
-"""Products with weights in groups of 4 or 8 bits on a CPU, by torch's product with 4-bit codes: no weight is decoded.
+"""Products with weights in groups of 4 or 8 bits on a CPU: no weight is decoded. ARM CPUs use `cpu_dynamic_product.py`.
+Others use torch's product with 4-bit codes:
 
     code * scale + least = (code - 8) * scale + (least + 8 * scale)
     code of 8 bits = 16 * high + low: the sum of two products with 4-bit codes, of scales 16 * scale and scale
@@ -8,6 +9,7 @@ Inputs, scales, least values and results have the precision of bf16, sums that o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.serve.weights.cpu_product import DTYPES, MEASURED_WEIGHTS, most_rows, slower_than_decoding
+from weft.serve.weights import cpu_dynamic_product
+from weft.serve.weights.cpu_product import DTYPES, MEASURED_WEIGHTS, CpuWeight, most_rows, slower_than_decoding
 from weft.serve.weights.group_codes import GroupCodes, decode, pack, unpack
 
 GROUPS = (32, 64, 128, 256)  # inputs of a group that the product takes
@@ -43,13 +46,22 @@ class GroupWeight:
         return (out if out.shape[1] == self.num_out else out[:, : self.num_out]).to(hidden.dtype)
 
 
-def arranged(coded: GroupCodes, bits: int, dtype: torch.dtype) -> GroupWeight | None:
+def arranged(coded: GroupCodes, bits: int, dtype: torch.dtype) -> CpuWeight | None:
     """The weight for inputs of a dtype; None if it is decoded for each product (`refusal`)."""
-    num_in = coded.codes.shape[1] * 8 // bits
+    num_in, arrange = coded.codes.shape[1] * 8 // bits, arrangement()
     group = num_in // coded.scale.shape[1]
-    if refusal(num_in, group, bits, dtype) is not None:
+    if arrange is None or refusal(num_in, group, bits, dtype) is not None:
         return None
-    return group_weight(coded, bits, measured_rows(num_in, group, bits, dtype, torch.get_num_threads()))
+    return arrange(coded, bits, measured_rows(num_in, group, bits, dtype, torch.get_num_threads()))
+
+
+def arrangement() -> Callable[[GroupCodes, int, int], CpuWeight] | None:
+    """What puts a weight of codes of some bits in the order of this CPU's product, for at most so many rows; None if
+    this torch has no product for it.
+    """
+    if cpu_dynamic_product.has_product():
+        return cpu_dynamic_product.dynamic_weight
+    return group_weight if has_product() else None
 
 
 def group_weight(coded: GroupCodes, bits: int, max_rows: int) -> GroupWeight:
@@ -84,7 +96,7 @@ def refusal(num_in: int, group: int, bits: int, dtype: torch.dtype) -> str | Non
         return f"products with codes take no inputs in {dtype}"
     if group not in GROUPS:
         return f"products with codes take groups of 32, 64 or 128 inputs, and a layer of {num_in} inputs has {group}"
-    if not has_product():
+    if arrangement() is None:
         return "this torch has no products with 4-bit codes for this CPU"
     if not measured_rows(num_in, group, bits, dtype, torch.get_num_threads()):
         return slower_than_decoding(num_in)
@@ -114,5 +126,7 @@ def measured_rows(num_in: int, group: int, bits: int, dtype: torch.dtype, thread
     codes = torch.randint(0, 2**bits, (num_out, num_in), dtype=torch.uint8, generator=generator)
     ranges = torch.ones(num_out, num_in // group, dtype=torch.float16)
     coded = GroupCodes(pack(codes, bits, group), ranges, ranges)
-    weight = group_weight(coded, bits, 1)
+    arrange = arrangement()
+    assert arrange is not None
+    weight = arrange(coded, bits, 1)
     return most_rows(weight.product, lambda hidden: F.linear(hidden, decode(coded, bits, dtype)), num_in, dtype)
