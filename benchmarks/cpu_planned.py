@@ -5,9 +5,9 @@
     python benchmarks/cpu_planned.py --tiny             a tiny model, to try the benchmark itself; nothing is written
 
 The machine is measured before and after the rows of each model, as `weft bench machine --serve` does, and a prediction
-is the faster of what both say, as a measured time is the least median of three bursts of a decode's steps: other users
-of the machine only make it slower, by up to a half for some seconds. What is measured of the machine has no part of
-these models. One thread, seconds of a core; of several rounds the fastest count, too. Weights are random. Searches for
+is the mean of what both say. A measured time is the median of three bursts of a decode's steps, each of which is a
+median, too. What is measured of the machine has no part of these models. One thread, seconds of a core; of several
+rounds the medians count. Weights are random. Searches for
 likely tokens are in a random matrix of low rank; their counts are those of other states than those timed.
 """
 
@@ -87,7 +87,7 @@ def language_model(config: Any) -> nn.Module:
 
 
 def decode_seconds(model: nn.Module, timed: Callable[[], Any]) -> float:
-    """The least median of some bursts of a decode's steps: other users of the machine only make steps slower."""
+    """The median of some bursts of a decode's steps, each of which is a median, too."""
     engine = Engine(model, EngineOptions(max_running=1, num_blocks=16, prefix_cache=False))
     engine.add(Request("one", tuple(range(PROMPT)), NUM_BURSTS * NUM_STEPS + 2, Sampling(temperature=0)))
     engine.step()
@@ -96,7 +96,7 @@ def decode_seconds(model: nn.Module, timed: Callable[[], Any]) -> float:
         with timed():
             found.append(median([_seconds(engine.step) for _ in range(NUM_STEPS)][1:]))
         time.sleep(REST_SECONDS)
-    return min(found)
+    return median(found)
 
 
 def _seconds(call: Callable[[], Any]) -> float:
@@ -149,7 +149,7 @@ def searches(num_tokens: int, width: int, timed: Callable[[], Any]) -> Iterator[
         def predict(rates: DecodeRates, head: GraphHead = head) -> float:
             return rates.search.seconds(head.num_rounds, head.num_edges, head.num_scored, 4 * width)
 
-        yield f"search of {num_tokens:,} tokens of width {width}, beam {beam}", min(bursts), predict
+        yield f"search of {num_tokens:,} tokens of width {width}, beam {beam}", median(bursts), predict
 
 
 def parts(is_tiny: bool, timed: Callable[[], Any]) -> Iterator[Iterator[Row]]:
@@ -219,16 +219,16 @@ def compared(timed: Callable[[], Any], is_tiny: bool) -> Iterator[tuple[str, flo
             continue
         after = machine()
         for what, measured, predict in rows:
-            yield what, min(predict(before), predict(after)), measured
+            yield what, fmean([predict(before), predict(after)]), measured
         before, rows = after, []
 
 
 def summary(found: dict[str, list[tuple[float, float]]]) -> list[dict[str, Any]]:
-    """A row for all rounds of each thing: the least of what was predicted and of what was measured."""
+    """A row for all rounds of each thing: the medians of what was predicted and of what was measured."""
     rows = []
     for what, pairs in found.items():
         errors = [predicted / measured - 1 for predicted, measured in pairs]
-        predicted, measured = (1e3 * min(column) for column in zip(*pairs, strict=True))
+        predicted, measured = (1e3 * median(column) for column in zip(*pairs, strict=True))
         error = predicted / measured - 1
         rows.append({"what": what, "predicted_ms": predicted, "measured_ms": measured, "error": error})
         rows[-1] |= {"errors_of_rounds": errors, "measured_ms_of_rounds": [1e3 * one for _, one in pairs]}

@@ -43,7 +43,7 @@ from weft.serve.model.model_part import ModelPart
 from weft.serve.model.step_inputs import StepInputs, text_inputs
 from weft.serve.scheduling.request import Request, Sampling
 from weft.serve.weights.packed_experts import PackedStack
-from weft.serve.weights.packed_linear import PackedLinear, pack_head, pack_model
+from weft.serve.weights.packed_linear import PackedLinear, pack_head, pack_model, why_decoded
 from weft.serve.weights.weight_formats import FORMATS
 
 ROOT = Path(__file__).parents[1]
@@ -158,8 +158,12 @@ def main() -> None:
     cases |= {f"cache {form.name}": (read(), form) for form in (FourBitLokiFormat(loki), FourBitLokiFormat(loki, 32))}
     cases["weights int4, cache int4"] = (packed("int4", True), FourBitFormat())
     for name in ("fp16", "int8-row", "int8", "int4"):
-        cases[f"weights and head {name}, by codes"] = (packed(name, False), PlainFormat())
-        pack_head(cases[f"weights and head {name}, by codes"][0], name, "cpu")
+        model = packed(name, False)
+        pack_head(model, name, "cpu")
+        if why_decoded(model):
+            print(f"weights and head {name}, by codes: not here; {why_decoded(model)[0]}")
+        else:
+            cases[f"weights and head {name}, by codes"] = (model, PlainFormat())
     found: dict[str, Any] = {}
     for name, (model, form) in cases.items():
         weights = sum(one.numel() * one.itemsize for one in (*model.parameters(), *model.buffers()))

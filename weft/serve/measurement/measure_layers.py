@@ -98,7 +98,7 @@ class _LargeHead(nn.Module):
 
 
 def measured_layers(tell: Callable[[], None]) -> list[LayerTimes]:
-    """The times of each kind of layer and dtype that is measured: the fastest of PASSES passes. Calls `tell` after each
+    """The times of each kind of layer and dtype that is measured: the median of PASSES passes. Calls `tell` after each
     kind of each pass.
     """
     ballast = Ballast()
@@ -112,7 +112,7 @@ def measured_layers(tell: Callable[[], None]) -> list[LayerTimes]:
     times = list[LayerTimes]()
     for (kind, dtype), measured, found in zip(KINDS, engines, zip(*passes, strict=True), strict=True):
         layers, steps, firsts = (
-            tuple(min(one[index] for one in point) for point in zip(*found, strict=True)) for index in range(3)
+            tuple(median(one[index] for one in point) for point in zip(*found, strict=True)) for index in range(3)
         )
         of_step = tuple(measured.step_bytes(size) for size in READ_BYTES)
         if not measured.has_table:

@@ -38,7 +38,7 @@ KEY_HEADS, HEAD_DIM = 4, 64
 
 class Timings:
     """Times of calls, before each of which other memory is read. All calls are timed in several passes, of which the
-    fastest counts: other users of the machine only make a pass slower.
+    median counts: one in which others use the machine does not, and the sum of many least times would be too low.
     """
 
     def __init__(self) -> None:
@@ -50,8 +50,8 @@ class Timings:
         self._calls.append((call, read_bytes))
 
     def seconds(self, tell: Callable[[], None]) -> list[float]:
-        """The least median of the passes for each call, in the order in which calls were added. Calls `tell` after each
-        pass.
+        """The median of the passes' medians for each call, in the order in which calls were added. Calls `tell` after
+        each pass.
         """
         passes = list[list[float]]()
         for _ in range(PASSES):
@@ -60,7 +60,7 @@ class Timings:
                 self._ballast.set_bytes(read_bytes)
                 passes[-1].append(median(self._times(call)))
             tell()
-        return [min(found) for found in zip(*passes, strict=True)]
+        return [median(found) for found in zip(*passes, strict=True)]
 
     def _times(self, call: Callable[[], object]) -> list[float]:
         call()
