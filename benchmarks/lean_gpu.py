@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from serve_gpu import LLAMA_8B, TINY, copy_rate, random_model, synchronize
 from torch import Tensor, nn
 
 from weft.models import Decoder, DecoderConfig, build
+from weft.models.router import Router
 from weft.serve.cache import four_bit_attention_kernel
 from weft.serve.cache.four_bit_cache import FourBitFormat
 from weft.serve.cache.layer_cache import CacheFormat, CacheSizes, PlainFormat
@@ -216,13 +218,15 @@ def measure_weights(config: Any, sizes: Sizes, device: torch.device, rate: float
 
 
 def measure_experts(shapes: dict[str, Any], sizes: Sizes, device: torch.device, rate: float) -> dict[str, Any]:
-    """Decodes of 1 and of 16 requests, of models with experts. Weights are random, so experts are chosen evenly."""
+    """Decodes of 1 and of 16 requests, of models with experts, whose experts are chosen evenly."""
     found: dict[str, Any] = {}
     for shape, config in shapes.items():
         of_shape = found[shape] = dict[str, Any]()
         for name in (None, "int4", "fp8", "int8"):
-            model = random_model(config, device)
-            if name is not None:
+            model = even_model(config, device)
+            if name is None:
+                of_shape["experts_used"] = {f"{number} requests": experts_used(model, number) for number in (1, 16)}
+            else:
                 pack_model(model, FORMATS[name])
             of_shape[name or "bf16"] = {}
             for number in (1, 16):
@@ -236,6 +240,38 @@ def measure_experts(shapes: dict[str, Any], sizes: Sizes, device: torch.device, 
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     return found
+
+
+def even_model(config: Any, device: torch.device) -> Decoder:
+    """A model of random weights in which layers add little, so that routers see the embeddings of tokens, which are
+    independent. Where layers add more, tokens are alike, and choose the same experts.
+    """
+    model = random_model(config, device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                parameter.mul_(0.01)
+    return model
+
+
+def experts_used(model: nn.Module, number: int) -> float:
+    """Experts of a layer that decodes of so many requests choose together, in the mean."""
+    counts = list[int]()
+
+    def count(router: nn.Module, given: Any, chosen: tuple[Tensor, Tensor]) -> None:
+        if len(chosen[1]) == number:
+            counts.append(len(chosen[1].unique()))
+
+    hooks = [one.register_forward_hook(count) for one in model.modules() if isinstance(one, Router)]
+    sizes = {"max_running": number, "num_blocks": 64 * number, "prefix_cache": False, "graphs": False}
+    engine = Engine(model, EngineOptions(**sizes))  # type: ignore[arg-type]
+    for index in range(number):
+        engine.add(Request(str(index), tuple(range(index, index + 16)), 16, GREEDY))
+    while engine.has_work():
+        engine.step()
+    for hook in hooks:
+        hook.remove()
+    return fmean(counts)
 
 
 def batch_rate(model: nn.Module, number: int, num_out: int) -> dict[str, float]:

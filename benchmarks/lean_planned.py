@@ -92,6 +92,8 @@ def experts(lean: dict[str, Any]) -> Iterator[Row]:
     """Tokens a second of models with experts, by weights and requests at once."""
     for shape, config in EXPERT_SHAPES.items():
         for kind, measured in lean["experts"][shape].items():
+            if kind == "experts_used":
+                continue
             model = ServingModel(config, load("h200:1x1"), Plan(), "bf16", None if kind == "bf16" else kind)
             for number in (1, 16):
                 found = model.simulate([(16, 256)] * number, model.cache_tokens).tokens_per_second

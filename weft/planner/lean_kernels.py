@@ -37,10 +37,10 @@ EXPERT_TOKEN_RATE, EXPERT_ROWS_RATE, TILE_RATE = {4: 0.93, 8: 1.0}, {4: 0.52, 8:
 FP8_TILE_RATE, EXPERT_TOKEN_SECONDS, EXPERT_ROWS_SECONDS = 0.94, 3.3e-6, 8e-6
 # A small kernel that starts while the one before it ends; and, where one program puts rows in order, each comparison.
 EARLY_SECONDS, COMPARISON_SECONDS = 1e-6, 1.3e-10
-# Experts in 16 bits: the share of torch's grouped matmul, and the kernels of a layer beside its products (router, order
-# of rows, rows and sums), both set by what was measured for decodes of 1 and 16 requests with these experts. With codes
-# and many tokens, those without rows.
-GROUPED_MATMUL_RATE, EXPERT_KERNELS, MANY_PACKED_KERNELS = 0.72, 18, 14
+# Experts in 16 bits: the share and the start of torch's grouped matmul alone, for twelve shapes of up to 64 experts
+# (`benchmarks/expert_kernels.py`), and the operations of a layer beside its products (router, order of rows, rows and
+# sums), which were counted. With codes and many tokens, kernels without rows.
+GROUPED_MATMUL_RATE, GROUPED_MATMUL_SECONDS, EXPERT_KERNELS, MANY_PACKED_KERNELS = 0.70, 11.5e-6, 15, 14
 ORDER_KERNELS = 8  # of torch's functions that put rows in order
 PAGE_RATE = {32: 0.72, 64: 0.88, 128: 0.75}  # the same share of attention over pages of 4 bits, by their tokens
 # Bytes that plain functions move for each weight that is decoded, and for each input that is rounded to float8.
@@ -87,7 +87,7 @@ def expert_products(
     so many rows in the mean; `num_tokens` are those of the step.
     """
     if form is None:
-        stored, rate, start = kernels.item_bytes * inner * columns, GROUPED_MATMUL_RATE, LAUNCH_SECONDS
+        stored, rate, start = kernels.item_bytes * inner * columns, GROUPED_MATMUL_RATE, GROUPED_MATMUL_SECONDS
     else:
         stored = weight_bytes(form, columns, inner)
         rate, start = _expert_rate(form, num_tokens, rows, inner), EXPERT_ROWS_SECONDS
