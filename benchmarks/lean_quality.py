@@ -43,7 +43,7 @@ from weft.serve.model.model_part import ModelPart
 from weft.serve.model.step_inputs import StepInputs, text_inputs
 from weft.serve.scheduling.request import Request, Sampling
 from weft.serve.weights.packed_experts import PackedStack
-from weft.serve.weights.packed_linear import PackedLinear, pack_head, pack_model, why_decoded
+from weft.serve.weights.packed_linear import PackedLinear, pack_head, pack_model
 from weft.serve.weights.weight_formats import FORMATS
 
 ROOT = Path(__file__).parents[1]
@@ -160,8 +160,8 @@ def main() -> None:
     for name in ("fp16", "int8-row", "int8", "int4"):
         model = packed(name, False)
         pack_head(model, name, "cpu")
-        if why_decoded(model):
-            print(f"weights and head {name}, by codes: not here; {why_decoded(model)[0]}")
+        if reason := FORMATS[name].why_decoded(model.lm_head.in_features, torch.float32):
+            print(f"weights and head {name}, by codes: not here, as {reason}")
         else:
             cases[f"weights and head {name}, by codes"] = (model, PlainFormat())
     found: dict[str, Any] = {}

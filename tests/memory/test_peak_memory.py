@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tensor_for_tests as shared
 import torch
+from peak_memory_for_tests import peak_bytes
 from torch import Tensor, nn
 
 import weft.memory.recompute
@@ -18,12 +19,8 @@ import weft.pipeline.cost
 import weft.profiling.peak_bytes
 from weft.cluster.hardware import local_cluster
 from weft.inspection.live_bytes import LiveTensors
-from weft.launch.local_ranks import run_local
-from weft.mesh import Mesh
-from weft.models import DecoderConfig, GPT2Config, build, initialise, token_loss
-from weft.optim.saved_state import make_optimizer
-from weft.parallel.apply import cost, parallelize
-from weft.parallel.model_state import state_tensors
+from weft.models import DecoderConfig, GPT2Config, build, token_loss
+from weft.parallel.apply import cost
 from weft.plan import Context, Memory, Pipe, Plan, Shard, split_batch
 from weft.plan import Tensor as TensorPlan
 from weft.planner.predict import predict
@@ -34,8 +31,6 @@ from weft.schedule.activation_lifetimes import StageBytes, confirmed_sends, peak
 from weft.schedule.nccl_order import with_awaited_sends
 from weft.schedule.schedules import make_schedule
 from weft.step.batch import Batch
-from weft.step.examples import example_inputs
-from weft.step.train_step import train_step
 from weft.strategy import Transient
 
 pytestmark = pytest.mark.processes
@@ -100,25 +95,7 @@ def random_batch(run: Run, seed: int) -> Batch:
 
 @cache
 def measured_bytes(name: str) -> int:
-    """The most that any rank held in its second step."""
-    run = make_run(PLANS[name])
-
-    def rank(index: int) -> int:
-        mesh = Mesh(run.plan)
-        whole = build(run.model)
-        initialise(whole, run.train.seed)
-        model = parallelize(whole, run.plan, mesh, example=lambda: example_inputs(run))
-        optimizer = make_optimizer(model, run.train)
-        batches = [random_batch(run, number) for number in range(run.split.accumulation)]
-        train_step(model, optimizer, batches, mesh)  # which makes gradients and the optimizer's state
-        held = [tensor for tensors in state_tensors(model, optimizer).values() for tensor in tensors]
-        with LiveTensors(held) as live:
-            train_step(model, optimizer, batches, mesh)
-        peak: int = live.peak_bytes
-        return peak
-
-    found: list[int] = run_local(rank, run.plan.num_ranks)
-    return max(found)
+    return peak_bytes(make_run(PLANS[name]), random_batch)
 
 
 def predicted_bytes(name: str) -> int:

@@ -8,23 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from peak_memory_for_tests import peak_bytes
 
 from weft.cluster.hardware import local_cluster
-from weft.inspection.live_bytes import LiveTensors
-from weft.launch.local_ranks import run_local
-from weft.mesh import Mesh
-from weft.models import RecurrentConfig, build, initialise
-from weft.optim.saved_state import make_optimizer
-from weft.parallel.apply import parallelize
-from weft.parallel.model_state import state_tensors
+from weft.models import RecurrentConfig
 from weft.plan import Memory, Pipe, Plan, Shard
 from weft.planner.closed_form_memory import RESERVE_BYTES, SLACK
 from weft.planner.model import planned_model
 from weft.planner.predict import predict
 from weft.run_file import Run, load_run
 from weft.step.batch import Batch
-from weft.step.examples import example_inputs
-from weft.step.train_step import train_step
 
 pytestmark = pytest.mark.processes
 
@@ -58,25 +51,7 @@ def random_batch(run: Run, seed: int) -> Batch:
 
 @cache
 def measured_bytes(kind: str, name: str) -> int:
-    """The most that any rank held in its second step."""
-    run = make_run(kind, name)
-
-    def rank(index: int) -> int:
-        mesh = Mesh(run.plan)
-        whole = build(run.model)
-        initialise(whole, run.train.seed)
-        model = parallelize(whole, run.plan, mesh, example=lambda: example_inputs(run))
-        optimizer = make_optimizer(model, run.train)
-        batches = [random_batch(run, number) for number in range(run.split.accumulation)]
-        train_step(model, optimizer, batches, mesh)  # which makes gradients and the optimizer's state
-        held = [tensor for tensors in state_tensors(model, optimizer).values() for tensor in tensors]
-        with LiveTensors(held) as live:
-            train_step(model, optimizer, batches, mesh)
-        peak: int = live.peak_bytes
-        return peak
-
-    found: list[int] = run_local(rank, run.plan.num_ranks)
-    return max(found)
+    return peak_bytes(make_run(kind, name), random_batch)
 
 
 def predicted_bytes(kind: str, name: str) -> int:

@@ -13,7 +13,7 @@ from test_engine import make_engine
 from weft.serve.weights import cpu_dynamic_product, cpu_group_product
 from weft.serve.weights.cpu_dynamic_product import DynamicWeight, arranged_bytes, dynamic_weight, has_product
 from weft.serve.weights.group_codes import GroupCodes, pack
-from weft.serve.weights.packed_linear import PackedLinear
+from weft.serve.weights.packed_linear import PackedLinear, what_cpus_do
 from weft.serve.weights.weight_formats import Grouped, weight_format
 
 needs_product = pytest.mark.skipif(not has_product(), reason="this torch has no product of bytes and 4-bit codes here")
@@ -109,6 +109,15 @@ def test_a_decode_is_near_that_with_decoded_weights(monkeypatch: pytest.MonkeyPa
     linear.arrange_for_cpu(torch.float32)
     assert isinstance(linear.for_cpu, DynamicWeight)
     assert 0 < relative(linear.product(hidden), plain) < 0.02
+
+
+def test_rounded_inputs_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_dynamic_product, "has_product", lambda: True)
+    monkeypatch.setattr(cpu_group_product, "measured_rows", lambda *sizes: 4)
+    (words,) = what_cpus_do(model_of(0, "int4"))
+    assert words.startswith("14 of 14 linears round the inputs of decodes to 8 bits")
+    monkeypatch.setattr(cpu_group_product, "measured_rows", lambda *sizes: 0)
+    assert all("of 14 linears are decoded" in words for words in what_cpus_do(model_of(0, "int4")))
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "AMD64"])

@@ -16,7 +16,7 @@ from weft.serve.scheduling.request import Request
 from weft.serve.weights import cpu_half_product
 from weft.serve.weights.cpu_half_product import HalfWeight, half_weight, has_product, refusal
 from weft.serve.weights.cpu_product import has_fbgemm
-from weft.serve.weights.packed_linear import PackedLinear, join_packed, pack_head, pack_model, why_decoded
+from weft.serve.weights.packed_linear import PackedLinear, join_packed, pack_head, pack_model, what_cpus_do
 from weft.serve.weights.weight_formats import Half, weight_format
 
 needs_product = pytest.mark.skipif(not has_product(), reason="this torch has no products with fp16 for this CPU")
@@ -105,7 +105,7 @@ def test_what_has_no_products_is_refused_or_said(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(cpu_half_product, "measured_rows", lambda *sizes: 0)
     assert "faster than products with codes" in str(refusal(16, torch.float32))
     monkeypatch.setattr(cpu_half_product, "has_product", lambda: False)
-    (words,) = why_decoded(packed_model("llama"))
+    (words,) = what_cpus_do(packed_model("llama"))
     assert words.endswith("this torch has no products with fp16 weights for this CPU")
     has_product.cache_clear()
     with monkeypatch.context() as patch:

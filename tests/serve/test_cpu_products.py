@@ -22,7 +22,7 @@ from weft.serve.weights import cpu_dynamic_product, cpu_group_product, cpu_half_
 from weft.serve.weights.cpu_group_product import GroupWeight, arranged_bytes, group_weight, has_product, refusal
 from weft.serve.weights.cpu_product import most_of
 from weft.serve.weights.group_codes import GroupCodes, pack, split_ranges
-from weft.serve.weights.packed_linear import PackedLinear, pack_head, pack_model, why_decoded
+from weft.serve.weights.packed_linear import PackedLinear, pack_head, pack_model, what_cpus_do
 from weft.serve.weights.weight_formats import Grouped, weight_format
 
 needs_product = pytest.mark.skipif(not has_product(), reason="this torch has no product with 4-bit codes for this CPU")
@@ -176,13 +176,13 @@ def test_weights_that_are_decoded_are_said(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(cpu_group_product, "measured_rows", lambda *sizes: 0)
     assert "faster than products with codes" in str(refusal(64, 64, 4, torch.float32))
     monkeypatch.setattr(cpu_group_product, "has_product", lambda: False)
-    (words,) = why_decoded(model_of(0, "int4"))
+    (words,) = what_cpus_do(model_of(0, "int4"))
     assert words.startswith("14 of 14 linears are decoded")
     assert "this torch has no products" in words
     engine = make_engine(model_of(0, "int4"))
     linears = [one for block in engine._part.paged.blocks for one in block.linears]  # type: ignore[union-attr]
     assert all(isinstance(one, PackedLinear) and one.for_cpu is None for one in linears)
-    assert "for fp16, int8-row, int8 and int4" in why_decoded(model_of(0, "fp8"))[0]
+    assert "for fp16, int8-row, int8 and int4" in what_cpus_do(model_of(0, "fp8"))[0]
 
 
 @pytest.mark.parametrize("product", [cpu_half_product, cpu_row_product])

@@ -29,7 +29,7 @@ from weft.serve.scheduling.request import Request
 from weft.serve.weights import cpu_row_product
 from weft.serve.weights.cpu_product import has_fbgemm
 from weft.serve.weights.cpu_row_product import MAX_INPUTS, RowWeight, has_product, refusal
-from weft.serve.weights.packed_linear import PackedLinear, join_packed, make_room, pack_head, pack_model, why_decoded
+from weft.serve.weights.packed_linear import PackedLinear, join_packed, make_room, pack_head, pack_model, what_cpus_do
 from weft.serve.weights.weight_formats import FP8, RowInt8, weight_format
 
 needs_product = pytest.mark.skipif(not has_product(), reason="this torch has no products of bytes for this CPU")
@@ -200,7 +200,7 @@ def test_what_has_no_products_is_refused_or_said(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(cpu_row_product, "has_product", lambda: False)
     model = tiny_model("llama")
     pack_model(model, FORM)
-    (words,) = why_decoded(model)
+    (words,) = what_cpus_do(model)
     assert words.endswith("this torch has no products of bytes for this CPU")
     assert tokens_of(serve_all(make_engine(model), REQUESTS))
 

@@ -35,7 +35,7 @@ from weft.serve.parallel.rank_part import (
 )
 from weft.serve.scheduling.request import Request
 from weft.serve.weights.packed_experts import PackedExperts, PackedStack
-from weft.serve.weights.packed_linear import make_room, pack_model, why_decoded
+from weft.serve.weights.packed_linear import make_room, pack_model, what_cpus_do
 from weft.serve.weights.weight_formats import FORMATS, RowFp8
 
 LIMIT_SECONDS = 300.0
@@ -164,7 +164,7 @@ def test_newer_experts_are_taken_and_a_cpu_multiplies_with_their_codes() -> None
     stack = first_experts(old).gate_up_proj
     assert len(stack.for_cpu) in (0, 4)  # none where this torch has no product with codes
     if stack.format.why_decoded(stack.in_features, torch.float32) is None:
-        assert not any("stacks of experts" in reason for reason in why_decoded(old))
+        assert not any("stacks of experts" in reason for reason in what_cpus_do(old))
         rows = torch.randn(1, 128)
         found, plain = stack.for_cpu[1].product(rows), stack.format.decode(stack.parts_of(1), torch.float32)  # type: ignore[union-attr]
         torch.testing.assert_close(found, rows @ plain.T, rtol=0.05, atol=0.3)
@@ -172,7 +172,7 @@ def test_newer_experts_are_taken_and_a_cpu_multiplies_with_their_codes() -> None
 
 
 def test_formats_that_a_cpu_decodes_are_said() -> None:
-    (reason,) = why_decoded(packed_model("mixtral", "fp8"))
+    (reason,) = what_cpus_do(packed_model("mixtral", "fp8"))
     assert reason.startswith("12 of 12 linears and stacks of experts are decoded for each product")
 
 

@@ -50,14 +50,14 @@ def generate_command(
     from weft.serve.head.graph_head import graph_head
     from weft.serve.loading import Packing, load_draft, load_model
     from weft.serve.model.streamed_model import Streaming
-    from weft.serve.weights.packed_linear import why_decoded
+    from weft.serve.weights.packed_linear import what_cpus_do
 
     with Console(stderr=True).status("generating"):
         streaming = Streaming.of(stream_weights, resident_blocks, None)
         packing = Packing(weights, head=head)
         loaded = load_model(source, tokenizer, kind, _warn, packing=packing, streaming=streaming)
         model, tokens_of = loaded.model, loaded.tokenizer
-        for reason in why_decoded(model) if kind == "cpu" else ():
+        for reason in what_cpus_do(model) if kind == "cpu" else ():
             _warn(reason)
         kept = cache_format(cache)
         for reason in why_slow(kept, kind):

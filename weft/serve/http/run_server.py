@@ -40,7 +40,7 @@ from weft.serve.model.ranks import ServingRanks, sums_of
 from weft.serve.model.streamed_model import Streaming
 from weft.serve.parallel.rank_part import refuse_plan
 from weft.serve.replicas import ReplicaFront, serve_replica
-from weft.serve.weights.packed_linear import why_decoded
+from weft.serve.weights.packed_linear import what_cpus_do
 from weft.serve.weights.streamed_weights import refuse_resident
 from weft.serve.weights.weight_formats import HEAD_FORMATS
 from weft.serve.worker import EngineWorker
@@ -224,10 +224,10 @@ def run_rank(
 
 
 def _say_what_is_slow(model: nn.Module, options: ServeOptions, plan: Plan, say: Say) -> None:
-    """Say which weights a CPU decodes for each product, and what a GPU has no kernels for."""
+    """Say which weights a CPU decodes for each product or rounds inputs for, and what a GPU has no kernels for."""
     form = cache_format(options.cache)
     form = (split_format(form) or form) if plan.context.degree > 1 else form
-    reasons = why_decoded(model) if options.device == "cpu" else why_slow(form, options.device)
+    reasons = what_cpus_do(model) if options.device == "cpu" else why_slow(form, options.device)
     for reason in reasons:
         say(reason)
 

@@ -18,10 +18,18 @@ from weft.models.attention import RMSNorm
 from weft.models.decoder import Attention
 from weft.models.experts import StackedExperts, SwiGLU
 from weft.models.gpt2 import GPT2MLP, GPT2Attention
+from weft.serve.weights import cpu_dynamic_product
 from weft.serve.weights.cpu_product import CpuWeight, limited
 from weft.serve.weights.packed_experts import PackedExperts, PackedStack
 from weft.serve.weights.plain_norm import plain_norm
-from weft.serve.weights.weight_formats import HEAD_FORMATS, AfterProduct, WeightFormat, refuse_bad_weight, weight_format
+from weft.serve.weights.weight_formats import (
+    HEAD_FORMATS,
+    AfterProduct,
+    Grouped,
+    WeightFormat,
+    refuse_bad_weight,
+    weight_format,
+)
 
 PACKED_OWNERS = (Attention, SwiGLU, GPT2Attention, GPT2MLP)
 
@@ -175,18 +183,28 @@ def pack_head(model: nn.Module, name: str | None, device: torch.device | str) ->
         model.lm_head = PackedLinear(form, form.encode(head.weight), head.weight.shape[1], head.bias)
 
 
-def why_decoded(model: nn.Module) -> list[str]:
-    """Why a CPU decodes weights of a model for each product, which takes long: a sentence for each reason."""
+def what_cpus_do(model: nn.Module) -> list[str]:
+    """What a user should know of a CPU's products with packed weights: a sentence for each reason to decode weights,
+    which takes long, and one where inputs are rounded.
+    """
     dtype = next(model.parameters()).dtype
     packed = [one for one in model.modules() if isinstance(one, PackedLinear | PackedStack)]
     what = "linears and stacks of experts" if any(isinstance(one, PackedStack) for one in packed) else "linears"
     reasons = [one.format.why_decoded(one.in_features, dtype) for one in packed]
-    return [
+    said = [
         f"{reasons.count(reason)} of {len(packed)} {what} are decoded for each product, which saves memory and no "
         f"time: {reason}"
         for reason in dict.fromkeys(reasons)
         if reason is not None
     ]
+    by_codes = [one for one, reason in zip(packed, reasons, strict=True) if reason is None]
+    rounded = sum(isinstance(one.format, Grouped) for one in by_codes) if cpu_dynamic_product.has_product() else 0
+    if rounded:
+        said.append(
+            f"{rounded} of {len(packed)} {what} round the inputs of decodes to 8 bits, each token's between its least "
+            f"and largest: this CPU's product of bytes takes no others"
+        )
+    return said
 
 
 def end_to_end(tensors: Sequence[Tensor]) -> Tensor:
