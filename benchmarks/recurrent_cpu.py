@@ -15,7 +15,7 @@ import argparse
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +25,7 @@ from torch import nn
 
 from weft.architectures.recurrent import RecurrentConfig
 from weft.models.recurrent import RecurrentModel
-from weft.serve.model.recurrent import RecurrentRows, State
+from weft.serve.model.recurrent import FusedGRU, FusedLSTM, RecurrentRows, State
 
 RESULT = Path(__file__).parent / "results" / "recurrent-cpu.json"
 LAYERS, PROMPT = 2, 64
@@ -44,9 +44,9 @@ def medians(calls: dict[str, Call], number: int) -> dict[str, float]:
     return {name: 1e3 * median(found) for name, found in times.items()}
 
 
-def prompt_by_weft(rows: RecurrentRows, inner: torch.Tensor, states: list[State]) -> None:
+def prompt_by_weft(layers: Sequence[FusedLSTM | FusedGRU], inner: torch.Tensor, states: list[State]) -> None:
     """Compute a text, with the input products of each layer at once."""
-    for layer, state in zip(rows.layers, states, strict=True):
+    for layer, state in zip(layers, states, strict=True):
         found = []
         for inputs in layer.inputs(inner).split(1):
             state = layer.step_hoisted(inputs, state)
@@ -59,7 +59,9 @@ def measured(kind: str, size: int, number: int) -> dict[str, Any]:
     config = RecurrentConfig(kind, vocab_size=257, hidden_size=size, num_hidden_layers=LAYERS)  # type: ignore[arg-type]
     torch.manual_seed(0)
     plain = (nn.LSTM if kind == "lstm" else nn.GRU)(size, size, LAYERS, batch_first=True).eval()
-    rows = RecurrentRows(RecurrentModel(config).eval())
+    rows = RecurrentRows(RecurrentModel(config).eval())  # has a table in place of the first layer's input products
+    fused = FusedLSTM if kind == "lstm" else FusedGRU
+    layers = [fused(layer) for layer in RecurrentModel(config).eval().layers]  # type: ignore[arg-type]
     token, hidden = torch.randn(1, 1, size), torch.zeros(LAYERS, 1, size)
     given = (hidden, torch.zeros_like(hidden)) if kind == "lstm" else hidden
     make = nn.LSTMCell if kind == "lstm" else nn.GRUCell
@@ -73,7 +75,7 @@ def measured(kind: str, size: int, number: int) -> dict[str, Any]:
 
     def by_weft() -> None:
         row = token[0]
-        for layer, state in zip(rows.layers, states, strict=True):
+        for layer, state in zip(layers, states, strict=True):
             row = layer.step(row, state)[0]
 
     assert rows._table is not None
@@ -99,7 +101,7 @@ def measured(kind: str, size: int, number: int) -> dict[str, Any]:
         number,
     )
     prompts = medians(
-        {"torch": lambda: plain(text), "weft": lambda: prompt_by_weft(rows, text[0], states)}, max(5, number // 20)
+        {"torch": lambda: plain(text), "weft": lambda: prompt_by_weft(layers, text[0], states)}, max(5, number // 20)
     )
     return {
         "weight_bytes": weight.numel() * weight.itemsize,

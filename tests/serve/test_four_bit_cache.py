@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -25,8 +25,8 @@ from weft.serve.cache_formats import cache_format
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.scheduling.request import Request
 
-HEADS, KEY_HEADS, DIM, NUM_BLOCKS = 4, 2, 6, 9
-TABLE = torch.tensor([[5, 2, 7, 0]], dtype=torch.int32)  # the pages of the request, in any order
+HEADS, KEY_HEADS, DIM, NUM_BLOCKS = 4, 2, 6, 12
+TABLE = torch.tensor([[5, 2, 7, 0, 9, 3, 8, 1, 10, 4]], dtype=torch.int32)  # the pages of the request, in any order
 
 
 def sizes_of(size: int = GROUP, dtype: torch.dtype = torch.float64) -> CacheSizes:
@@ -126,6 +126,15 @@ def test_attention_is_that_over_the_decoded_cache(window: int | None, size: int)
     if window is None:
         assert 1e-6 < float((found - exact).abs().mean()) < 0.2  # close to attention over what was not rounded
         assert float((found - exact).abs().mean()) < 0.5 * float((found - exact.roll(1, 0)).abs().mean())
+
+
+@pytest.mark.parametrize(("first", "last"), combinations(range(10), 2))
+def test_a_chunk_over_several_pages_leaves_the_keys_of_its_last_page(first: int, last: int) -> None:
+    """A request keeps the keys of two pages as they are, one even and one odd."""
+    tokens = random_tokens(last * 32 + 9)
+    layer = new_layer(32)
+    found = attended(layer, tokens, [first * 32 + 5, (last - first) * 32 + 3, 1])
+    torch.testing.assert_close(found[-1], oracle(layer, tokens)[-1], rtol=0, atol=1e-12)
 
 
 def test_pages_hold_the_rounded_numbers() -> None:

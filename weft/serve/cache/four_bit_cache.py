@@ -167,7 +167,7 @@ class FourBitLayer:
         if num_full:
             pages = own[: num_full * self._size].unflatten(0, (num_full, self._size))
             self._code_pages(pages, blocks[first : first + num_full].long())
-        for page in {first, (length - 1) // self._size}:
+        for page in (first, (length - 1) // self._size):  # both may use one half of the tail: the last one keeps it
             part = own[(page - first) * self._size : (page - first + 1) * self._size]
             self._tails[row, page % 2, : len(part)] = part
         return own
