@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import re
 import tomllib
 import types
@@ -22,6 +23,7 @@ from weft.errors import ConfigError
 
 T = TypeVar("T")
 MAX_FILE_BYTES = 16 * 1024 * 1024
+LARGEST_FLOAT = 1 << 1023  # larger whole numbers are infinite
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -133,7 +135,7 @@ def convert(value: Any, hint: Any, path: str) -> Any:
             raise _wrong(path, value, hint)
         return {str(key): convert(item, args[1], _join(path, str(key))) for key, item in value.items()}
     if hint is float and type(value) is int:
-        return float(value)
+        return float(value) if abs(value) <= LARGEST_FLOAT else math.inf if value > 0 else -math.inf
     if hint is int and type(value) is float and value.is_integer():  # 1e3
         return int(value)
     if hint is int and type(value) is str and not value.isdigit() and (number := whole_number(value)) is not None:

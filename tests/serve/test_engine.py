@@ -306,15 +306,16 @@ def test_embeddings_are_pooled_hidden_states() -> None:
 
 
 def test_what_cannot_be_served_is_refused_in_words() -> None:
-    engine = make_engine(tiny_model("llama"), num_blocks=4, max_waiting=2)
+    engine = make_engine(tiny_model("llama"), num_blocks=4, max_running=1, max_waiting=1, vocab_size=59)
     wrong = {
         "is empty": ("invalid", Request("x", (), 1)),
         "generates nothing": ("invalid", Request("x", (1,), 0)),
-        "token 61 does not exist": ("invalid", Request("x", (61,), 1)),
+        "token 59 does not exist": ("invalid", Request("x", (59,), 1)),  # the model has 61, the tokenizer 59
         "exceeds the context of 32": ("too_long", Request("x", (1,) * 33, 1)),
         "do not fit a cache of 16 tokens": ("too_long", Request("x", (1,) * 10, 9)),
         "temperature = nan is not between": ("invalid", Request("x", (1,), 1, Sampling(temperature=math.nan))),
-        "logit_bias of token 99": ("invalid", Request("x", (1,), 1, Sampling(logit_bias={99: 1.0}))),
+        "logit_bias of token 60": ("invalid", Request("x", (1,), 1, Sampling(logit_bias={60: 1.0}))),
+        "top_k = 1000": ("invalid", Request("x", (1,), 1, Sampling(top_k=10**400))),
     }
     for message, (reason, request) in wrong.items():
         with pytest.raises(RequestError, match=message) as found:
@@ -324,9 +325,11 @@ def test_what_cannot_be_served_is_refused_in_words() -> None:
     with pytest.raises(RequestError, match="a request named 'x' is in the engine"):
         engine.add(Request("x", (1,), 3))
     engine.add(Request("y", (1,), 3))
-    with pytest.raises(RequestError, match="2 requests wait already") as full:
+    with pytest.raises(RequestError, match="2 requests run or wait already") as full:
         engine.add(Request("z", (1,), 3))
     assert full.value.reason == "queue_full"
+    idle = make_engine(tiny_model("llama"), max_waiting=0)
+    assert len(serve_all(idle, [Request("x", (1,), 3)])["x"]) == 3
     with pytest.raises(ConfigError, match="cannot serve a Linear"):
         make_engine(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="block_size = 0"):

@@ -128,7 +128,7 @@ def test_attention_is_that_over_the_decoded_cache(window: int | None, size: int)
         assert float((found - exact).abs().mean()) < 0.5 * float((found - exact.roll(1, 0)).abs().mean())
 
 
-@pytest.mark.parametrize(("first", "last"), combinations(range(10), 2))
+@pytest.mark.parametrize(("first", "last"), tuple(combinations(range(10), 2)))
 def test_a_chunk_over_several_pages_leaves_the_keys_of_its_last_page(first: int, last: int) -> None:
     """A request keeps the keys of two pages as they are, one even and one odd."""
     tokens = random_tokens(last * 32 + 9)

@@ -18,6 +18,7 @@ from test_four_bit_cache import (
     DIM,
     HEADS,
     KEY_HEADS,
+    NUM_BLOCKS,
     TABLE,
     attended,
     longer_model,
@@ -49,7 +50,7 @@ from weft.serve.model.model_part import ModelPart
 from weft.serve.model.ranks import ServingRanks
 from weft.serve.parallel.rank_part import refuse_plan
 from weft.serve.scheduling.request import Request
-from weft.serve.scheduling.speculation import EarlyLayers
+from weft.serve.scheduling.speculation import DraftLengths, EarlyLayers
 
 ALL = LokiChoice(dims=0.25, tokens=1.0, newest=1, dense_below=1)
 SOME = LokiChoice(dims=0.5, tokens=0.2, newest=3, dense_below=5)
@@ -140,7 +141,7 @@ def test_tokens_one_by_one_in_chunks_and_at_once_give_the_same_bits(dtype: torch
     cuts = [0, 3, 4, 5, 70, 71, 100, number]
     layers = []
     for chunks in ([number], [1] * number, [end - begin for begin, end in pairwise(cuts)]):
-        sizes = CacheSizes(9, GROUP, 3, KEY_HEADS, dim, dtype, torch.device("cpu"))
+        sizes = CacheSizes(NUM_BLOCKS, GROUP, 3, KEY_HEADS, dim, dtype, torch.device("cpu"))
         layers.append(FourBitLokiLayer(axes_of(0, dim), ALL, sizes))
         attended(layers[-1], (query, keys, values), chunks)
     blocks = TABLE[0].long()
@@ -180,6 +181,24 @@ def test_answers_depend_on_the_request_alone(options: dict[str, Any], monkeypatc
     assert state.num_swapped > 0 or "swap_blocks" not in options
     assert state.num_drafted > 0 or "speculate" not in options
     assert state.num_prefix_tokens > 0
+
+
+def test_drafts_wait_for_a_prompt_whose_last_chunk_is_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of answers are computed before those of prompts, so drafts would not see the prompt's last token."""
+    monkeypatch.setattr(DraftLengths, "wanted", lambda own, active: 3)
+    prompt = tuple(one % 50 + 1 for one in range(GROUP + 1))
+    given = [
+        Request("short", (5,), 12, GREEDY),
+        Request("long", prompt, 12, GREEDY),
+        Request("again", prompt, 12, GREEDY),
+    ]
+    found = []
+    for speculate in (None, longer_model()):
+        sizes = {"block_size": GROUP, "num_blocks": 30, "cache": longer_format(), "speculate": speculate}
+        engine = Engine(longer_model(), EngineOptions(**sizes))
+        found.append([tokens_of(serve_all(engine, [one])) for one in given])
+        assert engine.state().num_prefix_tokens == GROUP
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("after", [6, 85])

@@ -126,10 +126,9 @@ class Engine:
         self.check(request)
         if request.name in self._all:
             raise RequestError("invalid", f"a request named {request.name!r} is in the engine; give another name")
-        if len(self._scheduler.waiting) >= self._options.max_waiting:
-            raise RequestError(
-                "queue_full", f"{self._options.max_waiting} requests wait already, the most allowed; try again later"
-            )
+        most = self._scheduler.max_running + self._options.max_waiting
+        if len(self._all) >= most:
+            raise RequestError("queue_full", f"{most} requests run or wait already, the most allowed; try again later")
         seed = request.sampling.seed
         active = ActiveRequest(
             request,
@@ -145,7 +144,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise RequestError if a request can never be served."""
-        check_request(request, self.context_length, self._part.paged.vocab_size)
+        check_request(request, self.context_length, self.vocab_size)
         self._matcher(request)
         if self._options.head is not None:
             self._options.head.refuse_request(request)
@@ -161,7 +160,7 @@ class Engine:
 
     def check_text(self, tokens: Sequence[int]) -> None:
         """Raise RequestError if a text cannot be embedded."""
-        check_request(Request("embed", tuple(tokens), 1), self.context_length, self._part.paged.vocab_size)
+        check_request(Request("embed", tuple(tokens), 1), self.context_length, self.vocab_size)
 
     def _matcher(self, request: Request) -> AnswerMatcher | None:
         if request.json_schema is None:

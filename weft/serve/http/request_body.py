@@ -141,6 +141,11 @@ def parse_body(kind: type[B], data: bytes, model_names: Sequence[str]) -> B:
     """Returns the body of a request to a model of these names. Raises ApiError or ConfigError."""
     try:
         table = json.loads(data, parse_constant=_refuse_constant)
+        json.dumps(table, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ApiError(
+            400, "a text has half of a surrogate pair (\\ud800 to \\udfff), which is no character; send whole ones"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(table, dict):

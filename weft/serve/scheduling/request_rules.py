@@ -27,7 +27,7 @@ def check_request(request: Request, context_length: int, num_tokens: int) -> Non
 def _check_sampling(sampling: Sampling, num_tokens: int) -> None:
     limits = {
         "temperature": (0.0, 100.0),
-        "top_k": (0, math.inf),
+        "top_k": (0, 1 << 30),
         "top_p": (0.0, 1.0),
         "min_p": (0.0, 1.0),
         "repetition_penalty": (1e-3, 1e3),

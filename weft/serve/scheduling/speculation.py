@@ -165,7 +165,9 @@ class Speculation:
     def _room(self, chunk: ScheduledChunk, num_others: int) -> int:
         """How many tokens to draft after a chunk, and blocks for them."""
         active, length = chunk.active, len(chunk.active.tokens)
-        if not chunk.samples or chunk.end - chunk.start > 1 or not may_draft(active) or active.held is None:
+        # A token of the prompt has no drafts: a cache may write it after what follows it.
+        is_decode = chunk.samples and chunk.start + 1 == chunk.end > len(active.request.tokens)
+        if not is_decode or not may_draft(active) or active.held is None:
             return 0
         number = min(active.max_length, self._drafter.context_length) - length - 1
         if self._policy.num_free <= num_others:  # the next decodes need these blocks
