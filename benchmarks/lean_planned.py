@@ -2,8 +2,8 @@
 
     python benchmarks/lean_planned.py              prints a table; needs no GPU
 
-Measurements are those of benchmarks/results/lean-gpu.json and larger-than-gpu.json. Predictions know the model, the
-device and the workload, and for drafts the share that was accepted.
+Measurements are those of benchmarks/results/serve-gpu.json, lean-gpu.json and larger-than-gpu.json. Predictions know
+the model, the device and the workload, and for drafts the share that was accepted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from lean_gpu import EXPERT_SHAPES
-from serve_gpu import LLAMA_8B
+from serve_gpu import LLAMA_8B, LLAMA_40B, many_lengths
 
 from weft.cluster.hardware import load
 from weft.models.catalog import load_model
@@ -30,6 +30,7 @@ from weft.serve.cache.layer_cache import CacheFormat, PlainFormat
 from weft.serve.cache.loki_cache import LokiFormat
 
 RESULTS = Path(__file__).parent / "results"
+SHAREGPT = "1000 requests with lengths like ShareGPT's"
 Row = tuple[str, float, float]  # what, predicted, measured
 
 
@@ -42,6 +43,22 @@ def decodes(lean: dict[str, Any]) -> Iterator[Row]:
     large = ServingModel(load_model("llama3-70b"), load("h200:1x1"), Plan(), "bf16", "int4")  # type: ignore[arg-type]
     found = large.simulate([(16, 128)], large.cache_tokens).tokens_per_second
     yield "one request, 70B, int4: tokens/s", found, lean["llama_70b_int4"]["tokens_per_second"]
+
+
+def in_16_bits(_: dict[str, Any]) -> Iterator[Row]:
+    """What serve_gpu.py measured: one request, a prompt, many requests, a larger model."""
+    measured = json.loads((RESULTS / "serve-gpu.json").read_text())
+    model, large = (ServingModel(config, load("h200:1x1"), Plan(), "bf16") for config in (LLAMA_8B, LLAMA_40B))
+    alone = model.simulate([(128, 128)], model.cache_tokens).tokens_per_second
+    yield "in 16 bits, one request: tokens/s", alone, measured["batch_1"]["tokens_per_second"]
+    prompt = model.simulate([(measured["prefill"]["tokens"], 1)], model.cache_tokens).seconds
+    yield "a prompt of 8,192 tokens: s", prompt, measured["prefill"]["seconds"]
+    loads = zip(many_lengths(False).values(), ("256 requests, 100-1024 in, 256 out", SHAREGPT), strict=True)
+    for lengths, name in loads:
+        found = model.simulate(lengths, model.cache_tokens).tokens_per_second
+        yield f"{name}: tokens/s", found, measured["throughput"][name]["output_tokens_per_second"]
+    found = large.simulate([(128, 128)], large.cache_tokens).tokens_per_second
+    yield "one request, 40B: tokens/s", found, measured["large"]["tokens_per_second"]
 
 
 def attention(lean: dict[str, Any]) -> Iterator[Row]:
@@ -103,7 +120,7 @@ def experts(lean: dict[str, Any]) -> Iterator[Row]:
 
 def rows() -> list[Row]:
     lean = json.loads((RESULTS / "lean-gpu.json").read_text())
-    parts = (decodes, attention, streaming, larger_than_gpu, drafts, experts)
+    parts = (in_16_bits, decodes, attention, streaming, larger_than_gpu, drafts, experts)
     return [row for part in parts for row in part(lean)]
 
 

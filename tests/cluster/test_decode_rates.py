@@ -89,6 +89,11 @@ def test_tables_that_make_no_sense_and_figures_that_are_missing_are_refused() ->
     for seconds in (-1.0, float("nan")):
         with pytest.raises(ConfigError, match=r"vocabulary_seconds = .* is no time; give 0 or more"):
             replace(rates, vocabulary_seconds=seconds)
+    for spread in (0.9, float("inf")):
+        with pytest.raises(ConfigError, match="memory_spread = .* is no ratio of quartiles; give 1 or more"):
+            replace(rates, memory_spread=spread)
+    assert rates.doubt is None
+    assert "differed by a factor of 1.50" in str(replace(rates, memory_spread=1.5).doubt)
     with pytest.raises(ConfigError, match="products with int3 weights are not in the cluster file, which has float32"):
         rates.product("int3")
     with pytest.raises(ConfigError, match="layers of decoder in float16 are not in the cluster file"):
@@ -96,7 +101,7 @@ def test_tables_that_make_no_sense_and_figures_that_are_missing_are_refused() ->
 
 
 def test_the_cluster_file_gives_back_what_was_measured(tmp_path: Path) -> None:
-    rates = made_up_rates()
+    rates = replace(made_up_rates(), memory_spread=1.25)
     assert load(str(write_machine(tmp_path / "with.toml", rates))).decode == rates
     assert load(str(write_machine(tmp_path / "without.toml", None))).decode is None
     text = (tmp_path / "with.toml").read_text()

@@ -55,6 +55,17 @@ def test_a_preset_is_priced_in_json_and_in_words(weft: Weft, machine: Path) -> N
         "Not priced on a CPU: prompts, several requests at once",
     ):
         assert part in words.out
+    assert found["doubt"] is None
+    assert "Doubtful" not in words.out
+
+
+def test_figures_of_a_machine_that_others_used_are_called_doubtful(weft: Weft, tmp_path: Path) -> None:
+    file = write_machine(tmp_path / "machine.toml", replace(made_up_rates(), memory_spread=1.4))
+    given = ("plan", "--serve", "--model", MODEL, "--cluster", file)
+    assert (
+        "Doubtful: while this CPU was measured, equal reads of memory differed by a factor of 1.40" in weft(*given).out
+    )
+    assert "1.40" in weft(*given, "--json").json["doubt"]
 
 
 def test_folders_are_priced_by_their_config_alone(

@@ -34,6 +34,7 @@ def few_points(monkeypatch: pytest.MonkeyPatch) -> None:
         (measure_layers, "LEAST_STEPS", 3),
         (measure_layers, "LEAST_SECONDS", 0.0),
         (measure_layers, "LARGE_VOCAB", 2048),
+        (measure_decode, "SPREAD_READ_BYTES", 1 << 15),
         (measure_search, "NUM_TOKENS", 256),
         (measure_search, "NUM_ENTRIES", 8),
         (measure_search, "GRAPHS", ((4, 128), (4, 4))),
@@ -56,6 +57,7 @@ def test_all_formats_kinds_of_layers_and_searches_are_measured(
         (dtype, number) for dtype in ("float32", "bfloat16") for number in (1, 4)
     }
     assert rates.threads == torch.get_num_threads()
+    assert 1 < rates.memory_spread < 1000
     assert told == [(number, len(told)) for number in range(1, len(told) + 1)]  # the bar ends full
     assert rates.products[0].inputs == (64, 128)
     assert rates.layers[0].read_bytes == (1 << 15, 1 << 16)

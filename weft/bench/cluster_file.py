@@ -99,6 +99,7 @@ def decode_lines(found: DecodeRates) -> list[str]:
     lines += [
         f"threads = {found.threads}",
         f"vocabulary_seconds = {found.vocabulary_seconds:.4g}",
+        f"memory_spread = {found.memory_spread:.4g}",
         "",
         "[decode.search]",
     ]

@@ -21,6 +21,7 @@ from typing import Literal
 from weft.errors import ConfigError
 
 LayerKind = Literal["decoder", "gpt2", "lstm", "gru"]
+STEADY_SPREAD = 1.15  # of equal reads of memory, at most, on a machine that nobody else uses
 HOW_TO_MEASURE = "weft bench machine --serve --write machine.toml"
 
 
@@ -165,12 +166,25 @@ class DecodeRates:
     layers: tuple[LayerTimes, ...]
     attention: tuple[AttentionTimes, ...]
     search: SearchTimes
+    memory_spread: float = 1.0  # upper by lower quartile of equal reads of memory while all this was measured
 
     def __post_init__(self) -> None:
         if self.threads < 1:
             raise ConfigError(f"decode.threads = {self.threads} measured nothing; give 1 or more")
         if not 0 <= self.vocabulary_seconds < math.inf:
             raise ConfigError(f"decode.vocabulary_seconds = {self.vocabulary_seconds} is no time; give 0 or more")
+        if not 1 <= self.memory_spread < math.inf:
+            raise ConfigError(f"decode.memory_spread = {self.memory_spread} is no ratio of quartiles; give 1 or more")
+
+    @property
+    def doubt(self) -> str | None:
+        """What makes these figures doubtful; None if nothing does."""
+        if self.memory_spread <= STEADY_SPREAD:
+            return None
+        return (
+            f"while this CPU was measured, equal reads of memory differed by a factor of {self.memory_spread:.2f}, as "
+            f"if others used the machine too; predictions may be off by as much: measure it again when it is idle"
+        )
 
     def product(self, weights: str) -> ProductRates:
         """Those of weights of a dtype or format. Raises ConfigError."""

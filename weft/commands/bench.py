@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -191,7 +192,10 @@ def machine_command(
     if where.rank != 0:
         return
     if serve:
-        found = replace(found, decode=_measured_decodes())
+        decode = _measured_decodes()
+        found = replace(found, decode=decode)
+        if decode.doubt is not None:
+            print(f"weft: {decode.doubt}", file=sys.stderr)
     write_result(write, cluster_text(found))
     if as_json:
         print(json.dumps({"file": str(write)}))

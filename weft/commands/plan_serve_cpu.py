@@ -93,7 +93,8 @@ def _sentences(asked: CpuQuestion, rates: DecodeRates, found: CpuDecode, graph: 
         lines.append("A search would read more than the dense head, so weft serve uses that one.")
     given = {"--weights": None if asked.has_codes else asked.weights, "--head": asked.head}
     options = "".join(f" {option} {value}" for option, value in given.items() if value)
-    return [*lines, f"Serve it: weft serve FOLDER --device cpu{options}", NOT_PRICED]
+    doubt = [] if rates.doubt is None else [f"Doubtful: {rates.doubt}."]
+    return [*lines, *doubt, f"Serve it: weft serve FOLDER --device cpu{options}", NOT_PRICED]
 
 
 def _as_json(asked: CpuQuestion, rates: DecodeRates, found: CpuDecode) -> dict[str, Any]:
@@ -110,5 +111,6 @@ def _as_json(asked: CpuQuestion, rates: DecodeRates, found: CpuDecode) -> dict[s
         "seconds_by_cause": dict(found.seconds_by_cause),
         "read_bytes_per_token": found.read_bytes,
         "floor_seconds_per_token": found.floor_seconds,
+        "doubt": rates.doubt,
         "not_priced": NOT_PRICED,
     }

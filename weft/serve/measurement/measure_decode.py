@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from statistics import quantiles
 
 import torch
 
 from weft.cluster.decode_rates import DecodeRates
 from weft.serve.measurement import measure_layers, measure_products
+from weft.serve.measurement.ballast import Ballast
 from weft.serve.measurement.measure_search import measured_search
+
+# Between two pieces of the measurement this memory is read again, to see whether others use the machine too.
+SPREAD_READ_BYTES, SPREAD_READS = 1 << 26, 4
 
 
 @torch.inference_mode()
@@ -24,11 +29,14 @@ def measure_decode(progress: Callable[[int, int], None] = lambda done, total: No
 
 def _measured(progress: Callable[[int, int], None]) -> DecodeRates:
     layers = measure_layers.PASSES * len(measure_layers.KINDS)
-    total, done = measure_products.NUM_TOLD + measure_products.PASSES + layers + 2, 0
+    total, done, memory = measure_products.NUM_TOLD + measure_products.PASSES + layers + 2, 0, Ballast()
+    memory.set_bytes(SPREAD_READ_BYTES)
 
     def tell() -> None:
         nonlocal done
         done += 1
+        for _ in range(SPREAD_READS):
+            memory.read_again()
         progress(done, total)
 
     products = measure_products.measured_products(measure_layers.product_starts, tell)
@@ -39,4 +47,7 @@ def _measured(progress: Callable[[int, int], None]) -> DecodeRates:
     search = measured_search()
     tell()
     threads = torch.get_num_threads()
-    return DecodeRates(threads, per_token, tuple(products), tuple(times), tuple(attention), search)
+    lower, _, upper = quantiles(memory.seconds[1:], n=4)
+    return DecodeRates(
+        threads, per_token, tuple(products), tuple(times), tuple(attention), search, max(1.0, upper / lower)
+    )
