@@ -90,7 +90,7 @@ def test_tables_that_make_no_sense_and_figures_that_are_missing_are_refused() ->
         with pytest.raises(ConfigError, match=r"vocabulary_seconds = .* is no time; give 0 or more"):
             replace(rates, vocabulary_seconds=seconds)
     for spread in (0.9, float("inf")):
-        with pytest.raises(ConfigError, match="memory_spread = .* is no ratio of quartiles; give 1 or more"):
+        with pytest.raises(ConfigError, match=r"memory_spread = .* is no ratio of quartiles; give 1 or more"):
             replace(rates, memory_spread=spread)
     assert rates.doubt is None
     assert "differed by a factor of 1.50" in str(replace(rates, memory_spread=1.5).doubt)

@@ -29,7 +29,13 @@ from weft.models.vision.pool_kernel import kernel_pools
 from weft.optim import update_kernel
 from weft.optim.update import update
 from weft.optim.update_kernel import update_by_kernel
-from weft.serve.cache import decode_attention_kernel, four_bit_attention_kernel, loki_kernel, prompt_attention_kernel
+from weft.serve.cache import (
+    decode_attention_kernel,
+    four_bit_append_kernel,
+    four_bit_attention_kernel,
+    loki_kernel,
+    prompt_attention_kernel,
+)
 from weft.serve.cache.decode_attention_kernel import decode_attention_by_kernel
 from weft.serve.cache.four_bit_attention_kernel import four_bit_attention_by_kernel
 from weft.serve.cache.four_bit_cache import FourBitLayer
@@ -56,6 +62,7 @@ from weft.serve.model.fused_kernel import (
     row_linear_by_kernel,
 )
 from weft.serve.weights import packed_product_kernel, packed_row_kernel
+from weft.serve.weights.group_codes import group_range
 from weft.serve.weights.packed_product_kernel import packed_product_by_kernel
 from weft.serve.weights.packed_row_kernel import product_of_rows_by_kernel
 from weft.serve.weights.packed_token_kernel import TokenLaunch, product_of_token_by_kernel
@@ -194,6 +201,27 @@ def offsets() -> dict[str, dict[str, float]]:
         _offsets[(1,)](torch.tensor([program], dtype=torch.int32), firsts, SIZE=8192)
         found[str(program)] = dict(zip(("take", "update"), firsts.tolist(), strict=True))
     return found
+
+
+@triton.jit
+def _ranges(lowest_ptr, highest_ptr, scale_ptr, least_ptr, SIZE: tl.constexpr):  # noqa: N803
+    places = tl.arange(0, SIZE)
+    lowest, highest = tl.load(lowest_ptr + places), tl.load(highest_ptr + places)
+    scale, least = four_bit_append_kernel._scale(lowest, highest)
+    tl.store(scale_ptr + places, scale)
+    tl.store(least_ptr + places, least)
+
+
+def ranges() -> dict[str, dict[str, float]]:
+    """Scales and least values of groups of two numbers, also beyond float16: how many differ, or are not finite."""
+    edges = [1e-8, 0.1, 65504.0, 65519.9, 65520.0, 7e4, 1e6, 3e38]
+    numbers = torch.tensor([0.0, *edges, *(-one for one in edges)])
+    some = torch.cat([torch.cartesian_prod(numbers, numbers), torch.randn(223, 2) * 1e5]).sort(dim=1).values
+    own = torch.empty(2, len(some), dtype=torch.float16)
+    _ranges[(1,)](*some.T.contiguous(), *own, SIZE=len(some))
+    plain = torch.stack(group_range(some, 4))
+    differ = (own.view(torch.int16) != plain.view(torch.int16)).sum()
+    return {"4 bits": {"differ": float(differ), "not finite": float((~own.isfinite()).sum())}}
 
 
 POOLS = [  # batch, channels, rows, columns; window, stride, padding
@@ -517,6 +545,7 @@ CASES = {
     "offsets": offsets,
     "decodes": decodes,
     "tiles": tiles,
+    "ranges": ranges,
     "four_bits": four_bits,
     "chosen": chosen,
     "packed": packed,

@@ -139,6 +139,10 @@ def test_tensors_that_do_not_fit_are_refused(
         ("packed", {"config_groups": {"a": {"weights": {"strategy": "block"}}}}, "strategy"),
         ("packed", {"config_groups": {"a": {"weights": {"strategy": "group"}}}}, "group_size = None is not positive"),
         ("packed", {"config_groups": {"a": {"weights": {"num_bits": 4, "type": "float"}}}}, "floats of 4 bits"),
+        *(
+            ("fp8", {"config_groups": {"a": {"weights": {"type": "float", "group_size": 32, **more}}}}, "of floats, on")
+            for more in ({"strategy": "group"}, {})
+        ),
     ],
 )
 def test_other_quantisations_are_refused(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:

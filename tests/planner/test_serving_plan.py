@@ -19,8 +19,8 @@ from weft.models.catalog import load_model
 from weft.plan import Context, Pipe, Plan, Tensor
 from weft.planner.kernels import LAUNCH_SECONDS
 from weft.planner.lean_kernels import MORE_KERNELS, decode_reads
-from weft.planner.serving import ServingModel, ServingWorkload, predict_serving
-from weft.planner.serving_search import search_serving, serving_plans
+from weft.planner.serving import ServingModel, ServingWorkload
+from weft.planner.serving_search import predict_serving, search_serving, serving_plans
 from weft.planner.serving_speculation import price_speculation
 from weft.serve.cache.four_bit_cache import FourBitFormat
 from weft.serve.cache.four_bit_loki_cache import FourBitLokiFormat
@@ -238,6 +238,20 @@ def test_weights_in_fewer_bits_hold_what_does_not_fit_in_sixteen() -> None:
     assert found.weight_bytes == linears * 9 // 16 + 2 * rest
     with pytest.raises(ConfigError, match="--weights int3 is unknown"):
         predict_serving(model, cluster, Plan(), workload, weights="int3")  # type: ignore[arg-type]
+
+
+def test_weights_in_fewer_bits_are_decoded_for_each_step_without_bf16() -> None:
+    """The kernels take inputs of 16 bits, and a V100 serves in 32."""
+    config = replace(LLAMA_8B, num_hidden_layers=2)
+    plain, lean, rows = (
+        ServingModel(config, load("v100-32:1x1"), Plan(), "fp32", one) for one in (None, "int4", "fp8")
+    )
+    kernels, shape = plain.kernels, (4096, 14336)
+    for count in (1, 16, 65):
+        times = [one._product(count, *shape)[0] for one in (plain, lean, rows)]
+        assert times[1] - times[0] == pytest.approx((24 + 9 / 16) * 4096 * 14336 / kernels.bytes_per_second)
+        assert times[2] - times[0] == pytest.approx(5 * 4096 * 14336 / kernels.bytes_per_second, rel=1e-3)
+    assert lean.decode_seconds(100) > plain.decode_seconds(100)
 
 
 def test_experts_in_fewer_bits_are_priced_by_the_bytes_of_the_chosen_ones() -> None:

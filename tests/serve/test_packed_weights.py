@@ -51,6 +51,31 @@ def test_equal_numbers_are_kept_and_codes_lie_low_half_first() -> None:
     assert codes_of(halves, *group_range(halves, 4), 4).tolist() == [[0, 0, 2, 2, 15]]  # half to even
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_numbers_beyond_16_bits_become_the_nearest_that_codes_reach(bits: int) -> None:
+    for numbers, expected in (
+        ([-65510.0, 0.0], [-65504.0, 0.0]),  # which float16 rounds up to its lowest number
+        ([-7e4, 0.0], [-65504.0, 0.0]),
+        ([-3e38, -2e38], [-65504.0, -65504.0]),
+        ([7e4, 8e4], [7e4, 8e4]),  # from the highest number of float16 on
+        ([-1e6, 3e38], [-65504.0, 65504.0 * (2**bits - 2)]),
+    ):
+        found = decode(encode(torch.tensor([numbers]), 2, bits), bits, torch.float32)
+        torch.testing.assert_close(found, torch.tensor([expected]), rtol=0.01, atol=40)
+    for one in (torch.inf, -torch.inf, torch.nan):  # the control: what a broken model gives does not look sound
+        found = decode(encode(torch.tensor([[one, 1.0]]), 2, bits), bits, torch.float32)
+        assert bool(found.isnan().all()), found
+
+
+def test_least_values_are_the_largest_16_bit_numbers_that_are_not_above() -> None:
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)
+    every = every[every.isfinite()].sort().values.float()
+    numbers = torch.cat([every, every.nextafter(every + 1), every.nextafter(every - 1), every + every.diff().median()])
+    numbers = numbers[numbers <= 65504.0]
+    expected = every[(torch.searchsorted(every, numbers, right=True) - 1).clamp(min=0)]
+    assert torch.equal(group_range(numbers[:, None], 4)[1].float(), expected)
+
+
 def give_decoded(plain: torch.nn.Module, packed: torch.nn.Module) -> None:
     """Give a model the weights that a packed one has decoded."""
     for name, module in packed.named_modules():
@@ -183,7 +208,7 @@ def test_what_cannot_be_packed_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="two weights in a byte"):
         FORMATS["int4"].empty(4, 7, "cpu")
     with pytest.raises(DataError, match="cannot read the calibration text"):
-        calibration_texts(tmp_path / "none", ByteTokenizer(), 32)
+        calibration_texts(tmp_path / "none", ByteTokenizer(), 32, 61)
     (tmp_path / "short").write_text("abc")
     with pytest.raises(DataError, match="has 3 tokens; give one of at least 32"):
-        calibration_texts(tmp_path / "short", ByteTokenizer(), 32)
+        calibration_texts(tmp_path / "short", ByteTokenizer(), 32, 61)

@@ -129,6 +129,17 @@ def test_a_run_is_followed_and_requests_survive_newer_weights_and_the_end(
     assert process.wait(LIMIT_SECONDS) == (1 if "torch.distributed.run" in process.args else 0)  # torchrun's own
 
 
+def test_a_chat_without_max_tokens_has_what_the_cache_holds(run_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "template").write_text("{% for one in messages %}{{ one.content }}{% endfor %}")
+    more = ("--context", "2048", "--cache-blocks", "8", "--chat-template", str(tmp_path / "template"))
+    with serving(run_file, (), more) as (_, url):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=LIMIT_SECONDS)
+        assert client.models.retrieve("run").context_length == 128  # type: ignore[attr-defined]
+        messages = [{"role": "user", "content": "abc"}]
+        found = client.chat.completions.create(model="run", messages=messages, extra_body={"ignore_eos": True})  # type: ignore[call-overload]
+        assert (found.usage.total_tokens, found.choices[0].finish_reason) == (128, "length")
+
+
 def ranks_of(process: int) -> list[int]:
     """The processes that a local job's ranks are: they have started none themselves."""
     children: dict[int, list[int]] = {}
@@ -199,8 +210,8 @@ def test_mistakes_are_one_line(weft: Weft, run_file: Path, tmp_path: Path) -> No
         ([tmp_path / "none"], "none"),
         ([run, "--sums", "nonsense"], "--sums nonsense is unknown; give library"),
         ([run, "--device", "cpu", "--share-gpus"], "--share-gpus is for --device cuda, and the device is the CPU"),
-        ([lstm, "plan.data=2"], "is a recurrent model, which is served on one rank"),
-        ([lstm, "--stream-weights", "1", "--resident-blocks", "1"], "is a recurrent model, which is served on one"),
+        ([lstm, "plan.data=2"], "a recurrent model is served on one rank"),
+        ([lstm, "--merge-adapter", tmp_path], "a recurrent model is served on one rank"),
         ([run, "--host", "0.0.0.0"], "--host 0.0.0.0 is reached from other machines; give --api-key"),
         ([run, "--api-key", "a b"], "--api-key must be printable ASCII"),
         ([run, "--device", "tpu"], "--device tpu is not one of auto, cpu, cuda"),

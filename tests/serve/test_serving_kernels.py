@@ -27,3 +27,7 @@ def test_kernels_are_the_plain_functions(case: str, number: int) -> None:
             assert parts.pop("scales of other outputs") > 0.03, name
         for part, difference in parts.items():
             assert difference <= (1e-5 if "float32" in name else 2 * BF16_STEP), (name, part)
+
+
+def test_ranges_of_numbers_beyond_16_bits_are_those_of_the_plain_function() -> None:
+    assert differences("ranges") == {"4 bits": {"differ": 0, "not finite": 0}}

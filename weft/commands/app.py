@@ -205,8 +205,9 @@ def export_command(
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder that transformers loads."""
-    from weft.commands.console import byte_progress, make_console, print_json
+    from weft.commands.console import make_console, print_json
     from weft.commands.export import DTYPES, export
+    from weft.commands.progress_bar import byte_progress
 
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")

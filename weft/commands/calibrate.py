@@ -10,6 +10,8 @@ from typing import Annotated
 import typer
 
 from weft.commands.device_option import DeviceOption, chosen_device
+from weft.commands.progress_bar import progress_on_stderr
+from weft.commands.result_file import refuse_place
 
 EXAMPLE = "Example: weft calibrate runs/quickstart --data text.txt --out loki.safetensors"
 
@@ -27,16 +29,17 @@ def calibrate_command(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a sentence")] = False,
 ) -> None:
     """Find the axes of a model's keys on a text, for a cache that attends to chosen tokens (Loki)."""
+    refuse_place(out)
     kind = chosen_device(device)
     from weft.serve.cache.loki_choice import LokiChoice
     from weft.serve.calibration.loki_calibration import calibrate, save
     from weft.serve.generate import load_for_generation
-    from weft.serve.loading import calibration_texts
+    from weft.serve.loading import calibration_texts, model_vocab_size
 
     choice = LokiChoice(dims, tokens, newest, dense_below)
     model, tokens_of, context = load_for_generation(source, tokenizer, kind, lambda text: print(text, file=sys.stderr))
-    texts = calibration_texts(data, tokens_of, context)
-    found, explained, is_before = calibrate(model, texts, choice)
+    texts = calibration_texts(data, tokens_of, context, model_vocab_size(model))
+    found, explained, is_before = calibrate(model, texts, choice, progress_on_stderr)
     save(out, found)
     number = choice.num_dims(found.axes.shape[-1])
     shares = explained[..., number - 1].mean(-1).tolist()

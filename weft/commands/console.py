@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -202,19 +201,6 @@ def show_findings(console: Console, findings: Mapping[str, Any]) -> None:
     show_table(console, rows)
     for warning in findings["warnings"]:
         console.print(f"[yellow]warning[/] {warning}")
-
-
-@contextmanager
-def byte_progress(console: Console, title: str) -> Iterator[Any]:
-    """Show a progress bar inside the context; yields its callback `(done, total)`, in bytes or items."""
-    bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"), console=console
-    )
-    with bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-        whole = bar.tasks[task].total or 1
-        bar.update(task, completed=whole, total=whole)  # also if nothing was to be done
 
 
 class _StepColumn(ProgressColumn):

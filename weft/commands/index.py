@@ -9,6 +9,9 @@ from typing import Annotated
 
 import typer
 
+from weft.commands.progress_bar import progress_on_stderr
+from weft.commands.result_file import refuse_place
+
 EXAMPLE = "Example: weft index runs/quickstart --data text.txt --out graph.safetensors"
 
 
@@ -23,12 +26,14 @@ def index_command(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of sentences")] = False,
 ) -> None:
     """Build a graph over a model's output matrix, by which a CPU finds the likeliest tokens (FGD)."""
+    refuse_place(out)
     from weft.serve.calibration.graph_index import index_model
     from weft.serve.generate import load_for_generation
-    from weft.serve.loading import calibration_texts
+    from weft.serve.loading import calibration_texts, model_vocab_size
 
     model, own, context = load_for_generation(source, tokenizer, "cpu", lambda text: print(text, file=sys.stderr))
-    about = index_model(model, own.vocab_size, calibration_texts(data, own, context), out, number, degree, rows)
+    texts = calibration_texts(data, own, context, model_vocab_size(model))
+    about = index_model(model, own.vocab_size, texts, out, number, degree, rows, progress_on_stderr)
     if as_json:
         print(json.dumps({"file": str(out), **about}))
         return

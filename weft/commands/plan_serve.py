@@ -14,6 +14,7 @@ from weft.cluster.hardware import Cluster, load
 from weft.commands.console import print_json
 from weft.commands.plan_serve_cpu import CpuQuestion, plan_cpu_serving, refuse_options
 from weft.errors import ConfigError, PlanError
+from weft.planner.predict import is_known
 from weft.planner.serving import (
     MAX_RUNNING,
     TOKEN_BUDGET,
@@ -65,9 +66,10 @@ def plan_serving(
         return
     if isinstance(config, RecurrentConfig):
         raise ConfigError(f"{name} is an LSTM or GRU, priced on a CPU only; give --cluster machine.toml of one")
-    ways = _ways_of_gpus(ways)
+    ways = {**_ways_of_gpus(ways), "has_codes": has_codes}
     _refuse_axes(name, config, ways["cache"])
     precision = "bf16" if "bf16" in cluster.node.device.peak_flops else "fp32"
+    _refuse_unknown_rates(cluster, precision)
     with console.status("planning"):
         found, refused = search_serving(config, cluster, workload, precision, **ways)
     if not found:
@@ -116,6 +118,18 @@ def _refuse_axes(name: str, config: TransformerConfig, cache: str | None) -> Non
             f"the file of --cache {cache} is of {layers} layers with {heads} key heads of {size}, and {name} has "
             f"{wanted[0]} with {wanted[1]} of {wanted[2]}; run weft calibrate on the model that is served"
         )
+
+
+def _refuse_unknown_rates(cluster: Cluster, precision: str) -> None:
+    """Raise ConfigError for a GPU of this machine that the catalog does not know. fp16 may stand in for a precision."""
+    if is_known(cluster, precision) or is_known(cluster, "fp16"):
+        return
+    is_alone = cluster.node.num_devices == 1  # its link is measured by ranks that share it
+    raise ConfigError(
+        f"the cluster '{cluster.name}' is of {cluster.node.device.name}, whose rates are not known; measure them "
+        f"(weft bench machine --device cuda{' --ranks 2' * is_alone} --write machine.toml) and give --cluster "
+        f"machine.toml{':1x1' * is_alone}, or name another, as --cluster h200:1x1"
+    )
 
 
 def _given_options(ways: dict[str, Any]) -> str:

@@ -8,6 +8,14 @@ from pathlib import Path
 from weft.errors import ConfigError
 
 
+def refuse_place(path: Path) -> None:
+    """Raise ConfigError if the file of --out cannot stand where it is to be: said before the work that it is for."""
+    if path.is_dir():
+        raise ConfigError(f"--out {path} is a folder; give the path of a file")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--out {path} lies in a folder that does not exist; create {path.parent}, or give another")
+
+
 def write_result(path: Path, text: str) -> None:
     """Write a text to a file. Raises ConfigError if that fails, as on a full disk; no new file remains then."""
     existed = path.exists()

@@ -22,7 +22,6 @@ from weft.commands import PROMPT
 from weft.commands.console import (
     LiveReporter,
     QuietReporter,
-    byte_progress,
     make_console,
     print_json,
     say,
@@ -32,6 +31,7 @@ from weft.commands.console import (
 from weft.commands.jobs import prove
 from weft.commands.model_text import print_text
 from weft.commands.out_of_memory import out_of_memory, refuse_if_too_large
+from weft.commands.progress_bar import byte_progress
 from weft.commands.run_planning import ask_for, fit_to_ranks, has_layout, planning_cluster, with_plan
 from weft.errors import UNFINISHED, ConfigError, DamagedError, LocalError
 from weft.launch.environment import RankInfo, is_elastic, take_device

@@ -30,16 +30,20 @@ _GPTQ_HARMLESS = {
     *("use_cuda_fp16", "model_seqlen", "act_group_aware", "mse", "mock_quantization", "v2", "v2_alpha", "hyb_act"),
 }
 _COMPRESSED_HARMLESS = {"quant_method", "ignore", "version", "global_compression_ratio", "run_compressed"}
+_ORDERED = ("group", "dynamic", "true")  # values of actorder by which groups are of other inputs than neighbours
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How some weights are quantised. `group_size` inputs share a scale; None: all inputs of an output do."""
+    """How some weights are quantised. `group_size` inputs share a scale; None: all inputs of an output do. `has_order`:
+    they are in groups by importance, not with their neighbours.
+    """
 
     bits: int
     is_float: bool
     is_symmetric: bool
     group_size: int | None
+    has_order: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class Quantisation:
     method: Literal["gptq", "compressed-tensors"]
     schemes: tuple[Scheme, ...]
     adds_one: bool = False
-    has_order: bool = False  # inputs may be in groups by importance (desc_act), which a tensor then states
+    has_order: bool = False  # a tensor may state groups by importance
     notes: tuple[str, ...] = ()
 
     @property
@@ -115,7 +119,8 @@ def _gptq(table: Mapping[str, Any]) -> Quantisation:
     if found.group_size != -1 and found.group_size < 1:
         raise ConfigError(f"{TABLE}.group_size = {found.group_size} is neither positive nor -1, one group for a row")
     group_size = None if found.group_size == -1 else found.group_size
-    scheme = Scheme(found.bits, False, found.sym, group_size)
+    is_moved = found.desc_act and not table.get("static_groups")  # static groups are of neighbours in any order
+    scheme = Scheme(found.bits, False, found.sym, group_size, is_moved and group_size is not None)
     return Quantisation("gptq", (scheme,), found.checkpoint_format == "gptq", found.desc_act)
 
 
@@ -157,4 +162,10 @@ def _scheme(group: Mapping[str, Any], path: str) -> Scheme:
     has_groups = found.strategy == "group" or (found.strategy is None and (found.group_size or 0) > 0)
     if has_groups and (found.group_size or 0) < 1:
         raise ConfigError(f"{path}.weights.group_size = {found.group_size} is not positive, and strategy is 'group'")
-    return Scheme(found.num_bits, found.type == "float", found.symmetric, found.group_size if has_groups else None)
+    if has_groups and found.type == "float":
+        raise ConfigError(
+            f"{path}.weights.strategy = 'group' is not read of floats, only 'channel' and 'tensor'; {ADVICE}"
+        )
+    has_order = has_groups and str(weights.get("actorder")).lower() in _ORDERED
+    group_size = found.group_size if has_groups else None
+    return Scheme(found.num_bits, found.type == "float", found.symmetric, group_size, has_order)

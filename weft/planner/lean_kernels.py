@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 
+from weft.errors import ConfigError
 from weft.planner.kernels import LAUNCH_SECONDS, Kernels
 from weft.serve.cache.four_bit_cache import FourBitFormat
 from weft.serve.cache.four_bit_loki_cache import FourBitLokiFormat, bytes_read
@@ -43,8 +44,9 @@ EARLY_SECONDS, COMPARISON_SECONDS = 1e-6, 1.3e-10
 GROUPED_MATMUL_RATE, GROUPED_MATMUL_SECONDS, EXPERT_KERNELS, MANY_PACKED_KERNELS = 0.70, 11.5e-6, 15, 14
 ORDER_KERNELS = 8  # of torch's functions that put rows in order
 PAGE_RATE = {32: 0.72, 64: 0.88, 128: 0.75}  # the same share of attention over pages of 4 bits, by their tokens
-# Bytes that plain functions move for each weight that is decoded, and for each input that is rounded to float8.
-DECODING_BYTES, ROUNDING_BYTES = 14, 16
+# Bytes that plain functions move for each weight that is decoded, of codes and of so many numbers; and for each input
+# that is rounded to float8.
+DECODED_CODE_BYTES, DECODED_NUMBERS, ROUNDING_BYTES = 4, 5, 16
 # Passes of Loki's choice over the joint scores of a key head (`serve/cache/loki_kernel.py`): they are written, read for
 # each of 16 digits and for the count, and read to write the chosen tokens.
 CHOOSING_PASSES = 1 + 16 + 1 + 1
@@ -65,7 +67,8 @@ SPLIT_KERNELS = 2
 def packed_product(kernels: Kernels, form: WeightFormat, rows: int, inner: int, columns: int) -> tuple[float, int]:
     """Seconds of a matmul with a weight in fewer bits, and the bytes of the weight."""
     stored = weight_bytes(form, columns, inner)
-    if rows <= MAX_KERNEL_ROWS:
+    is_half = kernels.item_bytes == 2  # as the kernels take inputs
+    if rows <= MAX_KERNEL_ROWS and is_half:
         bits = form.bits if isinstance(form, Grouped) else 8
         is_token = rows == 1 and inner * bits <= 8 * MAX_TOKEN_BYTES
         rates = TOKEN_RATE if is_token else GROUPED_RATE
@@ -73,11 +76,24 @@ def packed_product(kernels: Kernels, form: WeightFormat, rows: int, inner: int, 
         num_bytes = stored + kernels.item_bytes * rows * (inner + columns)
         launch = TOKEN_LAUNCH_SECONDS if is_token else LAUNCH_SECONDS
         return max(2 * rows * inner * columns / kernels.peak, num_bytes / rate) + launch, stored
-    if isinstance(form, RowFp8):  # the product of float8 has twice the rate; inputs are rounded for it
+    if isinstance(form, RowFp8) and is_half:  # the product of float8 has twice the rate; inputs are rounded for it
         rounding = ROUNDING_BYTES * rows * inner / kernels.bytes_per_second
         return kernels.product(rows, inner, columns) / 2 + rounding, stored
-    decoding = (stored + DECODING_BYTES * inner * columns) / kernels.bytes_per_second
+    moved = kernels.item_bytes  # float8 is widened alone: its scale is applied to results
+    if isinstance(form, Grouped):
+        moved = DECODED_CODE_BYTES + DECODED_NUMBERS * kernels.item_bytes
+    decoding = (stored + moved * inner * columns) / kernels.bytes_per_second
     return kernels.product(rows, inner, columns) + decoding, stored
+
+
+def refuse_experts(kernels: Kernels, form: WeightFormat | None, sizes: ServedSizes) -> None:
+    """Raise ConfigError for experts in fewer bits on a GPU that computes in 32 bits, for which there are no kernels."""
+    if form is not None and kernels.item_bytes != 2 and any(sizes.expert_layers):
+        raise ConfigError(
+            f"--weights in fewer bits is not priced for models with experts in {kernels.precision}, in which a "
+            f"{kernels.device.name} serves: its experts are decoded one after the other; leave out --weights, or plan "
+            f"for a GPU with bf16"
+        )
 
 
 def expert_products(

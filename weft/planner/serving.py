@@ -25,6 +25,7 @@ from weft.planner.lean_kernels import (
     decode_reads,
     expert_products,
     packed_product,
+    refuse_experts,
     routing_seconds,
     small_kernels,
 )
@@ -34,8 +35,8 @@ from weft.profiling.software import software_for_text
 from weft.serve.cache.split_attention import merge_bytes
 from weft.serve.cache_formats import cache_format
 from weft.serve.model.mixed_graph import MAX_TOKENS
-from weft.serve.model.model_part import GPU_SHARE, refuse_shared_reading
-from weft.serve.parallel.rank_part import RankPlace, part_bytes, refuse_model, refuse_plan, stage_of
+from weft.serve.model.model_part import GPU_SHARE
+from weft.serve.parallel.rank_part import RankPlace, part_bytes, refuse_model, stage_of
 from weft.serve.parallel.traffic import ServedSizes, step_calls
 from weft.serve.scheduling.blocks import PagedBlocks
 from weft.serve.scheduling.request import Request
@@ -50,7 +51,6 @@ STEP_KERNELS = 14
 # Host time of a step that is not a CUDA graph: torch issues about so many operations for each layer.
 OPERATIONS_PER_LAYER, HOST_SECONDS = 14, 10e-6
 SAMPLING_PASSES = 4  # over the logits, in float32
-ALONE_OUTPUT = 32  # tokens for which one request alone is predicted
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,11 @@ class ServingModel:
         cache: str | None = None,
         ahead: int = 0,
         resident: int = 0,
+        has_codes: bool = False,
     ) -> None:
         """`ahead`: the weights of blocks are in host memory, and those of so many blocks are copied ahead. `resident`:
-        so many of a rank's blocks stay on the device.
+        so many of a rank's blocks stay on the device. `has_codes`: the format `weights` is that of the model's folder,
+        whose experts are decoded.
         """
         refuse_model(config)
         self.config, self.cluster, self.plan = config, cluster, plan
@@ -145,13 +147,15 @@ class ServingModel:
         self._cache_format = cache_format(cache)
         device = "cpu" if is_cpu(cluster) else "cuda"
         self._format = None if weights is None else weight_format(weights, device)
+        self._expert_format = None if has_codes else self._format
+        refuse_experts(self.kernels, self._expert_format, self.sizes)
         self._weight_bytes = [
-            part_bytes(config, places[stage], self.kernels.item_bytes, self._format)
+            part_bytes(config, places[stage], self.kernels.item_bytes, self._format, not has_codes)
             for stage in range(plan.pipe.degree)
         ]
         self._streamed: list[StreamedStage] = []  # if weights are in host memory
         if ahead:
-            given = (self.kernels.item_bytes, self._format, ahead, resident, self._call_seconds)
+            given = (self.kernels.item_bytes, self._format, ahead, resident, self._call_seconds, not has_codes)
             self._streamed = [streamed_stage(config, cluster, one, *given) for _, one in sorted(places.items())]
             for stage, streamed in enumerate(self._streamed):
                 self._weight_bytes[stage] -= streamed.saved_bytes
@@ -260,10 +264,11 @@ class ServingModel:
         is_last = stage == plan.pipe.degree - 1
         matmul, small, flops, num_read = 0.0, 0.0, 0.0, 0.0
         for has_experts, number in self._layer_kinds[stage].items():
-            small += number * has_experts * routing_seconds(kernels, self._format, num_tokens, sizes)
+            small += number * has_experts * routing_seconds(kernels, self._expert_format, num_tokens, sizes)
             for rows, inner, columns, times, are_experts in self._products(num_tokens, has_experts):
                 if are_experts:
-                    seconds, stored = expert_products(kernels, self._format, num_tokens, rows, inner, columns, times)
+                    given = (self._expert_format, num_tokens, rows, inner, columns, times)
+                    seconds, stored = expert_products(kernels, *given)
                 else:
                     seconds, stored = self._product(max(1, round(rows)), inner, columns)
                 matmul, num_read = matmul + number * seconds, num_read + number * stored
@@ -397,51 +402,3 @@ class ServingModel:
         total = sum(causes.values())
         shares = {cause: seconds / total for cause, seconds in causes.items()}
         return ServingTimes(now, floor, sum(output for _, output in lengths), median(first.values()), shares)
-
-
-def predict_serving(
-    config: TransformerConfig,
-    cluster: Cluster,
-    plan: Plan,
-    workload: ServingWorkload,
-    precision: str = "bf16",
-    weights: str | None = None,
-    cache: str | None = None,
-    ahead: int = 0,
-    resident: int = 0,
-) -> ServingPrediction:
-    """Predict a layout. Raises PlanError if the model or a request does not fit.
-
-    `weights` and `cache` are formats of fewer bits. With `ahead`, blocks are in host memory, without those that are
-    `resident` (`ServingModel`).
-    """
-    refuse_plan(config, plan)
-    if ahead:
-        refuse_shared_reading(plan)
-    model = ServingModel(config, cluster, plan, precision, weights, cache, ahead, resident)
-    cache_tokens = model.cache_tokens
-    longest = max(map(sum, workload.lengths))
-    if cache_tokens < longest:
-        raise PlanError(
-            f"{plan.describe_axes() or 'one device'}: {model.weight_bytes / 1e9:.1f} GB of weights of a device's "
-            f"{cluster.node.device.memory_bytes / 1e9:.0f} GB leave no room for a request of {longest} tokens; "
-            f"{'lower --resident-blocks, or ' if resident else ''}split the model over more devices"
-        )
-    shortest = workload.lengths[0][0]
-    alone = model.simulate([(shortest, ALONE_OUTPUT)], cache_tokens)
-    per_replica = workload.lengths[:: plan.data]
-    loaded = model.simulate(per_replica, cache_tokens)
-    every = ServingTimes(
-        loaded.seconds,
-        loaded.floor_seconds,
-        sum(output for _, output in workload.lengths),
-        loaded.first_token_seconds,
-        loaded.shares,
-    )
-    held = plan.data * min(MAX_RUNNING, int(cache_tokens / workload.mean_tokens))
-    per_token = max(model.cache_bytes(stage) for stage in range(plan.pipe.degree))
-    beside = max(model.bytes_beside_pages(stage) for stage in range(plan.pipe.degree))
-    memory = math.ceil(model.weight_bytes + cache_tokens * per_token + beside)
-    sizes = (model.weight_bytes, per_token, memory, cache_tokens, held)
-    num_cached = max(longest, min(MAX_RUNNING, len(per_replica)) * workload.mean_tokens)
-    return ServingPrediction(plan, *sizes, alone, every, model.streaming_price(num_cached), model.merged_bytes)

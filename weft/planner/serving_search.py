@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import lru_cache
 from itertools import product
@@ -10,11 +11,14 @@ from weft.architectures import TransformerConfig
 from weft.cluster.hardware import Cluster
 from weft.errors import PlanError
 from weft.plan import Context, Pipe, Plan, Tensor
-from weft.planner.serving import ServingModel, ServingPrediction, ServingWorkload, predict_serving
+from weft.planner.serving import MAX_RUNNING, ServingModel, ServingPrediction, ServingTimes, ServingWorkload
 from weft.serve.cache.layer_cache import PlainFormat
-from weft.serve.cache_formats import cache_format
+from weft.serve.cache_formats import cache_format, refuse_shared_axes
+from weft.serve.model.model_part import refuse_shared_reading
+from weft.serve.parallel.rank_part import refuse_plan
 from weft.serve.parallel.traffic import ServedSizes
 
+ALONE_OUTPUT = 32  # tokens for which one request alone is predicted
 LONG_SHARE = 0.1  # of the weights' bytes, that the cache of one request takes for which `context` is tried
 
 
@@ -39,6 +43,7 @@ def search_serving(
     cache: str | None = None,
     ahead: int = 0,
     resident: int = 0,
+    has_codes: bool = False,
 ) -> tuple[list[ServingPrediction], list[str]]:
     """Returns the layouts that fit, most tokens per second first, and why others do not.
 
@@ -46,15 +51,66 @@ def search_serving(
     over plain caches, because others have no kernels for it.
     """
     found, refused = list[ServingPrediction](), list[str]()
-    whole = ServingModel(config, cluster, Plan(), precision, weights, cache)
+    whole = ServingModel(config, cluster, Plan(), precision, weights, cache, has_codes=has_codes)
+    given = (workload, precision, weights, cache, ahead, resident, has_codes)
     longest = max(map(sum, workload.lengths))
     is_long = longest * whole.cache_bytes(0) > LONG_SHARE * whole.weight_bytes
     for plan in serving_plans(config, cluster.num_devices, is_long and isinstance(cache_format(cache), PlainFormat)):
         try:
-            found.append(predict_serving(config, cluster, plan, workload, precision, weights, cache, ahead, resident))
+            found.append(predict_serving(config, cluster, plan, *given))
         except PlanError as error:
             refused.append(str(error))
     return sorted(found, key=lambda one: -one.loaded.tokens_per_second), refused
+
+
+def predict_serving(
+    config: TransformerConfig,
+    cluster: Cluster,
+    plan: Plan,
+    workload: ServingWorkload,
+    precision: str = "bf16",
+    weights: str | None = None,
+    cache: str | None = None,
+    ahead: int = 0,
+    resident: int = 0,
+    has_codes: bool = False,
+) -> ServingPrediction:
+    """Predict a layout. Raises PlanError if the model or a request does not fit.
+
+    `weights` and `cache` are formats of fewer bits. With `ahead`, blocks are in host memory, without those that are
+    `resident`. `has_codes`: the weights are those of a folder (`ServingModel`).
+    """
+    refuse_plan(config, plan)
+    if ahead:
+        refuse_shared_reading(plan)
+        refuse_shared_axes(cache_format(cache), plan)
+    model = ServingModel(config, cluster, plan, precision, weights, cache, ahead, resident, has_codes)
+    cache_tokens = model.cache_tokens
+    longest = max(map(sum, workload.lengths))
+    if cache_tokens < longest:
+        raise PlanError(
+            f"{plan.describe_axes() or 'one device'}: {model.weight_bytes / 1e9:.1f} GB of weights of a device's "
+            f"{cluster.node.device.memory_bytes / 1e9:.0f} GB leave no room for a request of {longest} tokens; "
+            f"{'lower --resident-blocks, or ' if resident else ''}split the model over more devices"
+        )
+    shortest = workload.lengths[0][0]
+    alone = model.simulate([(shortest, ALONE_OUTPUT)], cache_tokens)
+    per_replica = workload.lengths[:: plan.data]
+    loaded = model.simulate(per_replica, cache_tokens)
+    every = ServingTimes(
+        loaded.seconds,
+        loaded.floor_seconds,
+        sum(output for _, output in workload.lengths),
+        loaded.first_token_seconds,
+        loaded.shares,
+    )
+    held = plan.data * min(MAX_RUNNING, int(cache_tokens / workload.mean_tokens))
+    per_token = max(model.cache_bytes(stage) for stage in range(plan.pipe.degree))
+    beside = max(model.bytes_beside_pages(stage) for stage in range(plan.pipe.degree))
+    memory = math.ceil(model.weight_bytes + cache_tokens * per_token + beside)
+    sizes = (model.weight_bytes, per_token, memory, cache_tokens, held)
+    num_cached = max(longest, min(MAX_RUNNING, len(per_replica)) * workload.mean_tokens)
+    return ServingPrediction(plan, *sizes, alone, every, model.streaming_price(num_cached), model.merged_bytes)
 
 
 @lru_cache

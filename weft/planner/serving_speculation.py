@@ -91,7 +91,8 @@ def _draft_model(model: ServingModel, kind: str, length: int) -> ServingModel:
     config = model_config(folder)
     if isinstance(config, RecurrentConfig):
         raise ConfigError(f"--speculate {kind} is an LSTM or GRU, which drafts no tokens; give another model")
-    draft = ServingModel(config, model.cluster, Plan(), model.kernels.precision, folder_format(folder))
+    precision, weights = model.kernels.precision, folder_format(folder)
+    draft = ServingModel(config, model.cluster, Plan(), precision, weights, has_codes=True)
     held = model.weight_bytes + draft.weight_bytes + length * (model.cache_bytes(0) + draft.cache_bytes(0))
     memory_bytes = model.cluster.node.device.memory_bytes
     if held > memory_bytes:

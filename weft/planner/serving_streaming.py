@@ -77,21 +77,25 @@ def streamed_stage(
     ahead: int,
     num_resident: int,
     call_seconds: Callable[[str, str, int], float],
+    with_experts: bool = True,
 ) -> StreamedStage:
-    """Price the rank at a place. `call_seconds` gives the time of (axis, operation, bytes). Raises PlanError."""
+    """Price the rank at a place. `call_seconds` gives the time of (axis, operation, bytes). `with_experts`: the format
+    is that of experts too. Raises PlanError.
+    """
     rate = cluster.node.host_link_bytes_per_second
     if rate is None:
         raise PlanError(
             "the cluster's file does not say how fast devices read host memory, which --stream-weights needs; give "
             "node.host_link_bytes_per_second"
         )
-    blocks = all_block_bytes(config, place, _DTYPES[item_bytes], format)
+    blocks = all_block_bytes(config, place, _DTYPES[item_bytes], format, with_experts)
     refuse_resident(num_resident, len(blocks))
     streamed = [blocks[number] for number in streamed_numbers(len(blocks), num_resident)]
     num_places, num_readers = min(ahead + 1, len(streamed)), place.plan.data
     resident_bytes, host_bytes = sum(blocks) - sum(streamed), sum(streamed) // num_readers
     _refuse_host(host_bytes, min(place.plan.num_ranks, cluster.node.num_devices), cluster)
-    saved = sum(block_bytes(config, place, item_bytes, format)) - num_places * max(streamed) - resident_bytes
+    whole = sum(block_bytes(config, place, item_bytes, format, with_experts))
+    saved = whole - num_places * max(streamed) - resident_bytes
     sizes = (saved, resident_bytes, host_bytes, blocks, num_resident, num_places)
     copied = sum(copied_bytes(streamed, ahead)) // num_readers
     calls = list(pass_calls(streamed, num_readers, ahead))

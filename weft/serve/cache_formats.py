@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, PlanError
+from weft.plan import Plan
 from weft.serve.cache.four_bit_cache import GROUP, GROUPS, FourBitFormat
 from weft.serve.cache.four_bit_loki_cache import FourBitLokiFormat
 from weft.serve.cache.layer_cache import CacheFormat, PlainFormat
@@ -28,6 +29,18 @@ def cache_format(name: str | None) -> CacheFormat:
         f"--cache {name} is unknown; give int4, int4-32 or int4-128, loki=FILE with a file of weft calibrate, or both "
         f"with a comma between them"
     )
+
+
+def refuse_shared_axes(found: CacheFormat, plan: Plan) -> None:
+    """Raise PlanError if replicas of a plan, which read weights in host memory together, would have to compare them
+    with the model that a format's file was made of.
+    """
+    if found.identity and plan.data > 1:
+        raise PlanError(
+            f"plan.data = {plan.data} replicas read weights in host memory together, have shares of each block, and "
+            f"cannot compare them with the file of --cache {found.name}; leave out plan.data, --stream-weights or "
+            f"--cache"
+        )
 
 
 def why_slow(found: CacheFormat, device: str) -> list[str]:

@@ -84,6 +84,7 @@ class Engine:
         self._num_stages = 1 if ranks is None else ranks.num_stages
         self.context_length = part.context_length
         self.vocab_size = min(options.vocab_size or 1 << 62, part.paged.vocab_size)
+        self.num_slots = part.layout.num_blocks * part.layout.block_size  # tokens that the cache holds
         has_prefixes = options.prefix_cache and part.paged.keeps_pages
         policy = PagedBlocks(part.layout.num_blocks, part.layout.block_size, has_prefixes)
         if options.swap_blocks and ranks is not None:
@@ -150,12 +151,11 @@ class Engine:
             self._options.head.refuse_request(request)
         if request.adapter and request.adapter not in self._options.adapters:
             raise RequestError("invalid", f"there is no adapter {request.adapter!r}; give one that is served")
-        num_slots = self._scheduler.policy.num_blocks * self._scheduler.policy.block_size
-        if self._max_length(request) - 1 > num_slots:
+        if self._max_length(request) - 1 > self.num_slots:
             raise RequestError(
                 "too_long",
-                f"{len(request.tokens)} tokens and {request.max_tokens} more do not fit a cache of {num_slots} tokens; "
-                f"shorten the prompt or max_tokens, or give the engine more blocks",
+                f"{len(request.tokens)} tokens and {request.max_tokens} more do not fit a cache of {self.num_slots} "
+                f"tokens; shorten the prompt or max_tokens, or give the engine more blocks",
             )
 
     def check_text(self, tokens: Sequence[int]) -> None:

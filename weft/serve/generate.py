@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,8 @@ from weft.serve.weights.folder_codes import Packed, Quantised, codes_of_folder, 
 from weft.serve.weights.packed_linear import make_room
 from weft.serve.weights.weight_formats import WeightFormat
 
-Texts = Callable[[Tokenizer, int], Sequence[Tensor]]  # rows of a calibration text, by tokenizer and context length
+# Rows of a calibration text, by tokenizer, context length and the number of tokens that the model knows.
+Texts = Callable[[Tokenizer, int, int], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def load_for_generation(
         if folder.quantisation is not None:
             quantised = _codes(folder, folder.quantisation, weights, say)
         own = _folder_tokenizer(path, tokenizer)
-        rows = None if texts is None else texts(own, config.context_length)
+        rows = None if texts is None else texts(own, config.context_length, config.vocab_size)
         return _load(config, computes_in(path), folder.read, wanted, rows, quantised), own, config.context_length
     return with_intact_checkpoint(path, partial(_load_checkpoint, tokenizer=tokenizer, wanted=wanted), say)
 
@@ -168,7 +169,7 @@ def _load_checkpoint(
     dtype = checkpoint.entries("parameter")[0].dtype
     end_token = data.end_token if tokenizer is None else None  # another tokenizer has its own end token
     own = load_tokenizer(tokenizer or saved_tokenizer(checkpoint), end_token=end_token)
-    rows = None if wanted.texts is None else wanted.texts(own, data.sequence)
+    rows = None if wanted.texts is None else wanted.texts(own, data.sequence, saved.vocab_size)
     return _load(saved, dtype, parameter_reader(checkpoint), wanted, rows), own, data.sequence
 
 
@@ -212,11 +213,18 @@ def _load(
 
 def _refuse_recurrent(wanted: _Wanted) -> None:
     """Raise ConfigError for ways to load that a recurrent model does not have."""
-    given = (wanted.place, wanted.weights, wanted.streaming, wanted.texts)
-    if wanted.on_host or any(one is not None for one in given):
+    is_streamed = wanted.on_host or wanted.streaming is not None
+    given = {"the plan": wanted.place, "--weights": wanted.weights, "--calibration": wanted.texts}
+    refuse_for_recurrent({**given, "--stream-weights": is_streamed or None})
+
+
+def refuse_for_recurrent(given: Mapping[str, object | None]) -> None:
+    """Raise ConfigError if one of these options, which a recurrent model does not have, is given: it is not None."""
+    names = [name for name, one in given.items() if one is not None]
+    if names:
         raise ConfigError(
-            "a recurrent model is served on one rank, with its weights as they are, on the device; leave out "
-            "--weights, --stream-weights and the plan"
+            f"a recurrent model is served on one rank, with its weights as they are, on the device; leave out "
+            f"{' and '.join(names)}"
         )
 
 

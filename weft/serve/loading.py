@@ -16,9 +16,10 @@ from weft.data.chat_template import load_template
 from weft.data.config import ChatConfig
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, DataError
+from weft.models import LanguageConfig, RecurrentConfig
 from weft.saved_run import saved_data, saved_tokenizer, with_intact_checkpoint
 from weft.serve.calibration.corrected_codes import pack_corrected
-from weft.serve.generate import Texts, load_for_generation
+from weft.serve.generate import Texts, load_for_generation, model_config, refuse_for_recurrent
 from weft.serve.model.streamed_model import Streaming
 from weft.serve.parallel.rank_part import RankPlace
 from weft.serve.scheduling.grammar import Grammars
@@ -124,12 +125,14 @@ class Packing:
                 "already; leave out --calibration and --weights"
             )
         device = next(model.parameters()).device
-        texts = calibration_texts(Path(self.calibration), tokenizer, context_length)
+        texts = calibration_texts(Path(self.calibration), tokenizer, context_length, model_vocab_size(model))
         pack_corrected(model, weight_format(self.weights), [text.to(device) for text in texts])
 
 
-def calibration_texts(path: Path, tokenizer: Tokenizer, context_length: int) -> list[Tensor]:
-    """The beginning of a text file as rows of tokens, some rows at a time. Raises DataError."""
+def calibration_texts(path: Path, tokenizer: Tokenizer, context_length: int, vocab_size: int) -> list[Tensor]:
+    """The beginning of a text file as rows of tokens, some rows at a time, for a model that knows `vocab_size` tokens.
+    Raises DataError.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -139,7 +142,20 @@ def calibration_texts(path: Path, tokenizer: Tokenizer, context_length: int) -> 
     rows = tokens[: len(tokens) // width * width].view(-1, width)[:CALIBRATION_ROWS]
     if not len(rows):
         raise DataError(f"the calibration text {path} has {len(tokens)} tokens; give one of at least {width}")
+    largest = int(rows.max())
+    if largest >= vocab_size:
+        raise DataError(
+            f"the calibration text {path} has token {largest}, and the model has {vocab_size} tokens, 0 to "
+            f"{vocab_size - 1}; give the model's own tokenizer by --tokenizer"
+        )
     return list(rows.split(CALIBRATION_BATCH))
+
+
+def model_vocab_size(model: nn.Module) -> int:
+    """How many tokens a model knows."""
+    config = model.config
+    assert isinstance(config, LanguageConfig)
+    return config.vocab_size
 
 
 def load_model(
@@ -159,6 +175,8 @@ def load_model(
 
     def read(path: Path) -> tuple[nn.Module, Tokenizer, int]:
         kept = packing or Packing(None)
+        if kept.calibration is not None and isinstance(model_config(path), RecurrentConfig):  # packed when it is read
+            refuse_for_recurrent({"--weights": kept.weights, "--calibration": kept.calibration})
         weights, texts = (kept.at_reading(device), None) if place is None else kept.on_ranks(device)
         on_host = streaming is not None and (is_changed or kept.needs_whole_model)
         given = (place, weights, on_host, None if on_host else streaming, texts)

@@ -29,7 +29,8 @@ class ReplicaFront:
     """An engine over all replicas: `engine` is this rank's own, the others are reached over the axis."""
 
     def __init__(self, engine: Engine, axis: Axis, max_requests: int) -> None:
-        self.context_length, self.vocab_size = engine.context_length, engine.vocab_size
+        self.vocab_size = engine.vocab_size
+        self.context_length, self.num_slots = engine.context_length, engine.num_slots  # the same of all replicas
         self._engine, self._axis, self._max_requests = engine, axis, max_requests
         self._others = [index for index in range(axis.degree) if index != FRONT]
         self._owner: dict[str, int] = {}  # the replica of each request

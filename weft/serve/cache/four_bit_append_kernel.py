@@ -13,16 +13,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_LOWEST = tl.constexpr(-65504.0)  # of float16
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: a number of float32 this large has no bits behind the point
 
 
 @triton.jit
 def _not_above(values):
-    """The largest numbers of float16 that are not above these."""
+    """The largest numbers of float16 that are not above these; for finite ones below all, the lowest."""
     near = values.to(tl.float16)
     bits = near.to(tl.int16, bitcast=True)
     below = tl.where(near > 0, bits - 1, tl.where(near < 0, bits + 1, -32767)).to(tl.int16)
-    return tl.where(near.to(tl.float32) > values, below.to(tl.float16, bitcast=True), near)
+    found = tl.where(near.to(tl.float32) > values, below.to(tl.float16, bitcast=True), near)
+    is_below_all = (values < _LOWEST) & (values > float("-inf"))
+    return tl.where(is_below_all, _LOWEST, found).to(tl.float16)
 
 
 @triton.jit

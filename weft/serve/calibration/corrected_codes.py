@@ -30,6 +30,7 @@ def pack_corrected(model: nn.Module, format: WeightFormat, texts: Sequence[Tenso
     if not isinstance(format, Grouped):
         raise ConfigError("a calibration text corrects int4 and int8 only; leave it out with other formats")
     blocks: dict[str, list[tuple[str, nn.Linear | StackedExperts]]] = {}
+    refuse_shapes(model, format)
     for name, linear in linears_to_pack(model):
         refuse_bad_weight(f"{name}.weight", linear.weight)
         _add(blocks, name, linear)
@@ -46,6 +47,15 @@ def pack_corrected(model: nn.Module, format: WeightFormat, texts: Sequence[Tenso
             else:
                 parts = corrected(module.weight, own[0], format)
                 replace_module(model, name, PackedLinear(format, parts, module.weight.shape[1], module.bias))
+
+
+def refuse_shapes(model: nn.Module, format: WeightFormat) -> None:
+    """Raise ConfigError if a format cannot keep weights of a shape that the model has."""
+    for _, linear in linears_to_pack(model):
+        num_out, num_in = linear.weight.shape
+        format.empty(num_out, num_in, "meta")
+    for _, experts in experts_to_pack(model):
+        PackedExperts(format, experts, "meta")
 
 
 def _add(

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.serve.calibration.bars import Bar, Progress, no_bar
 from weft.serve.head.graph_head import GraphHead, output_identity, output_matrix, save, with_chosen_beam
 from weft.serve.head.vocabulary_graph import build_graph
 from weft.serve.model.model_part import EngineOptions, ModelPart
@@ -24,17 +25,30 @@ NUM_LIKELY = 10  # of the likeliest tokens after each place of the text, among w
 
 @torch.inference_mode()
 def index_model(
-    model: nn.Module, vocab_size: int, texts: Sequence[Tensor], out: Path, number: int, degree: int, most_rows: int
+    model: nn.Module,
+    vocab_size: int,
+    texts: Sequence[Tensor],
+    out: Path,
+    number: int,
+    degree: int,
+    most_rows: int,
+    bar: Bar = no_bar,
 ) -> dict[str, Any]:
-    """Write the file of a model's graph. Returns what was found: beam, agreement, logits and milliseconds a search."""
-    part = ModelPart(model, EngineOptions(num_blocks=1, max_running=1))
+    """Write the file of a model's graph. Returns what was found: beam, agreement, logits and milliseconds a search.
+    `texts` are rows of tokens, which may be longer than the positions that the model states.
+    """
+    longest = max((text.shape[1] for text in texts), default=None)
+    part = ModelPart(model, EngineOptions(num_blocks=1, max_running=1, context_length=longest))
     num_tokens = min(vocab_size, part.paged.vocab_size)
     weight, bias = output_matrix(model, num_tokens)
-    states = hidden_states(part, texts, most_rows)
+    with bar("computing the text") as progress:
+        states = hidden_states(part, texts, most_rows, progress)
     likely = [F.linear(some, weight, bias).topk(min(NUM_LIKELY, num_tokens)).indices for some in states.split(256)]
-    graph = build_graph(weight, bias, degree, torch.cat(likely))
+    with bar("building the graph") as progress:
+        graph = build_graph(weight, bias, degree, torch.cat(likely), progress)
     empty = GraphHead(graph, output_identity(model, num_tokens), min(number, num_tokens))
-    head, tried = with_chosen_beam(empty, weight, bias, states)
+    with bar("choosing the beam") as progress:
+        head, tried = with_chosen_beam(empty, weight, bias, states, progress)
     save(out, head)
     some = [state[None] for state in states[:NUM_TIMED]]
     return {
@@ -47,16 +61,18 @@ def index_model(
     }
 
 
-def hidden_states(part: ModelPart, texts: Sequence[Tensor], most: int) -> Tensor:
+def hidden_states(part: ModelPart, texts: Sequence[Tensor], most: int, progress: Progress) -> Tensor:
     """At most so many of the hidden states [rows, hidden] of texts, evenly spread."""
-    found = []
+    rows, found = list[list[int]](), []
     for text in texts:
-        for row in text.tolist():
-            states = part.hidden_states(text_inputs(row, part.layout.block_size))
-            assert states is not None
-            found.append(states)
-        if sum(map(len, found)) >= 4 * most:
+        rows += text.tolist()
+        if sum(map(len, rows)) >= 4 * most:
             break
+    for row in rows:
+        states = part.hidden_states(text_inputs(row, part.layout.block_size))
+        assert states is not None
+        found.append(states)
+        progress(len(found), len(rows))
     states = torch.cat(found)
     return states[:: max(1, len(states) // most)][:most]
 

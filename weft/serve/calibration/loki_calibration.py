@@ -26,6 +26,7 @@ from weft.serve.cache.loki_cache import LokiFormat
 from weft.serve.cache.loki_choice import LokiChoice
 from weft.serve.cache.model_identity import model_identity
 from weft.serve.cache.paged_attention import PagedBatch
+from weft.serve.calibration.bars import Bar, no_bar
 from weft.serve.model.model_part import EngineOptions, ModelPart
 from weft.serve.model.paged_model import PagedModel
 from weft.serve.model.step_inputs import text_inputs
@@ -86,16 +87,19 @@ class Calibration(NamedTuple):
     is_before: Tensor
 
 
-def calibrate(model: nn.Module, texts: Sequence[Tensor], choice: LokiChoice) -> Calibration:
-    """Calibrate a model by rows of tokens."""
-    recording = RecordingFormat()
-    part = ModelPart(model, EngineOptions(num_blocks=1, max_running=1, cache=recording))
+def calibrate(model: nn.Module, texts: Sequence[Tensor], choice: LokiChoice, bar: Bar = no_bar) -> Calibration:
+    """Calibrate a model by rows of tokens, which may be longer than the positions that it states."""
+    recording, rows = RecordingFormat(), [row for text in texts for row in text.tolist()]
+    longest = max(map(len, rows), default=None)
+    part = ModelPart(model, EngineOptions(num_blocks=1, max_running=1, context_length=longest, cache=recording))
     if not isinstance(part.paged, PagedModel):
         raise ConfigError("a recurrent model keeps no keys, so there is nothing to calibrate; give another model")
     recording.rotary = part.paged.rotary
-    for index, row in enumerate(row for text in texts for row in text.tolist()):
-        recording.is_held_out = index % HELD_OUT == HELD_OUT - 1
-        part.hidden_states(text_inputs(row, part.layout.block_size))
+    with bar("calibrating") as progress:
+        for index, row in enumerate(rows):
+            recording.is_held_out = index % HELD_OUT == HELD_OUT - 1
+            part.hidden_states(text_inputs(row, part.layout.block_size))
+            progress(index + 1, len(rows))
     layers = sorted({index for index, _ in recording.sums})
     fitted, held_out = (torch.stack([recording.sums[index, kind] for index in layers], 1) for kind in (False, True))
     if not bool((fitted + held_out).isfinite().all()):

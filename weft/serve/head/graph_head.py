@@ -9,6 +9,7 @@ which reads its matrix once for all of them.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -117,10 +118,15 @@ def output_identity(model: nn.Module, num_tokens: int) -> str:
 
 
 def with_chosen_beam(
-    head: GraphHead, weight: Tensor, bias: Tensor | None, states: Tensor
+    head: GraphHead,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[GraphHead, list[tuple[int, float, float]]]:
     """The head with the least beam, of doubled ones, whose likeliest tokens after hidden states [rows, hidden] are the
     dense head's in 99.9 % of the rows. Also (beam, agreement, mean number of logits) of each beam that was tried.
+    `progress` is told how many rows a beam has searched for, and of how many.
     """
     if not bool(states.isfinite().all()):
         raise NumbersError("hidden states of the text are NaN or infinite; the model's weights are damaged")
@@ -129,7 +135,10 @@ def with_chosen_beam(
     beam = head.number
     while True:
         head = replace(head, beam=beam)
-        results = [head.best(state, weight, bias) for state in states]
+        results = list[BestTokens]()
+        for state in states:
+            results.append(head.best(state, weight, bias))
+            progress(len(results), len(states))
         equal = sum(int(found.tokens[0]) == int(one) for found, one in zip(results, dense, strict=True))
         scored = fmean(found.num_scored for found in results)
         tried.append((beam, equal / len(results), scored))

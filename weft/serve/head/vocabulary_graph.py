@@ -55,8 +55,15 @@ def points_of(weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.cat([wide, offset[:, None], missing[:, None]], dim=1)
 
 
-def build_graph(weight: Tensor, bias: Tensor | None, degree: int = 32, likely: Tensor | None = None) -> VocabularyGraph:
-    """The graph of an output matrix [tokens, hidden]. Takes tokens² products of rows, in float32.
+def build_graph(
+    weight: Tensor,
+    bias: Tensor | None,
+    degree: int = 32,
+    likely: Tensor | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> VocabularyGraph:
+    """The graph of an output matrix [tokens, hidden]. Takes tokens² products of rows, in float32. `progress` is told
+    how many tokens have edges, and of how many.
 
     A search begins at the tokens that stand most often in `likely`, likely tokens of a text: one of 32 of all tokens.
     Without these, at the tokens with most edges.
@@ -65,8 +72,11 @@ def build_graph(weight: Tensor, bias: Tensor | None, degree: int = 32, likely: T
     number = len(points)
     degree = min(degree, number - 1)
     half = max(1, degree // 2)
-    own = torch.cat([_edges_of(points, start, half) for start in range(0, number, TILE)])
-    edges = _both_ways(own, degree)
+    own = list[Tensor]()
+    for start in range(0, number, TILE):
+        own.append(_edges_of(points, start, half))
+        progress(min(start + TILE, number), number)
+    edges = _both_ways(torch.cat(own), degree)
     incoming = torch.bincount(edges.flatten(), minlength=number)
     entries = incoming.argsort(descending=True, stable=True)[:NUM_ENTRIES]
     if likely is not None:

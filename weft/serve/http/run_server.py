@@ -22,11 +22,11 @@ from weft.models import RecurrentConfig
 from weft.plan import Plan
 from weft.saved_run import open_checkpoint
 from weft.serve.cache.split_formats import split_format
-from weft.serve.cache_formats import block_size_of, cache_format, why_slow
+from weft.serve.cache_formats import block_size_of, cache_format, refuse_shared_axes, why_slow
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.follow import follow, require_run
 from weft.serve.follow_steps import follow_steps
-from weft.serve.generate import model_config
+from weft.serve.generate import model_config, refuse_for_recurrent
 from weft.serve.head.graph_head import graph_head
 from weft.serve.http.addresses import is_loopback, listen
 from weft.serve.http.end_points import Api, build_app
@@ -129,20 +129,37 @@ def refuse_options(source: Path, options: ServeOptions, plan: Plan) -> None:
             "--follow with --calibration would correct the rounding of newer weights while requests wait, as ranks "
             "read them between two steps; leave out one of them, or serve on one rank, which does both meanwhile"
         )
-    is_split = plan.num_ranks > 1 or options.stream_weights > 0 or options.resident_blocks > 0
-    if (is_split or options.follows) and isinstance(model_config(source), RecurrentConfig):
-        raise ConfigError(
-            f"{source} is a recurrent model, which is served on one rank, with its weights on the device and packed "
-            f"when they are read; leave out the plan, --stream-weights, --resident-blocks and --follow"
-        )
+    _refuse_for_recurrent(source, options, plan)
     if options.follows and options.stream_weights:
         raise ConfigError("--follow replaces weights, which --stream-weights does not allow; leave out one of them")
     if options.follows and options.head not in (None, *HEAD_FORMATS):
         raise ConfigError("--follow replaces weights, which the graph of --head is made of; leave out one of them")
+    cache = cache_format(options.cache)
+    if options.follows and cache.answers_choose:
+        raise ConfigError(
+            "--follow replaces weights, of which the axes of --cache loki are made; leave out one of them"
+        )
     if Streaming.of(options.stream_weights, options.resident_blocks, None) is not None:
         refuse_shared_reading(plan)
+        refuse_shared_axes(cache, plan)
     if options.resident_blocks:
         refuse_resident(options.resident_blocks, model_config(source).num_layers // plan.pipe.degree)
+
+
+def _refuse_for_recurrent(source: Path, options: ServeOptions, plan: Plan) -> None:
+    """Raise ConfigError for options that a recurrent model does not have, if the model is one."""
+    given = {
+        "the plan": plan.num_ranks > 1,
+        "--weights": options.weights,
+        "--calibration": options.calibration,
+        "--merge-adapter": options.merged_adapter,
+        "--stream-weights": options.stream_weights,
+        "--resident-blocks": options.resident_blocks,
+        "--follow": options.follows,
+    }
+    found = {name: one or None for name, one in given.items()}
+    if any(found.values()) and isinstance(model_config(source), RecurrentConfig):
+        refuse_for_recurrent(found)
 
 
 def run_server(source: Path, options: ServeOptions, ready: Ready, say: Say) -> None:
@@ -193,7 +210,7 @@ def run_rank(
             signal.signal(number, signal.SIG_IGN)
     kind = cast(Literal["cpu", "cuda"], options.device)
     device = init_process_group(rank_info, kind, RANK_TIMEOUT, options.share_gpus)
-    mesh = Mesh(plan, device)
+    mesh = Mesh(plan, device, rank_info.num_local_ranks)
     say_once = say if rank_info.rank == 0 else lambda message: None
     ranks = ServingRanks(mesh, sums_of(options.sums), options.stream_weights > 0, say_once)
     replicas = mesh.with_own_group("data", "requests") if plan.data > 1 else mesh["data"]
@@ -245,7 +262,13 @@ def _serve_engine(
 ) -> None:
     """Serve an engine on a socket until the process is told to stop."""
     name = options.name or source.resolve().name
-    served = loaded.served(name, options.template, engine.context_length, engine.vocab_size, options.adapters)
+    longest = min(engine.context_length, engine.num_slots)
+    if longest < engine.context_length:
+        say(
+            f"memory holds the keys and values of {longest} tokens: prompts and answers have at most so many, not the "
+            f"{engine.context_length} of the model's context"
+        )
+    served = loaded.served(name, options.template, longest, engine.vocab_size, options.adapters)
     worker = EngineWorker(engine, num_replicas * (options.max_running + options.max_waiting))
     api = Api(served, worker, options.limits, loaded.weights)
 

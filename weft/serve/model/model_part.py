@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from weft.serve.cache.paged_attention import PagedBatch
 from weft.serve.cache.split_formats import split_format
 from weft.serve.head.graph_head import GraphHead
 from weft.serve.model.adapters import attach_adapters
+from weft.serve.model.cache_memory import CacheBytes, free_device_bytes, refuse_cache_blocks, refuse_swap_blocks
 from weft.serve.model.paged_model import PagedModel
 from weft.serve.model.ranks import ServingRanks
 from weft.serve.model.recurrent import RecurrentRows
@@ -121,6 +121,8 @@ class ModelPart:
             raise ConfigError("adapters are chosen by requests on one rank only; merge the adapter, or use one rank")
         self.adapters = attach_adapters(model, linears, options.adapters)
         num_blocks = options.num_blocks or self._blocks_that_fit(options)
+        if self.paged.keeps_pages:
+            self._refuse_memory(options, num_blocks)
         if ranks is not None:
             num_blocks = ranks.agree(num_blocks)
         num_rows = options.num_rows
@@ -237,12 +239,8 @@ class ModelPart:
         most = options.max_running * -(-self.context_length // block_size)
         if not self.paged.keeps_pages:
             return most
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-            free = GPU_SHARE * torch.cuda.mem_get_info(self.device)[0]
-        else:
-            num_local = 1 if self.ranks is None else self.ranks.mesh.num_local_ranks
-            free = CPU_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / num_local
+        share = GPU_SHARE if self.device.type == "cuda" else CPU_SHARE
+        free = share * free_device_bytes(self.device, self._num_local_ranks)
         # What a step holds beside the cache: a few activations of each token, and logits in float32 while sampling.
         linears = [module for module in self.paged.body.modules() if isinstance(module, nn.Linear)]
         widest = max(linear.weight.shape[0] for linear in linears)
@@ -259,6 +257,20 @@ class ModelPart:
                 f"or --resident-blocks, or keep weights in fewer bits (--weights)"
             )
         return min(most, fitting)
+
+    def _refuse_memory(self, options: EngineOptions, num_blocks: int) -> None:
+        """Raise ConfigError if the blocks that are asked for take more memory than there is."""
+        per_block = self.paged.bytes_per_token * options.block_size
+        sizes = CacheBytes(per_block, self.paged.bytes_beside_pages(options.num_rows))
+        if options.num_blocks is not None:
+            refuse_cache_blocks(num_blocks, sizes, self.device, self._num_local_ranks)
+        if options.swap_blocks:
+            beside = 0.0 if self.device.type == "cuda" else sizes.of(num_blocks)
+            refuse_swap_blocks(options.swap_blocks, per_block, beside, self._num_local_ranks)
+
+    @property
+    def _num_local_ranks(self) -> int:
+        return 1 if self.ranks is None else self.ranks.mesh.num_local_ranks
 
     def _share(self, options: EngineOptions) -> PageShare | None:
         """This rank's share of the pages of each block; None if it has whole blocks."""

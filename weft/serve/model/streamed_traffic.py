@@ -19,13 +19,19 @@ from weft.serve.weights.weight_formats import WeightFormat
 
 
 def all_block_bytes(
-    config: TransformerConfig, place: RankPlace, dtype: torch.dtype, format: WeightFormat | None
+    config: TransformerConfig,
+    place: RankPlace,
+    dtype: torch.dtype,
+    format: WeightFormat | None,
+    with_experts: bool = True,
 ) -> tuple[int, ...]:
-    """Bytes of each block of a rank, with linears in a format if one is given. Replicas of the plan read together."""
+    """Bytes of each block of a rank, with linears and (`with_experts`) experts in a format if one is given. Replicas of
+    the plan read together.
+    """
     model, _ = build_part(config, place)
     model.to(dtype)
     if format is not None:
-        make_room(model, format)
+        make_room(model, format, with_experts)
     paged = PagedModel(model, 1)
     return tuple(BlockLayout(modules, place.plan.data).num_bytes for modules in paged.block_modules)
 

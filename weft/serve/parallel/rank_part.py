@@ -129,28 +129,38 @@ def own_key_heads(config: TransformerConfig, place: RankPlace) -> range:
     return range(*share(number, degree // repeats, index // repeats))
 
 
-def part_bytes(config: TransformerConfig, place: RankPlace, item_bytes: int, format: WeightFormat | None = None) -> int:
-    """Bytes of the parameters that a rank holds, with linears and experts in a format if one is given, without building
-    them.
+def part_bytes(
+    config: TransformerConfig,
+    place: RankPlace,
+    item_bytes: int,
+    format: WeightFormat | None = None,
+    with_experts: bool = True,
+) -> int:
+    """Bytes of the parameters that a rank holds, with linears and (`with_experts`) experts in a format if one is given,
+    without building them.
     """
     if format is None:
         return part_numel(config, place) * item_bytes
     saved = {}
     for name, shape in _local_shapes(config, place.plan, tuple(place.coordinates.items())).items():
-        if name in _packed_names(config):
+        if name in _packed_names(config, with_experts):
             saved[name] = math.prod(shape) * item_bytes - _packed_bytes(format, shape)
     return part_numel(config, place) * item_bytes - _of_stage(config, place, saved)
 
 
 def block_bytes(
-    config: TransformerConfig, place: RankPlace, item_bytes: int, format: WeightFormat | None = None
+    config: TransformerConfig,
+    place: RankPlace,
+    item_bytes: int,
+    format: WeightFormat | None = None,
+    with_experts: bool = True,
 ) -> list[int]:
-    """Bytes of the parameters of each block that a rank holds, with linears and experts in a format if one is given."""
+    """Bytes of the parameters of each block that a rank holds, in formats as `part_bytes` has them."""
     found = [0] * config.num_layers
     for name, shape in _local_shapes(config, place.plan, tuple(place.coordinates.items())).items():
         layer = re.search(r"\.(?:layers|h)\.(\d+)\.", name)
         if layer is not None:
-            is_packed = format is not None and name in _packed_names(config)
+            is_packed = format is not None and name in _packed_names(config, with_experts)
             plain = math.prod(shape) * item_bytes
             found[int(layer[1])] += _packed_bytes(format, shape) if format and is_packed else plain
     return found[slice(*share(config.num_layers, place.plan.pipe.degree, stage_of(place)))]
@@ -197,9 +207,9 @@ def _local_shapes(
 
 
 @lru_cache(maxsize=4)
-def _packed_names(config: TransformerConfig) -> frozenset[str]:
+def _packed_names(config: TransformerConfig, with_experts: bool) -> frozenset[str]:
     """The names of weights that a format can keep in fewer bits."""
-    return frozenset(names_to_pack(_on_meta(config)))
+    return frozenset(names_to_pack(_on_meta(config), with_experts))
 
 
 def _cuts(config: TransformerConfig, model: nn.Module, place: RankPlace) -> dict[str, Cut]:

@@ -115,9 +115,19 @@ def nearest_format(scheme: Scheme) -> str:
 
 
 def folder_format(folder: Path) -> str | None:
-    """The name of weft's format nearest to that of a Hugging Face folder, for prices; None if it is not quantised."""
+    """The name of weft's format nearest to that of a Hugging Face folder, for prices of its linears; None if it is not
+    quantised, or they are decoded. Its experts are always decoded.
+    """
     quantisation = folder_quantisation(folder)
-    return None if quantisation is None else nearest_format(quantisation.schemes[0])
+    if quantisation is None or any(map(_is_decoded, quantisation.schemes)):
+        return None
+    return nearest_format(quantisation.schemes[0])
+
+
+def _is_decoded(scheme: Scheme) -> bool:
+    """Does `format_of` find no format, whatever the scales are? Of 8 bits with zero points, 16 bits are too few."""
+    is_large = scheme.bits == 8 and not scheme.is_symmetric and not scheme.is_float
+    return scheme.has_order or is_large or math.gcd(scheme.group_size or BLOCK, BLOCK) < MIN_GROUP
 
 
 def parts_of(weight: QuantisedWeight, cut: Cut, format: WeightFormat) -> tuple[Tensor, ...]:

@@ -3,10 +3,12 @@
     code = round((x - least) / scale), half to even        x' = code * scale + least
 
 The least value is rounded down and the scale up, so that every number of a group lies between the first and the last
-code, and |x - x'| is at most half a scale. A group of equal 16-bit numbers is kept exactly. Two codes of 4 bits lie in
-a byte: of each block of 128 numbers, the first half lies in the low halves of bytes, so that a kernel which reads them
-gets neighbours. A block has at most two groups, one in the low and one in the high halves, and where the numbers are no
-multiple of 128, their greatest common divisor.
+code, and |x - x'| is at most half a scale. A group of equal 16-bit numbers is kept exactly. Where 16 bits do not reach,
+finite numbers become the first or the last code; a group with an infinite one is decoded to NaN.
+
+Two codes of 4 bits lie in a byte: of each block of 128 numbers, the first half lies in the low halves of bytes, so that
+a kernel which reads them gets neighbours. A block has at most two groups, one in the low and one in the high halves,
+and where the numbers are no multiple of 128, their greatest common divisor.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 128
+LOWEST = -65504.0  # of float16
 
 
 class GroupCodes(NamedTuple):
@@ -101,8 +104,9 @@ def unpack_halves(packed: Tensor) -> Tensor:
 
 
 def _not_above(values: Tensor) -> Tensor:
-    """The largest numbers of float16 that are not above these."""
+    """The largest numbers of float16 that are not above these; for finite ones below all, the lowest."""
     half = values.to(torch.float16)
     bits = half.view(torch.int16)
     below = torch.where(half > 0, bits - 1, torch.where(half < 0, bits + 1, -32767)).view(torch.float16)
-    return torch.where(half.to(values.dtype) > values, below, half)
+    found = torch.where(half.to(values.dtype) > values, below, half)
+    return torch.where(values > -torch.inf, found.clamp(min=LOWEST), found)

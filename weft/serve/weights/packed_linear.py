@@ -123,10 +123,10 @@ def experts_to_pack(model: nn.Module) -> Iterator[tuple[str, StackedExperts]]:
             yield name, module
 
 
-def names_to_pack(model: nn.Module) -> Iterator[str]:
+def names_to_pack(model: nn.Module, with_experts: bool = True) -> Iterator[str]:
     """The names of all parameters that can be packed."""
     yield from (f"{name}.weight" for name, _ in linears_to_pack(model))
-    for name, experts in experts_to_pack(model):
+    for name, experts in experts_to_pack(model) if with_experts else ():
         yield from (f"{name}.{own}" for own, _ in experts.named_parameters())
 
 
@@ -135,13 +135,14 @@ def replace_module(model: nn.Module, name: str, packed: PackedLinear | PackedExp
     setattr(model.get_submodule(owner), leaf, packed)
 
 
-def make_room(model: nn.Module, format: WeightFormat) -> None:
+def make_room(model: nn.Module, format: WeightFormat, with_experts: bool = True) -> None:
     """Replace linears and experts on the meta device by packed ones without values."""
     for name, linear in list(linears_to_pack(model)):
         num_out, num_in = linear.weight.shape
         parts = format.empty(num_out, num_in, "meta")
         replace_module(model, name, PackedLinear(format, parts, num_in, linear.bias))
-    make_room_for_experts(model, format)
+    if with_experts:
+        make_room_for_experts(model, format)
 
 
 def make_room_for_experts(model: nn.Module, format: WeightFormat) -> None:

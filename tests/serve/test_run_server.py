@@ -1,0 +1,99 @@
+"""What `weft serve` refuses before a model is read, and what its ranks are told of their host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from serving_for_tests import tiny_model
+from test_recurrent import tiny_recurrent
+
+from weft.errors import ConfigError, PlanError
+from weft.launch.environment import RankInfo
+from weft.models import save_folder
+from weft.plan import Plan
+from weft.serve.cache.loki_cache import LokiFormat
+from weft.serve.calibration.loki_calibration import save
+from weft.serve.generate import load_for_generation
+from weft.serve.http import run_server
+from weft.serve.http.guard import ServerLimits
+from weft.serve.http.run_server import ServeOptions, refuse_options, run_rank
+from weft.serve.weights.weight_formats import FORMATS
+
+OPTIONS = ServeOptions(
+    host="127.0.0.1",
+    port=0,
+    api_keys=(),
+    name=None,
+    device="cpu",
+    follows=False,
+    tokenizer="bytes",
+    template=None,
+    context_length=None,
+    max_running=2,
+    max_waiting=2,
+    token_budget=16,
+    num_blocks=None,
+    limits=ServerLimits(),
+)
+
+
+class ReachedError(Exception):
+    """The mesh was made."""
+
+
+def test_a_rank_knows_how_many_are_on_its_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_folder(tmp_path, tiny_model("llama"))  # type: ignore[arg-type]
+    given = list[Any]()
+
+    def mesh(*arguments: Any) -> None:
+        given.append(arguments)
+        raise ReachedError
+
+    monkeypatch.setattr(run_server, "init_process_group", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr(run_server, "Mesh", mesh)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    plan, second_host = Plan(data=4), RankInfo(2, 4, 0, 2, 2, "torchrun")
+    with pytest.raises(ReachedError):
+        run_rank(tmp_path, OPTIONS, plan, second_host, None, lambda about: None, lambda message: None)
+    assert given == [(plan, torch.device("cpu"), 2)]
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_what_a_recurrent_model_does_not_have_is_refused_before_it_is_read(kind: str, tmp_path: Path) -> None:
+    save_folder(tmp_path, tiny_recurrent(kind, vocab_size=257))
+    about = "a recurrent model is served on one rank, with its weights as they are, on the device; leave out "
+    for options, plan, names in (
+        ({"weights": "int4"}, Plan(), "--weights"),
+        ({"weights": "int4", "calibration": "text"}, Plan(), "--weights and --calibration"),
+        ({"merged_adapter": "adapter"}, Plan(), "--merge-adapter"),
+        ({"stream_weights": 1, "resident_blocks": 1}, Plan(), "--stream-weights and --resident-blocks"),
+        ({}, Plan(data=2), "the plan"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            refuse_options(tmp_path, replace(OPTIONS, **options), plan)  # type: ignore[arg-type]
+        assert str(caught.value) == about + names
+    refuse_options(tmp_path, OPTIONS, Plan())
+    with pytest.raises(ConfigError) as caught:  # as weft generate --weights int4
+        load_for_generation(tmp_path, "bytes", weights=FORMATS["int4"])
+    assert str(caught.value) == about + "--weights"
+
+
+@pytest.mark.parametrize("kind", ["loki", "int4,loki"])
+def test_axes_are_of_the_weights_that_they_were_made_of(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_folder(tmp_path, tiny_model("llama"))  # type: ignore[arg-type]
+    save(tmp_path / "axes", LokiFormat(torch.eye(4).expand(2, 2, 4, 4), identity="any"))
+    monkeypatch.setattr(run_server, "require_run", lambda source: None)
+    options = replace(OPTIONS, cache=f"{kind}={tmp_path / 'axes'}")
+    with pytest.raises(ConfigError, match="--follow replaces weights, of which the axes of --cache loki are made; le"):
+        refuse_options(tmp_path, replace(options, follows=True), Plan())
+    with pytest.raises(PlanError, match=r"cannot compare them with the file of --cache .*loki; leave out plan\.data, "):
+        refuse_options(tmp_path, replace(options, stream_weights=1), Plan(data=2))
+    refuse_options(tmp_path, replace(options, stream_weights=1), Plan())
+    refuse_options(tmp_path, options, Plan(data=2))
+    refuse_options(tmp_path, replace(OPTIONS, cache="int4", follows=True), Plan(data=2))
