@@ -2,6 +2,7 @@
 
     python benchmarks/cpu_planned.py                    an hour; writes benchmarks/results/cpu-planned.json
     python benchmarks/cpu_planned.py --real-time        on a machine that others use (root): nothing interrupts timings
+    python benchmarks/cpu_planned.py --quiet            on a virtual machine whose host others use: times when they rest
     python benchmarks/cpu_planned.py --tiny             a tiny model, to try the benchmark itself; nothing is written
 
 The machine is measured before and after the rows of each model, as `weft bench machine --serve` does, and a prediction
@@ -9,6 +10,9 @@ is the mean of what both say. A measured time is the median of three bursts of a
 median, too; of recurrent models, that of some copies in other places of memory. What is measured of the machine has no
 part of these models. One thread, seconds of a core; of several rounds the medians count. Weights are random. Searches
 for likely tokens are in a random matrix of low rank; their counts are those of other states than those timed.
+
+With --quiet, each piece of the measurement and each burst begins when a read of memory and a small product take at most
+15 % more than the least that they took so far, or after a minute. The result says how often it did not become quiet.
 """
 
 from __future__ import annotations
@@ -60,6 +64,7 @@ LLAMA_60M = DecoderConfig(
     max_position_embeddings=256,
 )
 GPT2 = GPT2Config(n_positions=256, tie_word_embeddings=False)
+QUIET_SHARE, QUIET_SECONDS = 1.15, 60.0
 PROMPT, NUM_BURSTS, NUM_STEPS, REST_SECONDS = 16, 3, 9, 0.25
 # What a cache holds of a small model depends on where its weights lie: one of 38 MB took 3.0 to 3.5 ms.
 NUM_PLACES = 5
@@ -177,6 +182,44 @@ def parts(is_tiny: bool, timed: Callable[[], Any]) -> Iterator[Iterator[Row]]:
     yield searches(8192, 1024, timed)
 
 
+class Quiet:
+    """Waits until others rest who use the same cores and memory, by two probes: a read of memory, a small product."""
+
+    def __init__(self, least: Sequence[float] = ()) -> None:
+        self._large, self._small = torch.ones(4096, 4096), torch.ones(64, 64)
+        self.least = list(least)
+        self.num_waits = self.num_noisy = 0
+        self.waited_seconds = 0.0
+        if not least:
+            self.least = [min(column) for column in zip(*(self._probe() for _ in range(50)), strict=True)]
+
+    def _probe(self) -> tuple[float, float]:
+        column, short = self._large[0], self._small[0]
+        read = min(_seconds(partial(torch.mv, self._large, column)) for _ in range(2))
+        return read, _seconds(lambda: [torch.mv(self._small, short) for _ in range(500)])
+
+    def wait(self) -> None:
+        start = time.monotonic()
+        self.num_waits += 1
+        while True:
+            found = self._probe()
+            self.least = [min(pair) for pair in zip(self.least, found, strict=True)]
+            if all(one <= QUIET_SHARE * least for one, least in zip(found, self.least, strict=True)):
+                break
+            if time.monotonic() - start > QUIET_SECONDS:
+                self.num_noisy += 1
+                break
+            time.sleep(0.2)
+        self.waited_seconds += time.monotonic() - start
+
+
+@contextmanager
+def when_quiet(quiet: Quiet) -> Iterator[None]:
+    quiet.wait()
+    with real_time():
+        yield
+
+
 @contextmanager
 def real_time() -> Iterator[None]:
     """Other processes do not interrupt this one."""
@@ -187,18 +230,20 @@ def real_time() -> Iterator[None]:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
-def let_others_run(*_: int) -> None:
+def let_others_run(quiet: Quiet | None, *_: int) -> None:
     """Between two pieces that nothing interrupts."""
     if os.sched_getscheduler(0) == os.SCHED_FIFO:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         time.sleep(REST_SECONDS)
+        if quiet is not None:
+            quiet.wait()
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(5))
 
 
-def measure_machine(path: str, timed: Callable[[], Any]) -> None:
+def measure_machine(path: str, timed: Callable[[], Any], quiet: Quiet | None) -> None:
     """Write what `weft bench machine --serve` measures."""
     with timed():
-        found = measure_decode(let_others_run)
+        found = measure_decode(partial(let_others_run, quiet))
     Path(path).write_text(json.dumps(asdict(found)))
 
 
@@ -207,13 +252,14 @@ def as_it_is() -> Iterator[None]:
     yield
 
 
-def compared(timed: Callable[[], Any], is_tiny: bool) -> Iterator[tuple[str, float, float]]:
+def compared(timed: Callable[[], Any], is_tiny: bool, quiet: Quiet | None) -> Iterator[tuple[str, float, float]]:
     """Yields what was measured, and seconds predicted by the machine before and after it and measured."""
 
     def machine() -> DecodeRates:
         """Measured by another process: the memory that it leaves behind would slow the models of this one."""
         with tempfile.NamedTemporaryFile("r") as file:
             option = ["--real-time"] if timed is real_time else []
+            option += [] if quiet is None else ["--quiet", "--least", *map(str, quiet.least)]
             subprocess.run([sys.executable, __file__, "--measure-machine", file.name, *option], check=True)
             return build_dataclass(DecodeRates, json.load(file))
 
@@ -241,7 +287,7 @@ def summary(found: dict[str, list[tuple[float, float]]]) -> list[dict[str, Any]]
     return rows
 
 
-def write(found: dict[str, list[tuple[float, float]]], given: argparse.Namespace) -> None:
+def write(found: dict[str, list[tuple[float, float]]], given: argparse.Namespace, quiet: Quiet | None) -> None:
     """Write what there is so far."""
     rows = summary(found)
     result = {
@@ -251,7 +297,8 @@ def write(found: dict[str, list[tuple[float, float]]], given: argparse.Namespace
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "threads": 1,
         "rounds": max(map(len, found.values())),
-        "is_real_time": given.real_time,
+        "is_real_time": given.real_time or given.quiet,
+        "waits_for_quiet": quiet and {"number": quiet.num_waits, "in_vain": quiet.num_noisy},
         "load_average": os.getloadavg(),
         "within_10_percent": sum(abs(row["error"]) <= 0.1 for row in rows),
         "rows": rows,
@@ -264,21 +311,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a tiny model; results are printed, not written")
     parser.add_argument("--real-time", action="store_true", help="nothing interrupts what is timed (root)")
+    parser.add_argument("--quiet", action="store_true", help="time when others rest, and nothing interrupts (root)")
+    parser.add_argument("--least", type=float, nargs=2, default=(), help="the least times of the probes of --quiet")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--measure-machine", metavar="FILE", help="only measure the machine, and write its figures")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    timed = real_time if given.real_time else as_it_is
+    quiet = Quiet(given.least) if given.quiet else None
+    timed = partial(when_quiet, quiet) if quiet else real_time if given.real_time else as_it_is
     if given.measure_machine:
-        measure_machine(given.measure_machine, timed)
+        measure_machine(given.measure_machine, timed, quiet)
         return
     found: dict[str, list[tuple[float, float]]] = {}
     for _ in range(given.rounds):
-        for what, predicted, measured in compared(timed, given.tiny):
+        for what, predicted, measured in compared(timed, given.tiny, quiet):
             found.setdefault(what, []).append((predicted, measured))
             print(f"{what}: {1e3 * predicted:.2f} ms predicted, {1e3 * measured:.2f} measured", flush=True)
             if not given.tiny:
-                write(found, given)
+                write(found, given, quiet)
     print("| | predicted ms | measured ms | error |\n|---|---|---|---|")
     for row in summary(found):
         print(f"| {row['what']} | {row['predicted_ms']:.3g} | {row['measured_ms']:.3g} | {row['error']:+.0%} |")

@@ -92,6 +92,9 @@ BAD_BODIES = [
     ({"prompt": "x", "max_tokens": 0}, "'max_tokens' = 0 generates nothing"),
     ({"prompt": "x", "max_tokens": "many"}, "'max_tokens' = 'many' (a string) but it expects an integer"),
     ({"prompt": "x", "logprobs": 21}, "'logprobs' = 21"),
+    ({"prompt": "x", "logprobs": 5e4}, "'logprobs' = 50000"),
+    ({"prompt": "x", "logprobs": "50K"}, "'logprobs' = 51200"),
+    ({"prompt": "x", "n": 0.0}, "'n' = 0; it must be from 1 to 128"),
     ({"prompt": "x", "stop": [""]}, "'stop' must have"),
     ({"prompt": "x", "stop": ["a"] * 17}, "'stop' must have"),
     ({"prompt": "x", "logit_bias": {"a": 1}}, "'logit_bias' must be"),
@@ -109,6 +112,12 @@ def test_bad_bodies_are_refused_in_words(served: Served, engine: RepeatingEngine
         assert response.status_code == 400, (body, response.text)
         assert words in message(response), body
     assert len(engine.requests) == before
+
+
+def test_a_bias_of_too_many_tokens_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_body, "MAX_BIASES", 2)
+    response = served.post("/v1/completions", {"prompt": "x", "logit_bias": {"1": 1, "2": 1, "3": 1}}, headers=KEY)
+    assert (response.status_code, message(response)) == (400, "'logit_bias' has 3 tokens; it must have at most 2")
 
 
 def test_bad_chats_are_refused_in_words(served: Served) -> None:

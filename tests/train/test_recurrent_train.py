@@ -222,7 +222,7 @@ def test_the_example_trains_and_is_proved_planned_and_served(
     assert written.status == 0, written.err
     refused = weft("serve", tmp_path / "run", "--device", "cpu", "--follow")
     assert refused.status == 2
-    assert "is a recurrent model" in refused.err
+    assert "a recurrent model is served on one rank" in refused.err
     refused = weft("calibrate", tmp_path / "run", "--data", source, "--device", "cpu")
     assert refused.status == 2
     assert "a recurrent model keeps no keys" in refused.err

@@ -24,6 +24,7 @@ B = TypeVar("B")
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
 MAX_CHOICES = 128  # answers of one HTTP request
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_LOGPROBS = 16, 1000, 20
+MAX_BIASES = 1024  # tokens of logit_bias
 RANGES: dict[str, tuple[int, int]] = {  # smallest and largest values; the engine checks how tokens are sampled
     "seed": (-(1 << 63), (1 << 63) - 1),
     "n": (1, MAX_CHOICES),
@@ -153,8 +154,8 @@ def parse_body(kind: type[B], data: bytes, model_names: Sequence[str]) -> B:
     table = {key: value for key, value in table.items() if value is not None and key not in IGNORED}
     body = build_dataclass(kind, table)
     for key, (smallest, largest) in RANGES.items():
-        value = table.get(key)
-        if isinstance(value, int) and not isinstance(value, bool) and not smallest <= value <= largest:
+        value = getattr(body, key, None)  # not as it was written, which may be 1e9 or "1G"
+        if type(value) is int and not smallest <= value <= largest:
             raise ApiError(400, f"'{key}' = {value}; it must be from {smallest} to {largest}")
     refuse_other_model(table.get("model", model_names[0]), model_names)
     return body
@@ -273,6 +274,8 @@ def _known_tokens(tokens: list[int], model: ServedModel, key: str) -> tuple[int,
 
 def _sampling(body: GenerationBody, num_logprobs: int | None) -> Sampling:
     bias = body.logit_bias or {}
+    if len(bias) > MAX_BIASES:
+        raise ApiError(400, f"'logit_bias' has {len(bias)} tokens; it must have at most {MAX_BIASES}")
     if not all(key.isascii() and key.isdigit() and len(key) < 10 and math.isfinite(bias[key]) for key in bias):
         raise ApiError(400, "'logit_bias' must be an object of tokens and finite numbers, such as {\"50256\": -100}")
     return Sampling(
