@@ -298,6 +298,7 @@ def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], defau
             f"plan.pipe.shadow = true keeps each stage on two ranks, and checkpoint.memory_every = "
             f"{run.checkpoint.memory_every} copies it once more, for a fixed number of ranks; leave one of them out"
         )
+    run.train.refuse(data)
     run.roles.refuse(run.train, run.plan, data)
     return run
 

@@ -119,6 +119,14 @@ class TrainConfig:
                 f"{self.steps}; 10:20 records the ten steps after the tenth"
             )
 
+    def refuse(self, data: Data) -> None:
+        """Raise ConfigError if these options do not go with the data."""
+        if self.patience is not None and data.held_out == 0:
+            raise ConfigError(
+                f"train.patience = {self.patience} but data.held_out = 0 leaves nothing to evaluate on; give a share "
+                f"of the data, or leave train.patience out"
+            )
+
     @property
     def profile_steps(self) -> range:
         """The steps, counted from 0, whose communication is recorded; empty if there are none."""

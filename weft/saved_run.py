@@ -20,11 +20,11 @@ from torch import Tensor
 from weft.checkpoint import Checkpoint, latest, steps
 from weft.checkpoint.folder import step_name
 from weft.checkpoint.manifest import MANIFEST
-from weft.data.config import DataConfig, data_from_table
+from weft.data.config import ChatConfig, DataConfig, data_from_table
 from weft.errors import CheckpointError, ConfigError, DamagedError
 from weft.models import LanguageConfig, config_from_table, read_config, weight_reader
 from weft.models.adapter import WEIGHTS_FILE as ADAPTER_FILE
-from weft.models.hf_config import CONFIG_FILE
+from weft.models.hf_config import CONFIG_FILE, exported_end_token
 from weft.models.lora import is_adapter, merged
 from weft.models.tuning import Tuning
 from weft.schema import build_dataclass, parse_toml
@@ -59,7 +59,8 @@ def open_source(folder: Path) -> Source:
         config = read_config(folder)
         tokenizer = str(folder) if (folder / TOKENIZER_FILE).is_file() else None
         files = sorted(folder.glob("*.safetensors"))
-        return Source(folder, config, tokenizer, None, weight_reader(folder, config), _hash(files))
+        read = weight_reader(folder, config)
+        return Source(folder, config, tokenizer, exported_end_token(folder), read, _hash(files))
     if not (folder / MANIFEST).is_file() and latest(folder / "checkpoints") is None and latest(folder) is None:
         raise ConfigError(
             f"'{folder}' holds neither {CONFIG_FILE} (a Hugging Face folder) nor a complete checkpoint of weft; give a "
@@ -154,7 +155,19 @@ def saved_tokenizer(checkpoint: Checkpoint) -> str:
     folder in which the run was started, if that can be derived from the run's folder, or else at the current folder.
     """
     spec = saved_data(checkpoint).tokenizer
-    if spec == "bytes" or Path(spec).is_absolute():
+    return spec if spec == "bytes" else _place(checkpoint, spec)
+
+
+def saved_template(checkpoint: Checkpoint) -> str | None:
+    """The path of the chat template that a checkpoint's run names, found as its tokenizer is; None if it names none."""
+    data = saved_data(checkpoint)
+    if not isinstance(data, ChatConfig) or data.template is None:
+        return None
+    return _place(checkpoint, data.template)
+
+
+def _place(checkpoint: Checkpoint, spec: str) -> str:
+    if Path(spec).is_absolute():
         return spec
     found = [folder / spec for folder in (_started_in(checkpoint), Path()) if folder is not None]
     return str(next((path for path in found if path.exists()), found[0]))

@@ -8,17 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from chats_for_tests import BOS, EOS, write_tokenizer
 from runs_for_tests import losses, make_run, train_on_ranks, write_run_file
 from safetensors.torch import load_file
 
 from weft.checkpoint import Checkpoint, Piece, Region, Saver
 from weft.commands.export import export
 from weft.data.tokenizer import load_tokenizer
-from weft.errors import CheckpointError, ConfigError, DamagedError, NumbersError
-from weft.models import Decoder, DecoderConfig, build, initialise, read_config
+from weft.errors import CheckpointError, ConfigError, DamagedError, DataError, NumbersError
+from weft.models import Decoder, DecoderConfig, build, initialise, read_config, save_folder
 from weft.run_file import load_run
+from weft.saved_run import open_source
 from weft.schema import to_table
 from weft.serve.generate import generate, load_for_generation
+from weft.serve.loading import load_model
+from weft.serve.served_model import stated_end_tokens
 
 pytestmark = pytest.mark.processes
 
@@ -102,9 +106,11 @@ def test_export_takes_a_checkpoint_or_the_newest_of_a_run(folder: Path, tmp_path
 CONFIG = DecoderConfig(vocab_size=257, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
 
 
-def saved_with(tokenizer: str, checkpoints: Path, run_folder: str, step: int = 2, value: float = 0.5) -> Path:
+def saved_with(
+    tokenizer: str, checkpoints: Path, run_folder: str, step: int = 2, value: float = 0.5, more: str = ""
+) -> Path:
     """A checkpoint of a run that names this tokenizer and this folder, as its run file did."""
-    text = f'folder = "{run_folder}"\n[data]\nsource = "stdlib"\nsequence = 8\ntokenizer = "{tokenizer}"\n'
+    text = f'folder = "{run_folder}"\n[data]\nsource = "stdlib"\nsequence = 8\ntokenizer = "{tokenizer}"\n{more}\n'
     state = {"model": to_table(CONFIG), "run": text}
     named = build(CONFIG).named_parameters()
     whole = Region.whole
@@ -117,7 +123,8 @@ def test_a_relative_tokenizer_is_found_from_anywhere(tmp_path: Path, monkeypatch
     """Where the run was started is where its folder lies; from there its paths are meant."""
     started, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
     (started / "own").mkdir(parents=True)
-    (started / "own" / "tokenizer.json").write_text("the tokenizer")
+    write_tokenizer(started / "own")
+    own = (started / "own" / "tokenizer.json").read_text()
     elsewhere.mkdir()
     for number, tokenizer in enumerate(("own/tokenizer.json", "own", str(started / "own"))):
         run = saved_with(tokenizer, started / f"runs/{number}/checkpoints", f"runs/{number}")
@@ -125,7 +132,7 @@ def test_a_relative_tokenizer_is_found_from_anywhere(tmp_path: Path, monkeypatch
             monkeypatch.chdir(cwd)
             target = tmp_path / f"model-{number}-{cwd.name}"
             export(source, target)
-            assert (target / "tokenizer.json").read_text() == "the tokenizer"
+            assert (target / "tokenizer.json").read_text() == own
 
 
 def test_a_tokenizer_that_is_gone_is_no_silent_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,8 +146,8 @@ def test_a_tokenizer_that_is_gone_is_no_silent_export(tmp_path: Path, monkeypatc
 
 
 def test_an_export_appears_with_its_tokenizer_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own.json").write_text("the tokenizer")
-    run = saved_with(str(tmp_path / "own.json"), tmp_path / "runs" / "x" / "checkpoints", "runs/x")
+    write_tokenizer(tmp_path)
+    run = saved_with(str(tmp_path / "tokenizer.json"), tmp_path / "runs" / "x" / "checkpoints", "runs/x")
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -152,7 +159,65 @@ def test_an_export_appears_with_its_tokenizer_or_not_at_all(tmp_path: Path, monk
             export(run, tmp_path / "model")
     assert not (tmp_path / "model").exists()
     export(run, tmp_path / "model")
-    assert (tmp_path / "model" / "tokenizer.json").read_text() == "the tokenizer"
+    assert (tmp_path / "model" / "tokenizer.json").read_text() == (tmp_path / "tokenizer.json").read_text()
+
+
+@pytest.mark.parametrize(("first", "end_token"), [(BOS, None), (BOS, EOS), ("<|begin|>", EOS)])
+def test_an_export_ends_where_its_run_does(tmp_path: Path, first: str, end_token: str | None) -> None:
+    """At a known token of the vocabulary, or at what the run states, whether a known one is there or not."""
+    from transformers import GenerationConfig
+
+    write_tokenizer(tmp_path)
+    file, target = tmp_path / "tokenizer.json", tmp_path / "model"
+    file.write_text(file.read_text().replace(BOS, first))
+    (tmp_path / "generation_config.json").write_text(
+        '{"_from_model_config": true, "eos_token_id": [65], "temperature": 0.6}'
+    )
+    stated = "" if end_token is None else f'end_token = "{end_token}"'
+    run = saved_with(str(file), tmp_path / "run" / "checkpoints", "run", more=stated)
+    export(run, target)
+    ours, theirs = (load_model(folder, None, "cpu", print) for folder in (run, target))
+    assert theirs.end_tokens == ours.end_tokens == {65, ours.tokenizer.end}
+    assert theirs.tokenizer.end == ours.tokenizer.end == {BOS: 256, EOS: 257}[end_token or BOS]
+    assert open_source(target).end_token == end_token  # so that a run from it trains the same end
+    found = GenerationConfig.from_pretrained(target)
+    assert (found.eos_token_id, found.temperature) == ([ours.tokenizer.end, 65], 0.6)
+
+
+def test_an_export_with_bytes_states_their_end(tmp_path: Path) -> None:
+    export(saved_with("bytes", tmp_path / "checkpoints", "."), tmp_path / "model")
+    assert stated_end_tokens(tmp_path / "model") == [256]
+
+
+def test_a_folder_without_a_known_end_token_ends_at_the_one_that_it_states(tmp_path: Path) -> None:
+    save_folder(tmp_path / "model", build(CONFIG))
+    write_tokenizer(tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    file.write_text(file.read_text().replace(BOS, "<|begin|>"))
+    with pytest.raises(DataError, match=r"has no token </s> or .* to end a document"):
+        load_for_generation(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": 257}')
+    assert load_for_generation(tmp_path / "model")[1].end == 257
+
+
+@pytest.mark.parametrize("tokenizer", ["own", "bytes"])
+def test_an_export_has_the_chat_template_of_its_run(tmp_path: Path, tokenizer: str) -> None:
+    """The file that the run names, found from where it was started, in place of the one in the tokenizer's folder."""
+    own, template = tmp_path / "own", tmp_path / "chat.jinja"
+    own.mkdir()
+    write_tokenizer(own)
+    (own / "chat_template.jinja").write_text("that of the tokenizer")
+    template.write_text("that of the run")
+    more = 'kind = "chat"\ntemplate = "chat.jinja"'
+    run = saved_with(tokenizer, tmp_path / "runs" / "x" / "checkpoints", "runs/x", more=more)
+    export(run, tmp_path / "model")
+    assert (tmp_path / "model" / "chat_template.jinja").read_text() == "that of the run"
+    template.unlink()
+    with pytest.raises(
+        ConfigError, match=r"the chat template 'chat\.jinja' of the run is not there \(.*\); put it there"
+    ):
+        export(run, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 # --- generation

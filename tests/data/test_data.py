@@ -248,6 +248,23 @@ def test_bad_parquet(tmp_path: Path) -> None:
         list(documents(path))
 
 
+def test_tables_with_text_that_is_not_utf_8(tmp_path: Path) -> None:
+    bad = pyarrow.array([b"good", b"\xff"]).cast("string", safe=False)
+    table = pyarrow.table({"text": bad})
+    pyarrow.parquet.write_table(table, tmp_path / "data.parquet")
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "dataset_info.json").write_text("{}")
+    (saved / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
+    with pyarrow.OSFile(str(saved / "data.arrow"), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    for path, name in ((tmp_path / "data.parquet", "data.parquet"), (saved, "data.arrow")):
+        texts = iter(documents(path))
+        assert next(texts) == "good"
+        with pytest.raises(DataError, match=rf"{name}, row 1: 'text' is not UTF-8 text; convert it to UTF-8"):
+            next(texts)
+
+
 def test_bad_saved_datasets(tmp_path: Path) -> None:
     (tmp_path / "dataset_info.json").write_text("{}")
     for content in ("{", "[]", "{}", '{"_data_files": []}'):

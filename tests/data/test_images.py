@@ -209,6 +209,16 @@ def test_a_palette_and_a_bitmap_are_read_as_colours_and_greys(tmp_path: Path) ->
     )
 
 
+def test_the_limit_of_pixels_is_ours_and_not_that_of_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, pixels = tmp_path / "large.png", picture()
+    save_png(path, pixels)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", HEIGHT * WIDTH // 3)  # Pillow refuses more than twice as many
+    assert np.array_equal(reader_of(path).read(path, 0, (0, HEIGHT), (0, WIDTH)), pixels)
+    monkeypatch.setattr(formats, "MAX_DECODED_PIXELS", HEIGHT * WIDTH - 1)
+    with pytest.raises(BadImageError, match=r"its 90 × 133 pixels are more than 11969; use a tiled TIFF"):
+        reader_of(path).read(path, 0, (0, 1), (0, 1))
+
+
 def test_only_the_tiles_of_a_region_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tiles.tif"
     save_tiff(tile=(16, 16))(path, picture())

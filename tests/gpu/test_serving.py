@@ -47,6 +47,12 @@ def test_an_engine_on_the_gpu_answers_as_on_a_cpu(options: dict[str, str], fork_
     assert len({tuple(tokens) for tokens in here.values()}) == len(here)  # requests differ in their answers
 
 
+@pytest.mark.parametrize("cache", [None, "int4"])
+def test_a_text_is_embedded_as_on_a_cpu(cache: str | None, fork_server: ForkServer) -> None:
+    here, there = (fork_server.call("embedded", device=device, cache=cache) for device in ("cuda", "cpu"))
+    assert here == pytest.approx(there, abs=5e-3)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3", "mixtral", "mixtral int4", "mixtral fp8"])
 def test_graphs_of_kernels_choose_the_likeliest_tokens(architecture: str, fork_server: ForkServer) -> None:
     architecture, _, weights = architecture.partition(" ")

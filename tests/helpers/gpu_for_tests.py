@@ -227,6 +227,21 @@ def _tokens(
     return tokens_of(serve_all(Engine(model, options), requests))
 
 
+def _embedded(device: str, cache: str | None) -> list[float]:
+    """A text of several pages, in chunks, beside a request: in fp32 on a GPU, in fp64 on a CPU."""
+    from weft.serve.cache_formats import block_size_of, cache_format
+    from weft.serve.engine import Engine, EngineOptions
+    from weft.serve.scheduling.request import Request
+
+    kept, model = cache_format(cache), _small_model("llama").to(device, torch.float64 if device == "cpu" else None)
+    engine = Engine(
+        model, EngineOptions(context_length=256, cache=kept, block_size=block_size_of(kept), token_budget=80)
+    )
+    engine.add(Request("one", tuple(range(70)), 20))
+    engine.step()
+    return engine.embed([(7 * one) % 512 for one in range(230)], "mean").double().tolist()
+
+
 def _small_model(architecture: str) -> nn.Module:
     """The likeliest tokens are likelier than others by more than rounding."""
     from weft.models import DecoderConfig, build, initialise
@@ -292,7 +307,15 @@ def _peaks(name: str, late: str = "") -> tuple[list[int], list[int]]:
     return peaks(name, LARGE, "cuda", late)
 
 
-JOBS = {**OWN_JOBS, **RANK_JOBS, "prove": _prove, "tokens": _tokens, "lost_logits": _lost_logits, "peaks": _peaks}
+JOBS = {
+    **OWN_JOBS,
+    **RANK_JOBS,
+    "prove": _prove,
+    "tokens": _tokens,
+    "embedded": _embedded,
+    "lost_logits": _lost_logits,
+    "peaks": _peaks,
+}
 
 
 def ran(what: str) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def tokens_on_ranks(
         engine.step()
     engine.idle()
     state = engine.state()
-    embedding = engine.embed((5, 6, 7), "mean").tolist()
+    embedding = engine.embed((5, 6, 7, 8, 9, 1), "mean").tolist()
     scores = [one.token for one in engine.score(SCORED)]
     engine.close()
     return {
@@ -134,7 +134,7 @@ def requests() -> list[Request]:
 def on_one_rank(name: str) -> tuple[dict[str, list[int]], list[float], list[float]]:
     engine = Engine(whole_model(name), EngineOptions(block_size=4, num_blocks=60))
     scores = [one.token for one in engine.score(SCORED)]
-    return tokens_of(serve_all(engine, requests())), engine.embed((5, 6, 7), "mean").tolist(), scores
+    return tokens_of(serve_all(engine, requests())), engine.embed((5, 6, 7, 8, 9, 1), "mean").tolist(), scores
 
 
 def check(cases: list[tuple[str, Plan]], num_ranks: int) -> None:

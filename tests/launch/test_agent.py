@@ -434,6 +434,21 @@ def test_only_ranks_that_are_not_reaped_are_signalled(tmp_path: Path) -> None:
         assert len({pid for pid, _ in signalled}) == 2
 
 
+@pytest.mark.parametrize("has_worked", [False, True])
+def test_ranks_that_count_no_steps_are_started_again_if_they_have_worked(has_worked: bool) -> None:
+    """After an error that is not the user's."""
+
+    def main() -> None:
+        if attempt() == 0 and rank() == 1:
+            raise RuntimeError("a lost connection")
+        if attempt() == 0:
+            time.sleep(DEADLINE_SECONDS)  # as in a collective
+
+    with ForkServer(lambda arguments: main()) as fork_server:
+        status = start_local(fork_server, 2, [], {}, LIMIT, has_worked=lambda: has_worked)
+    assert status == (0 if has_worked else 1)
+
+
 def test_the_ended_are_reaped_when_others_start_and_when_all_is_over() -> None:
     with ForkServer(lambda arguments: None) as fork_server:
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}

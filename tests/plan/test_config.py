@@ -126,6 +126,7 @@ BAD_OVERRIDES = {
     "model.num_hidden_layers=10000000": "num_hidden_layers = 10000000 is larger than that of any model",
     "train.batch=1000000000000": "train.batch = 1000000000000; it must be at most 16777216",
     # data
+    'data.kind=["text"]': "unknown 'data.kind' = ['text']",
     "data.source=absent.txt": "there is no data at absent.txt",
     "data.sequence=20000": "needs at least 20001 tokens, but the held-out data holds",
     "data.tokenizer=absent.json": "cannot read the tokenizer absent.json",

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
 from roles_for_tests import assert_bit_equal, said, train_with_roles
 from runs_for_tests import events
 
-from weft.checkpoint import Checkpoint, steps
+from weft.checkpoint import Checkpoint, Saver, steps
 from weft.checkpoint.folder import step_name
-from weft.run_file import Run
+from weft.run_file import Run, load_run
 from weft.saved_run import open_checkpoint
+from weft.train.batches import prepare_data
+from weft.train.validator import BEST, BestSnapshot
 
 pytestmark = pytest.mark.processes
 
@@ -30,6 +34,29 @@ def test_a_validator_measures_what_inline_evaluation_does(run_file: Path) -> Non
     assert steps(best) == [min(found, key=lambda step: found[step])]
     assert kept.stated("held_out", dict)["loss"] == min(found.values())
     assert open_checkpoint(run.folder / "best").step == kept.step
+
+
+def test_the_best_snapshot_may_be_of_a_lower_step(run_file: Path, tmp_path: Path) -> None:
+    """A run that has gone back measures lower steps, and the same step, again."""
+    run = load_run(run_file, [f"folder={tmp_path / 'run'}"])
+    data = prepare_data(run)
+    best, folder = BestSnapshot(run, data), run.folder / BEST / "checkpoints"
+
+    def consider(best: BestSnapshot, step: int, loss: float) -> None:
+        best.consider(step, {"loss": loss}, {("weight", "parameter"): torch.full((2,), loss)})
+
+    losses = [(8, 3.0, (8, 3.0)), (12, 2.0, (12, 2.0)), (8, 2.5, (12, 2.0)), (10, 1.9, (10, 1.9)), (10, 1.8, (10, 1.8))]
+    for step, loss, (kept, lowest) in losses:
+        consider(best, step, loss)
+        assert steps(folder) == [kept]
+        assert open_checkpoint(run.folder / BEST).read("weight", "parameter").tolist() == pytest.approx([lowest] * 2)
+    with patch.object(Saver, "delete"):  # the process dies between the save and the removal
+        consider(best, 6, 1.7)
+    assert steps(folder) == [6, 10]
+    again = BestSnapshot(run, data)
+    assert steps(folder) == [6]
+    consider(again, 14, 1.75)
+    assert steps(folder) == [6]
 
 
 def test_a_killed_validator_loses_measures_only(run_file: Path, plain: Run) -> None:

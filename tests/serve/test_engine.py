@@ -305,6 +305,37 @@ def test_embeddings_are_pooled_hidden_states() -> None:
     torch.testing.assert_close(engine.embed([5, 6, 7], "last"), hidden[-1])
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_texts_are_computed_in_free_blocks_a_few_tokens_at_a_time(kind: str) -> None:
+    """Requests that hold the blocks are computed again, and get the tokens that they would get without texts."""
+    model, text = tiny_model(kind).double(), tuple(one % 7 + 1 for one in range(27))
+    whole, few = make_engine(model), make_engine(model, num_blocks=8, token_budget=4, max_running=3)
+    assert few.num_slots == 32
+    requests = [Request(str(index), (index, 5, 3), 8, GREEDY) for index in range(1, 4)]
+    expected = tokens_of(serve_all(make_engine(model), requests))
+    for one in requests:
+        few.add(one)
+    found: dict[str, list[int]] = {one.name: [] for one in requests}
+    for number in range(100):
+        if number % 3 == 2:
+            for pool in ("mean", "last"):
+                torch.testing.assert_close(few.embed(text, pool), whole.embed(text, pool), rtol=1e-6, atol=1e-6)
+            pairs = zip(few.score(Request("x", text, 1)), whole.score(Request("x", text, 1)), strict=True)
+            for mine, theirs in pairs:
+                assert mine.token == pytest.approx(theirs.token, abs=1e-5)
+        for token in few.step():
+            found[token.request].append(token.token)
+        if not few.has_work():
+            break
+    assert found == expected
+    state = few.state()
+    assert state.num_preempted > 0
+    assert state.num_free_blocks == state.num_blocks
+    with pytest.raises(RequestError, match="do not fit a cache of 16 tokens") as refused:
+        make_engine(model, num_blocks=4).embed(text, "mean")
+    assert refused.value.reason == "too_long"
+
+
 def test_what_cannot_be_served_is_refused_in_words() -> None:
     engine = make_engine(tiny_model("llama"), num_blocks=4, max_running=1, max_waiting=1, vocab_size=59)
     wrong = {

@@ -183,6 +183,24 @@ def test_answers_depend_on_the_request_alone(options: dict[str, Any], monkeypatc
     assert state.num_prefix_tokens > 0
 
 
+@pytest.mark.parametrize("has_loki", [False, True])
+def test_a_text_in_chunks_is_embedded_as_at_once(has_loki: bool) -> None:
+    """Its last page, which is not full, is kept beside those of requests."""
+    text, form = [one % 50 + 1 for one in range(2 * GROUP + 9)], longer_format() if has_loki else FourBitFormat()
+    found = []
+    for budget in (512, 50):
+        sizes = {"block_size": GROUP, "num_blocks": 30, "cache": form, "token_budget": budget}
+        engine = Engine(longer_model(), EngineOptions(**sizes))
+        request = Request("one", tuple(text[:20]), 12, GREEDY)
+        engine.add(request)
+        tokens = [one.token for one in engine.step()]
+        found.append(engine.embed(text, "last"))
+        while engine.has_work():
+            tokens += [one.token for one in engine.step()]
+        assert tokens == tokens_of(serve_all(Engine(longer_model(), EngineOptions(**sizes)), [request]))["one"]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
 def test_drafts_wait_for_a_prompt_whose_last_chunk_is_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of answers are computed before those of prompts, so drafts would not see the prompt's last token."""
     monkeypatch.setattr(DraftLengths, "wanted", lambda own, active: 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,11 +20,14 @@ from parallel_serving_for_tests import (
 )
 from serving_for_tests import CONFIGS
 
+from weft.cluster.small_choice import SmallChoice, Strategy
 from weft.errors import PlanError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.plan import Memory, Pipe, Plan, Shard, Tensor
+from weft.serve.engine import Engine
 from weft.serve.follow_steps import follow_steps
+from weft.serve.model import ranks
 from weft.serve.model.model_part import ModelPart
 from weft.serve.model.ranks import RankMessage, ServingRanks
 from weft.serve.model.step_inputs import text_inputs
@@ -137,3 +141,41 @@ def test_parts_have_as_many_parameters_as_stated_and_stages_hold_all() -> None:
     plan = Plan(pipe=Pipe(4))
     places = [RankPlace(plan, {**dict.fromkeys(plan.degrees, 0), "pipe": index}) for index in range(4)]
     assert sum(part_numel(CONFIGS["qwen3-deep"], place) for place in places) == whole
+
+
+def test_groups_of_ranks_that_measured_other_sums_take_the_same() -> None:
+    """Ranks of `data` compute the same, and would round differently."""
+
+    def rank(index: int) -> list[str]:
+        mesh = Mesh(Plan(data=2, tensor=Tensor(x=2)))
+        own: tuple[Strategy, ...] = ("one_shot", "symmetric_one_shot") if index < 2 else ("two_shot", "two_shot")
+        with patch.object(ranks, "measured_choice", lambda axis, device: SmallChoice((256, 4096), own)):
+            axis = ServingRanks(mesh, "measured").axes.x
+        assert axis is not None
+        assert axis.small is not None
+        return list(axis.small.strategies)
+
+    # Symmetric memory is not there on a CPU, so the library takes its place, on all ranks.
+    assert run_local(rank, 4, LIMIT_SECONDS) == [["one_shot", "library"]] * 4
+
+
+def test_a_text_that_fails_on_one_rank_ends_the_engine() -> None:
+    """The other rank waits for it in the middle of the text, and would take what comes next for that."""
+
+    def rank(index: int) -> str:
+        mesh = Mesh(Plan(tensor=Tensor(x=2)))
+        own = ServingRanks(mesh)
+        engine = Engine(part_of("llama", own.place), scarce(mesh.plan), own)
+        failing = patch.object(ModelPart, "hidden_states", side_effect=MemoryError("too much"))
+        with failing, pytest.raises(MemoryError):
+            engine.embed((1, 2, 3), "mean")
+        with pytest.raises(RuntimeError, match="ranks are out of step, as one of them failed: MemoryError"):
+            engine.idle()
+        return "ended"
+
+    def other(index: int) -> str:
+        own = ServingRanks(Mesh(Plan(tensor=Tensor(x=2))))
+        ModelPart(part_of("llama", own.place), scarce(Plan(tensor=Tensor(x=2))), own)
+        return own.next_message().kind
+
+    assert run_local(lambda index: (other if index else rank)(index), 2, LIMIT_SECONDS) == ["ended", "text"]

@@ -35,6 +35,7 @@ from weft.serve.model.model_part import ModelPart
 from weft.serve.model.ranks import ServingRanks
 from weft.serve.parallel.rank_part import refuse_plan
 from weft.serve.parallel.traffic import ServedSizes, step_calls
+from weft.serve.scheduling.speculation import DraftLengths
 
 SEQUENCE = ((7, 13, 14, 15, 16), (5, 0, 3, 1))  # two chunks and three decodes, in blocks anywhere in the cache
 TWO = Plan(context=Context(2))
@@ -142,8 +143,9 @@ def test_a_cache_of_four_bits_is_split_by_sequence(name: str, degree: int) -> No
 
 
 @pytest.mark.processes
-def test_drafts_change_no_token() -> None:
+def test_drafts_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of n-grams, and of a draft model, whose own cache has whole blocks."""
+    monkeypatch.setattr(DraftLengths, "wanted", lambda own, active: 3)  # whatever steps take here
     expected = on_one_rank("llama")[0]
     refuse_plan(CONFIGS["llama"], TWO)
 

@@ -58,3 +58,5 @@ def test_all_ranks_stop_at_one_step_and_a_second_start_does_nothing(run_file: Pa
 def test_patience_without_evaluations_is_refused(run_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"train.patience = 2 counts evaluations, and train.evaluate_every is not"):
         load_run(run_file, ["train.patience=2"])
+    with pytest.raises(ConfigError, match=r"train\.patience = 2 but data\.held_out = 0 leaves nothing to evaluate on"):
+        load_run(run_file, [*PATIENT, "data.held_out=0"])

@@ -19,6 +19,7 @@ from chats_for_tests import (
     CHATS,
     EXPECTED,
     EXPECTED_PAIRS,
+    SEQUENCE,
     add_lora_of_peft,
     examples,
     mean_loss,
@@ -29,6 +30,7 @@ from chats_for_tests import (
     write_model,
     write_rows,
     write_run_file,
+    write_tokenizer,
 )
 from commands_for_tests import Weft, caller
 from peft import PeftModel
@@ -39,12 +41,13 @@ from weft.architectures.lora import Lora
 from weft.checkpoint import Checkpoint
 from weft.commands.evaluate import evaluate_folder
 from weft.commands.export import export
-from weft.data.chat import ChatRenderer
+from weft.data.chat import ChatRenderer, PairPacker
 from weft.data.chat_template import ChatTemplate, load_template
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import CheckpointError, ConfigError, DataError
 from weft.launch.environment import RankInfo
 from weft.run_file import Run, load_run
+from weft.serve.served_model import end_tokens
 from weft.step.documents import number_documents
 from weft.train.batches import prepare_data
 from weft.train.loop import train
@@ -128,6 +131,8 @@ def check_exports(tmp_path: Path, run_folder: Path, theirs: torch.nn.Module) -> 
     with torch.no_grad():
         assert largest_difference(merged(tokens).logits, theirs(tokens).logits) < 1e-9
     assert "chat_template" in (tmp_path / "merged" / "tokenizer_config.json").read_text()
+    own = tmp_path / "model"
+    assert set(merged.generation_config.eos_token_id) == end_tokens(load_tokenizer(own), own)
     export(run_folder, tmp_path / "adapter", adapter=True)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8.0)
@@ -235,6 +240,12 @@ def test_rows_hold_conversations_as_documents_with_answers_as_labels(tmp_path: P
     assert texts[1].endswith(f"b{end}<user>c<assistant>d!")
 
 
+def test_a_completion_beside_messages_adds_no_target(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    renderer = ChatRenderer(load_tokenizer(tmp_path), load_template(None, str(tmp_path)))
+    assert renderer.tokens({**CHATS[0], "completion": "4"}, "") == renderer.tokens(CHATS[0], "")
+
+
 def test_bad_conversations_are_refused_in_a_line(tmp_path: Path) -> None:
     write_model(tmp_path / "model", "Llama")
     folder = str(tmp_path / "model")
@@ -249,6 +260,13 @@ def test_bad_conversations_are_refused_in_a_line(tmp_path: Path) -> None:
     assert "line 7 has neither 'messages' nor 'prompt'" in refusal({"text": "x"})
     assert "is no message" in refusal({"messages": [{"role": "user"}]})
     bare = ChatRenderer(load_tokenizer("bytes"), None)
+    half = "\ud83d"
+    chat = [{"role": "user", "content": half}, {"role": "assistant", "content": "b"}]
+    for row, used in (({"messages": chat}, renderer), ({"prompt": "a", "completion": half}, bare)):
+        assert "line 7 holds half a surrogate pair, which is not Unicode text" in refusal(row, used)
+    pair = {"prompt": "a", "chosen": "b", "rejected": half}
+    with pytest.raises(DataError, match="line 7 holds half a surrogate pair"):
+        PairPacker(SEQUENCE).add(bare, pair, "pairs.jsonl, line 7")
     assert "no chat template; give data.template" in refusal(CHATS[0], bare)
     strict = ChatTemplate("{{ raise_exception('roles must alternate') }}", {}, "x")
     assert "refuses the messages: roles must alternate" in refusal(CHATS[0], ChatRenderer(renderer.tokenizer, strict))

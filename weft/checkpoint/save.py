@@ -290,15 +290,19 @@ class Saver:
         for step in complete[: -self._keep_last]:
             if step == saved or (self._keep_every is not None and step % self._keep_every == 0):
                 continue
-            path = self.folder / step_name(step)
-            deleted = self.folder / f".deleting-{path.name}-{self._token}"
-            try:
-                self._do(f"rename {deleted.name}", path.rename, deleted)
-                self._do(f"remove {deleted.name}", shutil.rmtree, deleted)
-            except OSError as error:
-                logger.warning(
-                    "weft: %s is not needed any more and cannot be deleted: %s; the next save tries again", path, error
-                )
+            self.delete(step)
+
+    def delete(self, step: int) -> None:
+        """Delete a checkpoint that no rank writes. One that cannot be deleted is only logged."""
+        path = self.folder / step_name(step)
+        deleted = self.folder / f".deleting-{path.name}-{self._token}"
+        try:
+            self._do(f"rename {deleted.name}", path.rename, deleted)
+            self._do(f"remove {deleted.name}", shutil.rmtree, deleted)
+        except OSError as error:
+            logger.warning(
+                "weft: %s is not needed any more and cannot be deleted: %s; the next save tries again", path, error
+            )
 
     def _remove_leftovers(self, attempt: int) -> None:
         """Remove folders of saves that no longer run. Ranks ahead of this one may already write a later attempt under

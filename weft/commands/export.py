@@ -11,19 +11,24 @@ from torch import Tensor
 
 from weft.checkpoint import Checkpoint
 from weft.data.chat_template import TEMPLATE_FILE, TOKENIZER_CONFIG
+from weft.data.config import ChatConfig
+from weft.data.tokenizer import load_tokenizer
 from weft.errors import ConfigError
 from weft.models import RecurrentConfig, write_weights
 from weft.models.adapter import write_adapter
 from weft.models.hf import parameter_shapes
+from weft.models.hf_config import GENERATION_FILE, generation_config
 from weft.models.lora import is_adapter
 from weft.saved_run import (
     parameter_reader,
     saved_data,
     saved_model,
+    saved_template,
     saved_tokenizer,
     saved_tuning,
     with_intact_checkpoint,
 )
+from weft.serve.served_model import end_tokens
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOKENIZER = "tokenizer.json"
@@ -73,21 +78,36 @@ def _export(
         assert lora is not None
         write_adapter(target, config, lora, tensors())
         return f"PeftModel.from_pretrained(model, '{target}')"
-    files = _tokenizer_file(checkpoint)
+    files = _files(checkpoint)
     write_weights(target, config, tensors(), files=files)
     if isinstance(config, RecurrentConfig):  # transformers has no such model
-        return f"weft serve {target}" if files else f"weft serve {target} --tokenizer bytes"
+        return f"weft serve {target}" if TOKENIZER in files else f"weft serve {target} --tokenizer bytes"
     return f"AutoModelForCausalLM.from_pretrained('{target}')"
 
 
-def _tokenizer_file(checkpoint: Checkpoint) -> dict[str, Path]:
-    """Returns the tokenizer's files by their names in a Hugging Face folder; the "bytes" tokenizer has none."""
-    spec = saved_tokenizer(checkpoint)
-    if spec == "bytes":
-        return {}
-    path = Path(spec) / TOKENIZER if Path(spec).is_dir() else Path(spec)
+def _files(checkpoint: Checkpoint) -> dict[str, Path | str]:
+    """Returns the files beside the weights, by their names in a Hugging Face folder: those of the tokenizer, of which
+    "bytes" has none, the chat template, and the tokens that end an answer.
+    """
+    data, spec, template = saved_data(checkpoint), saved_tokenizer(checkpoint), saved_template(checkpoint)
+    files: dict[str, Path | str] = {}
+    folder = None
+    if spec != "bytes":
+        path = Path(spec) / TOKENIZER if Path(spec).is_dir() else Path(spec)
+        _refuse_missing("tokenizer", data.tokenizer, path)
+        folder, files[TOKENIZER] = path.parent, path
+        beside = {name: folder / name for name in (TOKENIZER_CONFIG, TEMPLATE_FILE)}
+        files |= {name: other for name, other in beside.items() if other.is_file()}
+    if template is not None:
+        assert isinstance(data, ChatConfig)
+        _refuse_missing("chat template", str(data.template), Path(template))
+        files[TEMPLATE_FILE] = Path(template)
+    tokenizer = load_tokenizer(spec, end_token=data.end_token)
+    ends = [tokenizer.end, *sorted(end_tokens(tokenizer, folder) - {tokenizer.end})]
+    files[GENERATION_FILE] = generation_config(folder, ends, data.end_token)
+    return files
+
+
+def _refuse_missing(kind: str, stated: str, path: Path) -> None:
     if not path.is_file():
-        stated = saved_data(checkpoint).tokenizer
-        raise ConfigError(f"the tokenizer '{stated}' of the run is not there ({path.absolute()}); put it there")
-    beside = {name: path.with_name(name) for name in (TOKENIZER_CONFIG, TEMPLATE_FILE)}
-    return {TOKENIZER: path, **{name: other for name, other in beside.items() if other.is_file()}}
+        raise ConfigError(f"the {kind} '{stated}' of the run is not there ({path.absolute()}); put it there")

@@ -186,7 +186,7 @@ TRAIN = {
     "share_gpus": "allow more ranks than GPUs, for tests",
     "timeout_seconds": "the longest wait for another rank",
     "log_every": "steps between two lines of the metrics",
-    "evaluate_every": "steps between two evaluations on held-out samples",
+    "evaluate_every": "steps between two evaluations on held-out samples; none if data.held_out = 0",
     "evaluate_sequences": "held-out sequences or images of an evaluation",
     "patience": "stop after so many evaluations without a lower held-out loss",
     "dpo_beta": "the strength of the reference in the loss of preferences",

@@ -27,13 +27,13 @@ from numpy.typing import NDArray
 from weft.data.cache import build_folder, flush_to_disk, lock
 from weft.data.chat_template import ChatTemplate, Messages
 from weft.data.json_lines import json_lines
-from weft.data.sources import DocumentSource
+from weft.data.sources import DocumentSource, is_unicode
 from weft.data.tokenizer import Tokenizer
 from weft.data.tokens import is_held_out
 from weft.errors import DataError
 from weft.models.loss import IGNORE
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 RECORD = "chats.json"
 ASSISTANT = "assistant"
 SIDES = ("train", "held_out")
@@ -54,10 +54,12 @@ class ChatRenderer:
         ids: list[int] = []
         is_target: list[bool] = []
         for text, counts in self._parts(row, place):
+            if not is_unicode(text):
+                raise DataError(f"{place} holds half a surrogate pair, which is not Unicode text; correct it")
             part = self.tokenizer.encode(text).tolist()
             ids += part
             is_target += [counts] * len(part)
-        if isinstance(row.get("completion"), str):  # no template ends it
+        if "messages" not in row and isinstance(row.get("completion"), str):  # no template ends it
             ids.append(self.tokenizer.end)
             is_target.append(True)
         return ids, is_target

@@ -144,7 +144,7 @@ KINDS: dict[str, type[Data]] = {
 def data_class(table: Mapping[str, Any]) -> type[Data]:
     """The class of a run file's table. `kind` is "text" by default."""
     kind = table.get("kind", "text")
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ConfigError(f"unknown 'data.kind' = {kind!r}{nearest(str(kind), KINDS)}")
     return KINDS[kind]
 

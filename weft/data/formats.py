@@ -135,6 +135,8 @@ class PngReader:
             from PIL import Image
         except ImportError:
             raise DataError(f"{path} needs pillow to be read; pip install 'weft[images]'") from None
+        if Image.MAX_IMAGE_PIXELS is not None:  # Pillow's own limit is lower; `examine` has refused what is above ours
+            Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, MAX_DECODED_PIXELS)
         with _bad_image(), Image.open(path, formats=["PNG"]) as image:
             whole = image.convert("RGB") if image.mode == "P" else image
             pixels = np.asarray(whole)[slice(*rows), slice(*columns)]

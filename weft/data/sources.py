@@ -259,8 +259,13 @@ READERS: dict[str, Callable[[Path, str], RowReader]] = {
 
 
 def _column_texts(batch: Any, text_field: str, path: Path, first_row: int, read_bytes: int) -> RowReader:
-    for row, text in enumerate(batch.column(text_field).to_pylist(), start=first_row):
-        yield _checked_text(text, f"{path}, row {row}", text_field), True, read_bytes
+    for row, value in enumerate(batch.column(text_field), start=first_row):
+        where = f"{path}, row {row}"
+        try:
+            text = value.as_py()
+        except UnicodeDecodeError:  # these files do not check their text when they are read
+            raise DataError(f"{where}: '{text_field}' is not UTF-8 text; convert it to UTF-8") from None
+        yield _checked_text(text, where, text_field), True, read_bytes
 
 
 def _check_field(where: str, text_field: str, fields: Any) -> None:
@@ -275,9 +280,18 @@ def _checked_text(text: object, where: str, text_field: str) -> str:
         raise DataError(
             f"{where}: the field '{text_field}' is {type(text).__name__}, not text; set text_field to another"
         )
-    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+    if not is_unicode(text):
         raise DataError(f"{where}: '{text_field}' holds half a surrogate pair, which is not Unicode text; correct it")
     return text
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text is free of halves of surrogate pairs, which no encoding has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _import_pyarrow(path: Path) -> Any:

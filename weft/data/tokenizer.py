@@ -5,6 +5,7 @@ fingerprint, so that cached tokens are never used with another tokenizer.
 """
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -58,7 +59,7 @@ class ByteTokenizer:
 class FileTokenizer:
     """The tokenizer of a `tokenizer.json`. Special tokens in a text are encoded as such, as in transformers."""
 
-    def __init__(self, path: Path, end_token: str | None) -> None:
+    def __init__(self, path: Path, end_token: str | None, stated: Sequence[int] = ()) -> None:
         try:
             from tokenizers import Tokenizer as Backend
         except ImportError:
@@ -75,17 +76,22 @@ class FileTokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
-        self.end = self._find_end(path, end_token)
+        self.end = self._find_end(path, end_token, stated)
         self.definition: str = self._backend.to_str()  # as JSON
         self.fingerprint = f"{hashlib.sha256(content).hexdigest()}, {self.end} ends a document"
 
-    def _find_end(self, path: Path, end_token: str | None) -> int:
-        """The id of `end_token`, or of the first known end token, special tokens before others of the vocabulary."""
+    def _find_end(self, path: Path, end_token: str | None, stated: Sequence[int]) -> int:
+        """The id of `end_token`, or of the first known end token, special tokens before others of the vocabulary; or
+        else the first that is `stated`.
+        """
         special = [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
         candidates = END_TOKENS if end_token is None else (end_token,)
         for token in sorted(candidates, key=lambda token: token not in special):
             identity: int | None = self._backend.token_to_id(token)
             if identity is not None:
+                return identity
+        for identity in stated if end_token is None else ():
+            if 0 <= identity < self.vocab_size:
                 return identity
         found = ", ".join(special[:MAX_NAMED]) or "those of its vocabulary"
         raise DataError(
@@ -101,8 +107,10 @@ class FileTokenizer:
         return text
 
 
-def load_tokenizer(spec: str | Path, *, end_token: str | None = None) -> Tokenizer:
-    """Load a tokenizer: "bytes", a `tokenizer.json`, or a model folder that contains one."""
+def load_tokenizer(spec: str | Path, *, end_token: str | None = None, stated: Sequence[int] = ()) -> Tokenizer:
+    """Load a tokenizer: "bytes", a `tokenizer.json`, or a model folder that contains one. Of the `stated` ids the first
+    ends a document if the file has no known end token.
+    """
     if spec == "bytes":
         if end_token is not None:
             raise DataError(
@@ -110,4 +118,4 @@ def load_tokenizer(spec: str | Path, *, end_token: str | None = None) -> Tokeniz
             )
         return ByteTokenizer()
     path = Path(spec)
-    return FileTokenizer(path / "tokenizer.json" if path.is_dir() else path, end_token)
+    return FileTokenizer(path / "tokenizer.json" if path.is_dir() else path, end_token, stated)

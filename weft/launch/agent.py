@@ -3,7 +3,7 @@
 When a rank is killed or fails, the agent kills the other ranks and starts all of them again; they load the newest
 complete checkpoint. The agent prints one paragraph: which rank died, how, in which step, where the run resumes and how
 many steps are lost. It does not restart after an error that would happen again: an error that the user must fix
-(status 2), or an error before any step was finished.
+(status 2), or an error before any step was finished, or before ranks that count none have worked.
 
 If ranks shadow each other (plan.pipe.shadow), the agent restarts nothing when the first rank is killed, unless it is
 rank 0. It tells the other ranks, which continue without the lost one (resilience/takeover.py). If they fail to, all
@@ -74,6 +74,7 @@ def start_local(
     shadowed: bool = False,
     num_roles: int = 0,
     stopping: str = "save and stop",
+    has_worked: Callable[[], bool] = lambda: False,
 ) -> int:
     """Run the fork server's program as `num_ranks` local ranks and return the exit status of the job.
 
@@ -83,7 +84,8 @@ def start_local(
     resumes. Stacks of ranks that hang go to a file in the folder `stacks`. With `shadowed` ranks, one may be lost
     without a restart. The last `num_roles` ranks do not train. The first SIGTERM, SIGHUP, SIGQUIT or Ctrl-C in this
     process sends SIGTERM to the ranks and leaves them 10 minutes to save; a second Ctrl-C kills them. `stopping` says
-    in words what they do after the first.
+    in words what they do after the first. `has_worked` tells, of ranks that count no steps, whether this start did what
+    it is for, so that another one may succeed after an error.
     """
     run_id = LOCAL_RUN_ID_PREFIX + uuid.uuid4().hex
     num_training = num_ranks - num_roles
@@ -116,7 +118,7 @@ def start_local(
                 return stop.end_before_first_step(began_at)
             now = time.monotonic()
             recent = [at for at in ended_at if at > now - restarts.window_seconds]
-            if stop.order is not None or not attempt.may_succeed_on_restart or len(recent) >= restarts.limit:
+            if stop.order is not None or not attempt.may_succeed_again(has_worked()) or len(recent) >= restarts.limit:
                 say(attempt.final_message(restarts if recent and stop.order is None else None))
                 return attempt.status
             ended_at.append(now)
@@ -230,18 +232,18 @@ class _FailedAttempt:
         """Whether a signal ended a rank."""
         return any(code < 0 for code in self.codes.values())
 
-    @property
-    def may_succeed_on_restart(self) -> bool:
+    def may_succeed_again(self, has_worked: bool) -> bool:
         """Whether a restart may succeed: after a kill, a hang or flipped bits; after an error, or a kill for memory,
-        only if a step ended.
+        only if a step ended, or ranks that count none have worked.
         """
-        if self.for_memory and self.done <= self.began_at:
+        has_worked = has_worked or self.done > self.began_at
+        if self.for_memory and not has_worked:
             return False
         if self.hang is not None or self.was_killed:
             return True
         if self.failure is None or self.failure.final:
             return False
-        return self.failure.chance or self.done > self.began_at
+        return self.failure.chance or has_worked
 
     @property
     def status(self) -> int:

@@ -111,17 +111,20 @@ def write_weights(
     config: LanguageConfig,
     tensors: Iterable[tuple[str, Tensor]],
     max_shard_bytes: int = 4 * 1024**3,
-    files: Mapping[str, Path] | None = None,
+    files: Mapping[str, Path | str] | None = None,
 ) -> None:
     """Write a folder that transformers loads: config.json and the weights. `tensors` has weft's names, in any order.
-    `files` maps names in the folder to other files to copy there.
+    `files` maps names in the folder to other files to copy there, or to their text.
 
     At most one shard is in memory. A tied head may be given and is left out. The folder appears when it is complete.
     """
     with new_folder(folder) as partial:
         write_config(partial, config)
         for name, path in (files or {}).items():
-            shutil.copyfile(path, partial / name)
+            if isinstance(path, str):
+                (partial / name).write_text(path, encoding="utf-8")
+            else:
+                shutil.copyfile(path, partial / name)
         shapes = parameter_shapes(config)
         stored = stored_tensors(config, shapes)
         shard: dict[str, Tensor] = {}

@@ -7,7 +7,7 @@ mathematics.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from weft.models.hf_quantisation import TABLE as QUANTISATION
 from weft.models.hf_quantisation import Quantisation, read_quantisation
 from weft.schema import build_dataclass
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
+END_TOKENS, DOCUMENT_END = "eos_token_id", "weft_end_token"  # keys of generation_config.json; the second is weft's own
 RECURRENT_TYPE = "weft_recurrent"  # the model_type of LSTM and GRU models, which transformers does not have
 
 ARCHITECTURES = {
@@ -248,6 +249,25 @@ def _rope_values(raw: Mapping[str, Any]) -> dict[str, Any]:
         "rope_theta": 10000.0 if inner_theta is None else inner_theta,
         "rope_scaling": values if kind == "llama3" else None,
     }
+
+
+def generation_config(folder: Path | None, end_tokens: Sequence[int], end_token: str | None) -> str:
+    """Returns a generation_config.json with the tokens that end an answer, the one that ends a document first, and
+    with the other values of the one in `folder`. `end_token` is what the run states as data.end_token.
+    """
+    path = None if folder is None else folder / GENERATION_FILE
+    given = read_json(path) if path is not None and path.is_file() else {}
+    # Keys that begin with "_" would have transformers make it anew from config.json.
+    table = {key: value for key, value in given.items() if key != DOCUMENT_END and not key.startswith("_")}
+    own = {} if end_token is None else {DOCUMENT_END: end_token}
+    return json.dumps({**table, END_TOKENS: list(end_tokens), **own}, indent=2, sort_keys=True) + "\n"
+
+
+def exported_end_token(folder: Path) -> str | None:
+    """Returns data.end_token of the run that was exported to a folder; None if the run, or the folder, states none."""
+    path = folder / GENERATION_FILE
+    found = read_json(path, "a JSON object").get(DOCUMENT_END) if path.is_file() else None
+    return found if isinstance(found, str) else None
 
 
 def read_json(path: Path, wanted: str = "a folder with config.json and safetensors files") -> dict[str, Any]:

@@ -32,13 +32,14 @@ from weft.serve.model.mixed_graph import MixedGraphs
 from weft.serve.model.model_part import EngineOptions, ModelPart
 from weft.serve.model.paged_model import PagedModel
 from weft.serve.model.ranks import RankMessage, ServingRanks
-from weft.serve.model.step_inputs import StepInputs, is_decode, runs_of, step_inputs, text_inputs
+from weft.serve.model.step_inputs import StepInputs, is_decode, runs_of, step_inputs
 from weft.serve.scheduling.blocks import PagedBlocks
 from weft.serve.scheduling.grammar import AnswerMatcher
 from weft.serve.scheduling.request import EngineState, Finish, GeneratedToken, Request, RequestError, TokenLogprobs
 from weft.serve.scheduling.request_rules import check_request
 from weft.serve.scheduling.scheduler import ActiveRequest, ScheduledChunk, Scheduler
 from weft.serve.scheduling.speculation import DraftLengths, Speculation
+from weft.serve.text_passes import TextPasses
 
 __all__ = ["Engine", "EngineOptions"]
 
@@ -97,6 +98,7 @@ class Engine:
         form = part.paged.cache_format  # a tail has two pages, and is written before prompts are
         most = 2 if form.answers_choose and form.keeps_whole_blocks else None
         self._scheduler = Scheduler(policy, *sizes, pages, not form.answers_choose, most)
+        self._texts = TextPasses(part, ranks, self._scheduler)
         self._sampler = Sampler(self._scheduler.max_running, self.vocab_size, part.device)
         on_gpu = part.device.type == "cuda" and ranks is None
         self._speculation: Speculation | None = None
@@ -151,16 +153,22 @@ class Engine:
             self._options.head.refuse_request(request)
         if request.adapter and request.adapter not in self._options.adapters:
             raise RequestError("invalid", f"there is no adapter {request.adapter!r}; give one that is served")
+        self._refuse_length(request)
+
+    def check_text(self, tokens: Sequence[int]) -> None:
+        """Raise RequestError if a text cannot be embedded."""
+        request = Request("embed", tuple(tokens), 1)
+        check_request(request, self.context_length, self.vocab_size)
+        self._refuse_length(request)
+
+    def _refuse_length(self, request: Request) -> None:
+        """Raise RequestError unless the cache can hold a request."""
         if self._max_length(request) - 1 > self.num_slots:
             raise RequestError(
                 "too_long",
                 f"{len(request.tokens)} tokens and {request.max_tokens} more do not fit a cache of {self.num_slots} "
                 f"tokens; shorten the prompt or max_tokens, or give the engine more blocks",
             )
-
-    def check_text(self, tokens: Sequence[int]) -> None:
-        """Raise RequestError if a text cannot be embedded."""
-        check_request(Request("embed", tuple(tokens), 1), self.context_length, self.vocab_size)
 
     def _matcher(self, request: Request) -> AnswerMatcher | None:
         if request.json_schema is None:
@@ -278,13 +286,7 @@ class Engine:
         """The last hidden states [hidden] of a text, their mean or the last one (float32, on the host)."""
         self.check_text(tokens)
         self._drain()
-        self._part.adapters.choose([], self._part.device)
-        inputs = text_inputs(tokens, self._part.layout.block_size)
-        if self._ranks is not None:
-            self._ranks.tell(RankMessage("text", inputs))
-        hidden = self._part.hidden_states(inputs)
-        assert hidden is not None
-        return (hidden.float().mean(0) if pool == "mean" else hidden[-1].float()).cpu()
+        return self._texts.embedding(Request("embed", tuple(tokens), 1), pool)
 
     @torch.inference_mode()
     def score(self, request: Request) -> list[TokenLogprobs]:
@@ -293,16 +295,15 @@ class Engine:
         """
         self.check(replace(request, max_tokens=1))
         self._drain()
-        tokens = request.tokens
-        self._part.adapters.choose([(request.adapter, len(tokens))], self._part.device)
-        inputs = text_inputs(tokens, self._part.layout.block_size)
-        if self._ranks is not None:
-            self._ranks.tell(RankMessage("score", inputs))
         number = min(request.sampling.num_logprobs or 0, self.vocab_size)
-        found = self._part.text_logprobs(inputs, self.vocab_size, number)
+        found = self._texts.logprobs(request, self.vocab_size, number)
         if any(math.isnan(one.token) for one in found):
             raise NumbersError("the model gives NaN for a prompt: its weights are damaged; use an older checkpoint")
         return found
+
+    def num_text_steps(self, num_tokens: int) -> int:
+        """Steps by which `embed` and `score` compute a text of so many tokens."""
+        return self._texts.num_steps(num_tokens)
 
     @torch.inference_mode()
     def _drain(self) -> None:

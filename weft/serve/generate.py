@@ -20,6 +20,7 @@ from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import ConfigError
 from weft.models import LanguageConfig, RecurrentConfig, read_config
 from weft.models.hf import FolderWeights
+from weft.models.hf_config import exported_end_token
 from weft.models.hf_quantisation import Quantisation
 from weft.saved_run import (
     open_checkpoint,
@@ -38,6 +39,7 @@ from weft.serve.model.streamed_model import Streaming, stream_model
 from weft.serve.parallel.rank_part import PartValues, RankPlace, build_part, build_whole, refuse_model
 from weft.serve.scheduling.request import Request, RequestError, Sampling
 from weft.serve.scheduling.speculation import EarlyLayers
+from weft.serve.served_model import stated_end_tokens
 from weft.serve.weights.folder_codes import Packed, Quantised, codes_of_folder, make_room_for_codes
 from weft.serve.weights.packed_linear import make_room
 from weft.serve.weights.weight_formats import WeightFormat
@@ -147,7 +149,9 @@ def _folder_tokenizer(path: Path, tokenizer: str | None) -> Tokenizer:
     spec = tokenizer or str(path / "tokenizer.json")
     if not tokenizer and not Path(spec).is_file():
         raise ConfigError(f"{path} has no tokenizer.json; pass --tokenizer bytes or a tokenizer.json")
-    return load_tokenizer(spec)
+    if tokenizer:
+        return load_tokenizer(tokenizer)
+    return load_tokenizer(spec, end_token=exported_end_token(path), stated=stated_end_tokens(path))
 
 
 def model_config(path: Path) -> LanguageConfig:

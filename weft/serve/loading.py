@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from weft.checkpoint import Checkpoint
 from weft.data.chat_template import load_template
-from weft.data.config import ChatConfig
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, DataError
 from weft.models import LanguageConfig, RecurrentConfig
-from weft.saved_run import saved_data, saved_tokenizer, with_intact_checkpoint
+from weft.saved_run import saved_template, saved_tokenizer, with_intact_checkpoint
 from weft.serve.calibration.corrected_codes import pack_corrected
 from weft.serve.generate import Texts, load_for_generation, model_config, refuse_for_recurrent
 from weft.serve.model.streamed_model import Streaming
@@ -188,8 +187,7 @@ def load_model(
 
     def load(checkpoint: Checkpoint) -> LoadedModel:
         model, own, context = read(checkpoint.path)
-        data = saved_data(checkpoint)
-        template = data.template if isinstance(data, ChatConfig) and tokenizer is None else None
+        template = saved_template(checkpoint) if tokenizer is None else None
         return LoadedModel(
             model, own, tokenizer or saved_tokenizer(checkpoint), context, template, checkpoint.path.name
         )

@@ -8,7 +8,8 @@ reading. Requests and tokens travel as JSON between the scheduling ranks.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -21,14 +22,19 @@ from weft.comm import Axis, receive, send
 from weft.errors import ConfigError, WeftError
 from weft.serve.engine import Engine
 from weft.serve.scheduling.request import EngineState, GeneratedToken, Request, RequestError, Sampling, TokenLogprobs
+from weft.serve.worker import IDLE_SECONDS
 
 FRONT = 0  # its index on the axis
 
 
 class ReplicaFront:
-    """An engine over all replicas: `engine` is this rank's own, the others are reached over the axis."""
+    """An engine over all replicas: `engine` is this rank's own, the others are reached over the axis. `clock` gives
+    seconds: ranks without work are told so now and then while others work.
+    """
 
-    def __init__(self, engine: Engine, axis: Axis, max_requests: int) -> None:
+    def __init__(
+        self, engine: Engine, axis: Axis, max_requests: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.vocab_size = engine.vocab_size
         self.context_length, self.num_slots = engine.context_length, engine.num_slots  # the same of all replicas
         self._engine, self._axis, self._max_requests = engine, axis, max_requests
@@ -37,6 +43,7 @@ class ReplicaFront:
         self._added: dict[int, list[Request]] = {index: [] for index in self._others}  # to be told
         self._cancelled: dict[int, list[str]] = {index: [] for index in self._others}
         self._states = {index: replace(engine.state()) for index in self._others}
+        self._clock, self._told_at = clock, clock()  # when ranks without work were told so
 
     def add(self, request: Request) -> None:
         self._engine.check(request)
@@ -59,7 +66,10 @@ class ReplicaFront:
         if index == FRONT:
             self._engine.cancel(name)
         elif index is not None:
-            self._cancelled[index].append(name)
+            told_later = self._added[index]
+            self._added[index] = [one for one in told_later if one.name != name]
+            if len(self._added[index]) == len(told_later):
+                self._cancelled[index].append(name)
 
     def has_work(self) -> bool:
         return bool(self._owner) or any(self._cancelled.values()) or self._engine.has_work()
@@ -71,8 +81,18 @@ class ReplicaFront:
             order = {"add": [_request_table(one) for one in self._added[index]], "cancel": self._cancelled[index]}
             self._added[index], self._cancelled[index] = [], []
             _send(order, self._axis, index)
-        found = self._engine.step() if together or self._engine.has_work() else []
-        for index in busy:
+        now = self._clock()
+        if is_due := now - self._told_at >= IDLE_SECONDS:
+            self._told_at = now
+        quiet = [one for one in self._others if is_due and one not in busy]
+        for index in quiet:
+            _send({"idle": True}, self._axis, index)
+        found = list[GeneratedToken]()
+        if together or self._engine.has_work():
+            found = self._engine.step()
+        elif is_due:
+            self._engine.idle()
+        for index in [*busy, *quiet]:
             answer = _receive(self._axis, index)
             self._states[index] = EngineState(**answer["state"])
             found += [_token(table) for table in answer["tokens"]]
@@ -100,21 +120,21 @@ class ReplicaFront:
 
     def embed(self, tokens: Sequence[int], pool: Literal["mean", "last"]) -> Tensor:
         self._engine.check_text(tokens)
-        with self._others_passing():
+        with self._others_passing(self._engine.num_text_steps(len(tokens))):
             return self._engine.embed(tokens, pool)
 
     def score(self, request: Request) -> list[TokenLogprobs]:
         self._engine.check(replace(request, max_tokens=1))
-        with self._others_passing():
+        with self._others_passing(self._engine.num_text_steps(len(request.tokens))):
             return self._engine.score(request)
 
     @contextmanager
-    def _others_passing(self) -> Iterator[None]:
-        """A context in which only the front computes. Other replicas take part in the reading of weights."""
+    def _others_passing(self, num_steps: int) -> Iterator[None]:
+        """A context in which only the front computes so many steps. Other replicas take part in reading weights."""
         if not self._engine.reads_together:
             yield
             return
-        self._ask({"pass": True})
+        self._ask({"pass": num_steps})
         try:
             yield
         finally:
@@ -154,12 +174,13 @@ def serve_replica(engine: Engine, axis: Axis) -> None:
         elif "idle" in order:
             engine.idle()
         elif "pass" in order:
-            engine.pass_by()
+            for _ in range(order["pass"]):
+                engine.pass_by()
         else:
+            for name in order["cancel"]:  # first: what is added may need their places
+                engine.cancel(name)
             for table in order["add"]:
                 engine.add(_request(table))
-            for name in order["cancel"]:
-                engine.cancel(name)
             tokens = engine.step() if engine.reads_together or engine.has_work() else []
         _send({"tokens": [asdict(one) for one in tokens], "state": asdict(engine.state())}, axis, FRONT)
 

@@ -11,9 +11,10 @@ from typing import Any
 from weft.data.chat_template import ChatTemplate, Messages
 from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError
+from weft.models.hf_config import GENERATION_FILE
 from weft.serve.scheduling.grammar import Grammars
 
-END_FILES = ("generation_config.json", "config.json")  # of a Hugging Face folder, the first that states end tokens
+END_FILES = (GENERATION_FILE, "config.json")  # of a Hugging Face folder, the first that states end tokens
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,17 @@ class ServedModel:
 
 def end_tokens(tokenizer: Tokenizer, folder: Path | None) -> frozenset[int]:
     """The tokens that end an answer: the one that ends a document, and those that the model's folder states."""
+    return frozenset([tokenizer.end, *stated_end_tokens(folder)])
+
+
+def stated_end_tokens(folder: Path | None) -> list[int]:
+    """The tokens that a model's folder states to end an answer; none if it states none."""
     for path in [] if folder is None else [folder / name for name in END_FILES]:
         try:
             stated = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
         except (OSError, ValueError, AttributeError) as error:
             raise DataError(f"{path} cannot be read as a JSON object: {error}") from None
-        found = stated if isinstance(stated, list) else [stated]
+        found: list[Any] = stated if isinstance(stated, list) else [stated]
         if all(type(token) is int for token in found):
-            return frozenset([tokenizer.end, *found])
-    return frozenset([tokenizer.end])
+            return found
+    return []

@@ -1,8 +1,10 @@
 """Resuming from the newest checkpoint that all ranks can read, and refusing one that belongs to another run.
 
 A checkpoint with damaged files is skipped with a message. Every rank tries to read its part, all ranks agree on whether
-that worked, and otherwise the next older one is tried. A checkpoint of other data, of another model or with another
-order of samples is never skipped: it is a user's error, and resuming from an older checkpoint would hide it.
+that worked, and otherwise the next older one is tried. Damaged ones are put aside when a whole one is found; if none is
+whole, all stay where they are, so that the next start does not begin anew either. A checkpoint of other data, of
+another model or with another order of samples is never skipped: it is a user's error, and resuming from an older
+checkpoint would hide it.
 """
 
 from __future__ import annotations
@@ -68,6 +70,7 @@ def resume(state: TrainState, memory: MemoryCopies | None, say: Callable[[str], 
     folder, world = state.run.folder / "checkpoints", state.mesh["world"]
     step, saved = 0, dict[str, Any]()
     damage: DamagedError | None = None
+    damaged: list[Path] = []
     on_disk: list[int] = json.loads(first_says(json.dumps(steps(folder) if state.mesh.is_first else []), world))
     for found in newest_first(folder, on_disk, memory.steps() if memory is not None else []):
         saved, damage = _try(found, state, memory)
@@ -76,12 +79,9 @@ def resume(state: TrainState, memory: MemoryCopies | None, say: Callable[[str], 
             say(f"resumed at step {step} from {found.path or 'memory'}")
             break
         damage = damage or DamagedError(f"step {found.step}: another rank could not read its part")
-        if found.path is None:
-            say(f"{damage}; older copies and checkpoints are tried")
-        else:
-            say(f"{damage}. It is kept as {DAMAGED_PREFIX}{found.path.name}")
-            if state.mesh.is_first:
-                _put_aside(found.path)
+        say(f"{damage}; older copies and checkpoints are tried")
+        if found.path is not None:
+            damaged.append(found.path)
     if memory is not None:
         memory.forget_after(step)
     if damage is not None:
@@ -89,6 +89,10 @@ def resume(state: TrainState, memory: MemoryCopies | None, say: Callable[[str], 
             f"no checkpoint in {folder} is whole; the last that was tried: {damage}. To start anew, choose another "
             f"folder (folder = ...)"
         )
+    for path in damaged:
+        say(f"the damaged {path} is kept as {DAMAGED_PREFIX}{path.name}")
+        if state.mesh.is_first:
+            _put_aside(path)
     return step, saved
 
 

@@ -6,7 +6,9 @@ best snapshot so far is kept as a checkpoint without optimizer state, which ever
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,33 +70,46 @@ class Validator:
 
 
 class BestSnapshot:
-    """The snapshot with the lowest held-out loss so far, in the folder `best` of the run; also after a restart."""
+    """The snapshot with the lowest held-out loss so far, in the folder `best` of the run; also after a restart.
+
+    It is the only one there: where a run has gone back, a better one may be of a lower step than the one before it, and
+    who reads the folder takes the highest step.
+    """
 
     def __init__(self, run: Run, data: TrainingData) -> None:
         self._run, self._data = run, data
-        folder = run.folder / BEST / "checkpoints"
-        self._saver = Saver(folder, 0, 1, os.urandom(8).hex(), keep_last=1)
-        self._loss = _saved_loss(folder)
+        self._folder = run.folder / BEST / "checkpoints"
+        self._saver = Saver(self._folder, 0, 1, os.urandom(8).hex())
+        losses = {step: _saved_loss(self._folder / step_name(step)) for step in steps(self._folder)}
+        self._loss = min(losses.values(), default=math.inf)
+        self._delete(step for step, loss in losses.items() if self._loss < loss < math.inf)
 
     def consider(self, step: int, measures: dict[str, float], tensors: Tensors) -> None:
         """Saves a snapshot if its loss is lower than that of the one that is kept."""
         loss = measures["loss"]
-        if self._loss is not None and not loss < self._loss:
+        if not loss < self._loss:
             return
-        self._loss = loss
         run, run_id = self._run, known_run_id(self._run.folder) or ""
         source = weights_fingerprint(run.source, run.tuning.adapter)
         values = checkpoint_values(run, run_id, self._data, step, source, {})
         pieces = [
             Piece(name, kind, Region.whole(tuple(tensor.shape)), tensor) for (name, kind), tensor in tensors.items()
         ]
+        # One of this step is of before the run has gone back, and would be left as it is.
+        self._delete(other for other in steps(self._folder) if other == step)
         self._saver.save(step, pieces, {**values, "held_out": measures}, asynchronous=False)
+        self._loss = loss
+        self._delete(other for other in steps(self._folder) if other != step)
+
+    def _delete(self, unwanted: Iterable[int]) -> None:
+        for step in unwanted:
+            self._saver.delete(step)
 
 
-def _saved_loss(folder: Path) -> float | None:
-    """The held-out loss of the snapshot in a folder; None if there is none, or if it cannot be read."""
+def _saved_loss(path: Path) -> float:
+    """The held-out loss of a snapshot; infinite if it cannot be read."""
     try:
-        saved = steps(folder)
-        return float(Checkpoint(folder / step_name(saved[-1])).stated("held_out", dict)["loss"]) if saved else None
+        loss = float(Checkpoint(path).stated("held_out", dict)["loss"])
     except (CheckpointError, KeyError, TypeError, ValueError):
-        return None
+        return math.inf
+    return math.inf if math.isnan(loss) else loss

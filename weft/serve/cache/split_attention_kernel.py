@@ -12,7 +12,7 @@ from torch import Tensor
 def _add_up(
     part_ptr, out_ptr, rank_stride, NUM_RANKS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    row, rank_stride = tl.program_id(0).to(tl.int64), tl.cast(rank_stride, tl.int64)
     part_ptr += row * (HEAD_DIM + 1)
     columns = tl.arange(0, WIDTH)
     inside = columns < HEAD_DIM

@@ -37,8 +37,7 @@ def index_model(
     """Write the file of a model's graph. Returns what was found: beam, agreement, logits and milliseconds a search.
     `texts` are rows of tokens, which may be longer than the positions that the model states.
     """
-    longest = max((text.shape[1] for text in texts), default=None)
-    part = ModelPart(model, EngineOptions(num_blocks=1, max_running=1, context_length=longest))
+    part = ModelPart(model, EngineOptions.of_texts(max((text.shape[1] for text in texts), default=1)))
     num_tokens = min(vocab_size, part.paged.vocab_size)
     weight, bias = output_matrix(model, num_tokens)
     with bar("computing the text") as progress:

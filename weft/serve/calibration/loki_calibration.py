@@ -90,8 +90,8 @@ class Calibration(NamedTuple):
 def calibrate(model: nn.Module, texts: Sequence[Tensor], choice: LokiChoice, bar: Bar = no_bar) -> Calibration:
     """Calibrate a model by rows of tokens, which may be longer than the positions that it states."""
     recording, rows = RecordingFormat(), [row for text in texts for row in text.tolist()]
-    longest = max(map(len, rows), default=None)
-    part = ModelPart(model, EngineOptions(num_blocks=1, max_running=1, context_length=longest, cache=recording))
+    longest = max(map(len, rows), default=1)
+    part = ModelPart(model, EngineOptions.of_texts(longest, recording))
     if not isinstance(part.paged, PagedModel):
         raise ConfigError("a recurrent model keeps no keys, so there is nothing to calibrate; give another model")
     recording.rotary = part.paged.rotary

@@ -67,6 +67,7 @@ def start_server(fork_server: ForkServer, sock: socket.socket, source: Path, opt
                 RESTARTS,
                 before_start,
                 stopping="finish their requests and stop",
+                has_worked=is_ready.exists,
             )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -66,6 +66,12 @@ class EngineOptions:
     resident_blocks: int = 0  # of the blocks of each rank, whose weights stay on the device while others are streamed
     cache: CacheFormat | None = None  # how keys and values are kept (`serve/cache/layer_cache.py`); None: as they are
     head: GraphHead | None = None  # finds the likeliest tokens by graph search; None: by all logits
+
+    @staticmethod
+    def of_texts(longest: int, cache: CacheFormat | None = None) -> EngineOptions:
+        """For texts of at most so many tokens, one after the other, and no requests."""
+        num_blocks = -(-longest // EngineOptions.block_size)
+        return EngineOptions(num_blocks=num_blocks, max_running=1, context_length=longest, cache=cache)
 
     @property
     def num_rows(self) -> int:
@@ -155,21 +161,24 @@ class ModelPart:
 
     @torch.inference_mode()
     def hidden_states(self, inputs: StepInputs) -> Tensor | None:
-        """The hidden states [tokens, hidden] of a text, by an empty cache. On the last stage; None on others."""
-        residual = self._residual_of_text(inputs)
+        """The hidden states [tokens, hidden] of a step's tokens. On the last stage; None on others."""
+        residual = self._through(inputs.batch(self.layout), self.cache)
         return None if residual is None else self.paged.hidden_states(residual)
 
     @torch.inference_mode()
-    def text_logprobs(self, inputs: StepInputs, vocab_size: int, num_likeliest: int) -> list[TokenLogprobs]:
-        """The log-probabilities of each token of a text but the first, among the first `vocab_size` tokens. On the last
-        stage; none on others.
+    def text_logprobs(
+        self, inputs: StepInputs, vocab_size: int, num_likeliest: int, following: int = 0
+    ) -> list[TokenLogprobs]:
+        """The log-probabilities of each token behind one of a text's step, among the first `vocab_size` tokens;
+        `following` is the one behind the last. On the last stage; none on others.
         """
-        residual = self._residual_of_text(inputs)
+        residual = self._through(inputs.batch(self.layout), self.cache)
         if residual is None:
             return []
-        tokens, found = inputs.flat[0].long().to(self.device), list[TokenLogprobs]()
-        for start in range(0, len(tokens) - 1, _SCORED_ROWS):
-            targets = tokens[start + 1 : start + 1 + _SCORED_ROWS]
+        every = torch.cat([inputs.flat[0, 1:].long(), torch.tensor([following])]).to(self.device)
+        found = list[TokenLogprobs]()
+        for start in range(0, len(every), _SCORED_ROWS):
+            targets = every[start : start + _SCORED_ROWS]
             logits = self.paged.logits(residual[start : start + len(targets)])[:, :vocab_size]
             logprobs = logits.float().log_softmax(-1)
             own = logprobs.gather(1, targets[:, None])[:, 0].tolist()
@@ -177,11 +186,6 @@ class ModelPart:
             pairs = zip(own, best.indices.tolist(), best.values.tolist(), strict=True)
             found += [TokenLogprobs(one, tuple(zip(*likeliest, strict=True))) for one, *likeliest in pairs]
         return found
-
-    def _residual_of_text(self, inputs: StepInputs) -> Tensor | None:
-        layout = replace(self.layout, num_blocks=-(-inputs.num_tokens // self.layout.block_size))
-        cache = self.paged.new_cache(layout.num_blocks + 1, layout.page_size, 1)
-        return self._through(inputs.batch(layout), cache)
 
     def _through(self, batch: PagedBatch, cache: Sequence[LayerCache]) -> Tensor | None:
         """The residual stream after the last block, on the last stage. Other stages send it on."""

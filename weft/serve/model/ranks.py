@@ -66,15 +66,17 @@ class ServingRanks:
         # The ranks of a replica have consecutive numbers.
         self.inputs = replace(mesh.neighbours("world", plan.num_ranks // plan.data), name="replica")
         self.is_lead = self.inputs.index == 0
+        everyone = mesh["world"]
+        self._everyone = mesh.with_own_group("world", "agreement") if everyone.degree > 1 else everyone
+        axes = [_with_sums(mesh[name], sums, mesh.device, say) for name in AXES if mesh[name].degree > 1]
         self.axes = ModelAxes(
-            **{name: _with_sums(mesh[name], sums, mesh.device, say) for name in AXES if mesh[name].degree > 1},
+            **{axis.name: axis if sums == "library" else self._with_agreed_sums(axis) for axis in axes},
             context=mesh["context"] if plan.context.degree > 1 else None,
         )
         self.readers = mesh.with_own_group("data", "weights") if streams and plan.data > 1 else None
-        everyone = mesh["world"]
-        self._everyone = mesh.with_own_group("world", "agreement") if everyone.degree > 1 else everyone
         self._before, self._after = self._channels()
         self._sends: deque[tuple[Pending, Tensor]] = deque()
+        self.failure: Exception | None = None  # of this rank in a step that others compute
 
     @property
     def is_first_stage(self) -> bool:
@@ -85,9 +87,14 @@ class ServingRanks:
         return self.stage == self.num_stages - 1
 
     def tell(self, message: RankMessage) -> None:
-        """On the scheduling rank: tell all others. Returns when they have been told, but for steps of a pipeline."""
+        """On the scheduling rank: tell all others. Returns when they have been told, but for steps of a pipeline.
+
+        Raises RuntimeError after a failure: what the others compute next would meet what they wait for.
+        """
         if self.inputs.degree == 1:
             return
+        if self.failure is not None:
+            raise RuntimeError(f"ranks are out of step, as one of them failed: {self.failure!r}") from self.failure
         header, payload = _packed(message)
         sends = [broadcast(one, self.inputs) for one in (header, payload)]
         if self.num_stages == 1 or message.kind != "step":
@@ -111,6 +118,17 @@ class ServingRanks:
         smallest = torch.tensor([number])
         all_reduce(smallest, self._everyone, "min").wait()
         return int(smallest)
+
+    def _with_agreed_sums(self, axis: Axis) -> Axis:
+        """The axis with strategies that all ranks take. Each group of ranks measures for itself, and has symmetric
+        memory or not; ranks of other axes that compute the same must round the same.
+        """
+        assert axis.small is not None
+        has_symmetric = axis.symmetric is not None
+        own = [one if has_symmetric or one not in SYMMETRIC else "library" for one in axis.small.strategies]
+        numbers = torch.tensor([STRATEGIES.index(one) for one in own])
+        all_reduce(numbers, self._everyone, "min").wait()
+        return replace(axis, small=replace(axis.small, strategies=tuple(STRATEGIES[one] for one in numbers.tolist())))
 
     def agree_on_rows(self, numbers: list[int]) -> list[int]:
         """For each place of a list, the smallest number that ranks with the same blocks give, on CPUs. Each rank

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,9 @@ from torch import Tensor
 
 from weft.serve.cache.page_share import PageShare
 from weft.serve.cache.paged_attention import PagedBatch, to_device
-from weft.serve.scheduling.scheduler import ScheduledChunk
+from weft.serve.scheduling.blocks import HeldBlocks
+from weft.serve.scheduling.request import Request
+from weft.serve.scheduling.scheduler import ActiveRequest, ScheduledChunk
 
 
 @dataclass(frozen=True)
@@ -165,8 +167,18 @@ def step_inputs(chunks: Sequence[ScheduledChunk], layout: PageLayout) -> StepInp
     return StepInputs(flat, tables, queries, num_decodes, sampled)
 
 
+def text_steps(request: Request, held: HeldBlocks, token_budget: int, layout: PageLayout) -> Iterator[StepInputs]:
+    """The inputs by which the prompt of a request is computed in blocks of the cache, some tokens at a time. Nothing is
+    sampled. It has the row of padding, so nothing else may be computed meanwhile.
+    """
+    number = len(request.tokens)
+    active = ActiveRequest(request, 0, number, 0, list(request.tokens), held=held, row=layout.num_rows)
+    for start in range(0, number, token_budget):
+        yield step_inputs([ScheduledChunk(active, start, min(number, start + token_budget), False)], layout)
+
+
 def text_inputs(tokens: Sequence[int], block_size: int) -> StepInputs:
-    """The inputs of one text in the first blocks of an empty cache; nothing is sampled."""
+    """The inputs of one text in the first blocks of a cache that nothing else uses; nothing is sampled."""
     number = len(tokens)
     places = torch.arange(number, dtype=torch.int32)
     given = torch.tensor(list(tokens), dtype=torch.int32)

@@ -144,6 +144,14 @@ class Scheduler:
         insort(self.waiting, active, key=lambda one: one.arrival)
         self.num_preempted += 1
 
+    def lend(self, tokens: Sequence[int]) -> HeldBlocks:
+        """Blocks for a text of no request, none of them shared; give them back to the policy. Requests that arrived
+        last are sent back to the queue for them. The cache must hold the text.
+        """
+        while (held := self.policy.allocate(tokens, "", num_shared=0)) is None:
+            self.preempt(self.running[-1])
+        return held
+
     def forget(self) -> None:
         """Send all requests back to the queue, and have everything computed again."""
         for active in reversed(list(self.running)):
