@@ -11,6 +11,7 @@ import httpx
 import pytest
 from serve_for_tests import LIMIT_SECONDS, NO_CERTIFICATES, RepeatingEngine, Served, serving, wait_for
 
+from weft.serve.http import request_body
 from weft.serve.http.guard import ServerLimits
 
 FOREVER = 1 << 30

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from serve_for_tests import RepeatingEngine, Served, serving, wait_for
+
+from weft.data.chat_template import ChatTemplate
+from weft.serve.http.request_body import messages_of
 
 if TYPE_CHECKING:
     import openai  # takes a second, which only the process that runs these tests spends
@@ -152,6 +156,32 @@ def test_a_streamed_chat_with_tools(client: openai.OpenAI) -> None:
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "[weather]"
     assert chunks[-1].choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ('{"city": "Zürich", "days": [1]}', '{"city": "Zürich", "days": [1]}'),
+        ({"city": "Bern"}, '{"city": "Bern"}'),
+        ("[1]", '"[1]"'),  # what is no JSON object stays as it is
+        ('{"a": NaN}', '"{\\"a\\": NaN}"'),
+        ("{" * 100_000, json.dumps("{" * 100_000)),
+        ("", '""'),
+        (None, "null"),
+    ],
+)
+def test_arguments_of_a_tool_call_are_an_object_to_the_template(given: Any, expected: str) -> None:
+    template = ChatTemplate("{{ messages[0].tool_calls[0].function.arguments | tojson }}", {}, "the test")
+    calls = [{"id": "1", "type": "function", "function": {"name": "weather", "arguments": given}}]
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    assert template.render(messages_of([message])) == expected
+    assert calls[0]["function"] == {"name": "weather", "arguments": given}
+
+
+def test_tool_calls_of_another_form_are_left_to_the_template() -> None:
+    for calls in (["x"], [{"function": "x"}], [{}], {"0": 1}):
+        message = {"role": "assistant", "content": "x", "tool_calls": calls}
+        assert messages_of([message]) == [message]
 
 
 def test_a_chat_without_a_limit_fills_the_context(client: openai.OpenAI, engine: RepeatingEngine) -> None:

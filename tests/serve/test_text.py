@@ -67,6 +67,62 @@ def test_characters_of_byte_tokens_are_whole(word_tokenizer: Tokenizer) -> None:
     assert [part for part in parts if part] == ["é", "€", "😀"]
 
 
+def tokens_in_words(text: str) -> list[int]:
+    """The tokens of a text as `word_tokenizer` has them: words, and bytes for characters that are no word."""
+    words = {" hello": 257, " world": 258, " ": 259}
+    found = list[int]()
+    while text:
+        word = next((word for word in words if text.startswith(word)), None)
+        found += [1 + byte for byte in text[0].encode()] if word is None else [words[word]]
+        text = text[len(word or text[0]) :]
+    return found
+
+
+def check_streamed(tokenizer: Tokenizer, prompt: str, answer: str) -> None:
+    """Streamed text is the whole text behind that of the prompt, character by character."""
+    before, after = tokens_in_words(prompt), tokens_in_words(answer)
+    whole = tokenizer.decode(np.array(before + after, dtype=np.int64))
+    detokenizer = Detokenizer(tokenizer, before)
+    parts = [detokenizer.push(token) for token in after]
+    assert "".join(parts) + detokenizer.flush() == whole[len(tokenizer.decode(np.array(before, dtype=np.int64))) :]
+    assert REPLACEMENT not in "".join(parts)
+    assert detokenizer.flush() == ""
+
+
+@pytest.mark.parametrize("prompt", ["é" * 9, " hello" + "€" * 3, "€" * 20, "😀" * 20, "é😀€" * 5, "€" * 3 + " hello"])
+@pytest.mark.parametrize("answer", ["ééé", "€€€ hello€", "😀" * 5, " world é€😀€é"])
+def test_a_prompt_may_end_in_characters_of_byte_tokens(word_tokenizer: Tokenizer, prompt: str, answer: str) -> None:
+    """Its last tokens may begin within a character, beside which the tokenizer writes no other."""
+    check_streamed(word_tokenizer, prompt, answer)
+
+
+IN_WORDS = st.lists(st.sampled_from([" hello", " world", " ", "é", "€", "😀", "a"]), max_size=20).map("".join)
+
+
+@given(IN_WORDS, IN_WORDS)
+def test_texts_of_words_and_byte_tokens_are_together_the_text_of_all(
+    word_tokenizer: Tokenizer, prompt: str, answer: str
+) -> None:
+    check_streamed(word_tokenizer, f" hello{prompt}", answer)
+
+
+def test_characters_are_whole_again_behind_bytes_that_are_none(word_tokenizer: Tokenizer) -> None:
+    detokenizer = Detokenizer(word_tokenizer, tokens_in_words(" hello"))
+    given = [1 + 0x80] * 9 + tokens_in_words("€" * 9)
+    text = "".join(detokenizer.push(token) for token in given) + detokenizer.flush()
+    assert text.strip(REPLACEMENT) == "€" * len(text.strip(REPLACEMENT))
+    assert len(text.strip(REPLACEMENT)) >= 7
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_the_beginning_of_a_character_does_not_change_those_before_it(word_tokenizer: Tokenizer, cut: int) -> None:
+    """An answer ends in the middle of a character if it has as many tokens as it may have."""
+    detokenizer = Detokenizer(word_tokenizer, tokens_in_words(" hello"))
+    parts = [detokenizer.push(token) for token in tokens_in_words("é😀")[: 2 + cut]]
+    assert "".join(parts) == "é"
+    assert detokenizer.flush() == REPLACEMENT * cut
+
+
 @given(st.text("abc", max_size=20), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.data())
 def test_text_ends_before_the_first_stop_string(text: str, stops: list[str], data: st.DataObject) -> None:
     places = [text.find(stop) for stop in stops if stop in text]

@@ -8,13 +8,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft.errors import DataError
 
+if TYPE_CHECKING:
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 TEMPLATE_FILE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")  # variables of a template
+OF_A_TEMPLATE = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)  # mistakes
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -23,13 +30,9 @@ class ChatTemplate:
 
     def __init__(self, source: str, special: Mapping[str, str], place: str) -> None:
         from jinja2 import TemplateSyntaxError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _raise_exception
-        environment.filters["tojson"] = _to_json
         try:
-            self._template = environment.from_string(source)
+            self._template = _environment().from_string(source)
         except TemplateSyntaxError as error:
             raise DataError(f"the chat template of {place} is not valid Jinja: {error}; give data.template") from None
         self._special, self._place, self.source = dict(special), place, source
@@ -45,7 +48,7 @@ class ChatTemplate:
             return self._template.render(
                 messages=list(messages), tools=list(tools) or None, add_generation_prompt=asks, **self._special
             )
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        except (TemplateError, *OF_A_TEMPLATE) as error:
             raise DataError(f"the chat template of {self._place} refuses the messages: {error}") from None
 
 
@@ -84,11 +87,44 @@ def _token(value: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What templates may use beside plain Jinja, as in transformers."""
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.nodes import Scope
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class GenerationTag(Extension):
+        """`{% generation %}` to `{% endgeneration %}` surround what a model answers. They write nothing."""
+
+        tags = {"generation"}  # noqa: RUF012 (as Jinja has it)
+
+        def parse(self, parser: Parser) -> Node:
+            line = next(parser.stream).lineno
+            return Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    extensions = [GenerationTag, loopcontrols]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _now
+    environment.filters["tojson"] = _to_json
+    return environment
+
+
 def _raise_exception(message: str) -> None:
     from jinja2 import TemplateError
 
     raise TemplateError(message)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -20,11 +20,13 @@ class Detokenizer:
 
     The bytes of a character may be in several tokens, so a text that ends with an unfinished character is held back.
     Some tokenizers write the first token of a text in another way, so tokens are decoded together with those before.
+    Others write none of the characters beside a byte that is in none (ByteFallback, as Llama 2's), so those before
+    begin with a whole character.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._context = list(prompt[-CONTEXT_TOKENS:])  # tokens before the pending ones
+        self._context = self._from_whole(list(prompt[-CONTEXT_TOKENS:]))  # tokens before the pending ones
         self._pending: list[int] = []  # tokens whose text is not wholly returned yet
         self._num_returned = self._num_certain(self._context)  # characters of the text of both
 
@@ -37,8 +39,10 @@ class Detokenizer:
             return ""
         new = text[self._num_returned : len(text) - is_unfinished]
         if is_unfinished:  # bytes that are no character: all but the last are certain
-            self._context, self._pending = [], (self._context + self._pending)[-CONTEXT_TOKENS:]
-            self._num_returned = self._num_certain(self._pending)
+            last = self._from_whole((self._context + self._pending)[-CONTEXT_TOKENS:])
+            is_whole = not self._decode(last).endswith(REPLACEMENT)  # by itself
+            self._context, self._pending = (last, []) if is_whole else ([], last)
+            self._num_returned = self._num_certain(last)
         elif new or len(self._pending) >= CONTEXT_TOKENS:
             self._context, self._pending = self._pending, []
             self._num_returned = self._num_certain(self._context)
@@ -46,7 +50,18 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Returns what was held back. Call it after the last token."""
-        return self._decode(self._context + self._pending)[self._num_returned :]
+        text, before = self._decode(self._context + self._pending), self._decode(self._context)
+        if self._context and text[: self._num_returned] != before[: self._num_returned]:  # which was returned
+            return self._decode(self._pending)
+        return text[self._num_returned :]
+
+    def _from_whole(self, tokens: list[int]) -> list[int]:
+        """Returns tokens without those at the beginning that hold the rest of a character."""
+        for first in range(MAX_CHARACTER_BYTES):
+            text = self._decode(tokens[first:])
+            if text and not text.startswith(REPLACEMENT):
+                return tokens[first:]
+        return tokens
 
     def _num_certain(self, tokens: list[int]) -> int:
         text = self._decode(tokens)

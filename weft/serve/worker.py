@@ -10,8 +10,9 @@ import asyncio
 import threading
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -97,7 +98,9 @@ class EngineWorker:
         self._wake = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._refusal: UnavailableError | None = None
+        self._refusal: str | None = None  # why no client is taken any more; those that were taken are answered
+        self._ended: str | None = None  # why nobody is answered any more
+        self.num_clients = 0  # that are being answered
         self.has_failed = False
         self.state = engine.state()  # after the last step
 
@@ -113,13 +116,26 @@ class EngineWorker:
 
     @property
     def refusal(self) -> UnavailableError | None:
-        """Why no request is taken any more; None if requests are taken."""
-        return self._refusal
+        """Why no client is taken any more; None if clients are taken."""
+        why = self._ended or self._refusal
+        return None if why is None else UnavailableError(why)
+
+    @contextmanager
+    def client(self) -> Iterator[None]:
+        """A context in which a client is answered, by any number of requests. Raises UnavailableError if no client is
+        taken any more.
+        """
+        if (refusal := self.refusal) is not None:
+            raise refusal
+        self.num_clients += 1
+        try:
+            yield
+        finally:
+            self.num_clients -= 1
 
     async def submit(self, requests: Sequence[Request]) -> TokenStream:
         """Give requests to the engine: all or, if it refuses one, none. Raises RequestError or UnavailableError."""
-        if self._refusal is not None:
-            raise self._refusal
+        self._require_engine()
         if len(self._streams) + len(requests) > self._max_requests:
             raise RequestError(
                 "queue_full",
@@ -143,14 +159,12 @@ class EngineWorker:
 
     async def embed(self, tokens: Sequence[int], pool: Pool) -> NDArray[np.float32]:
         """Returns the embedding of a text. Raises RequestError or UnavailableError."""
-        if self._refusal is not None:
-            raise self._refusal
+        self._require_engine()
         return await self.call(lambda: self._engine.embed(tokens, pool).float().cpu().numpy())
 
     async def score(self, request: Request) -> list[TokenLogprobs]:
         """Returns the log-probabilities of a prompt. Raises RequestError or UnavailableError."""
-        if self._refusal is not None:
-            raise self._refusal
+        self._require_engine()
         return await self.call(lambda: self._engine.score(request))
 
     async def replace_weights(self, weights: nn.Module | Path) -> None:
@@ -166,12 +180,12 @@ class EngineWorker:
             self._put(_EngineCall(partial(self._engine.cancel, name)))
 
     def refuse(self, why: str) -> None:
-        """Take no more requests. Those that are held go on."""
-        self._refusal = self._refusal or UnavailableError(why)
+        """Take no more clients. Those that are being answered go on."""
+        self._refusal = why
 
     def close(self) -> None:
         """End the thread after its step. Streams that are open raise UnavailableError."""
-        self.refuse("the server stops; ask another one, or this one when it is back")
+        self._ended = self._ended or "the server stops; ask another one, or this one when it is back"
         self._end_streams()
         with self._wake:
             self._closed = True
@@ -208,15 +222,18 @@ class EngineWorker:
     def _fail(self, error: Exception) -> None:
         """In the event loop: the engine failed, and so do all requests."""
         self.has_failed = True
-        self._refusal = None
-        self.refuse(f"the engine failed: {type(error).__name__}: {error}; restart the server")
+        self._ended = f"the engine failed: {type(error).__name__}: {error}; restart the server"
         self._end_streams()
 
     def _end_streams(self) -> None:
-        assert self._refusal is not None
+        assert self._ended is not None
         for stream in set(self._streams.values()):
-            stream.put(self._refusal)
+            stream.put(UnavailableError(self._ended))
         self._streams.clear()
+
+    def _require_engine(self) -> None:
+        if self._ended is not None:
+            raise UnavailableError(self._ended)
 
     def _run(self) -> None:
         """The thread: what was asked for, then a step, as long as there is work."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,19 @@ def error_body(status: int, message: str, code: str | None = None) -> dict[str, 
     """An error as OpenAI writes it. The type tells the client's mistakes from the server's."""
     kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+class TokenWords:
+    """The text of each token alone, decoded when it is first asked for. Several threads may ask."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._words = tokenizer, dict[int, str]()
+
+    def __getitem__(self, token: int) -> str:
+        word = self._words.get(token)
+        if word is None:
+            word = self._words[token] = self._tokenizer.decode(np.array([token]))
+        return word
 
 
 class AnswerForm(Protocol):
@@ -60,7 +74,7 @@ class GeneratedAnswer:
 class CompletionForm:
     """Answers of /v1/completions."""
 
-    tokenizer: Tokenizer
+    words: TokenWords
     has_logprobs: bool
     prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
@@ -81,16 +95,14 @@ class CompletionForm:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
     def _logprobs(self, tokens: Sequence[GeneratedToken], num_before: int) -> dict[str, Any]:
-        words = [_word(self.tokenizer, token.token) for token in tokens]
+        words = [self.words[token.token] for token in tokens]
         offsets = np.cumsum([num_before, *map(len, words)])[:-1].tolist()
         found = [token.logprobs for token in tokens]
         return {
             "tokens": words,
             "token_logprobs": [None if one is None else _finite(one.token) for one in found],
             "top_logprobs": [
-                None
-                if one is None
-                else {_word(self.tokenizer, token): _finite(value) for token, value in one.likeliest}
+                None if one is None else {self.words[token]: _finite(value) for token, value in one.likeliest}
                 for one in found
             ],
             "text_offset": offsets,
@@ -101,7 +113,7 @@ class CompletionForm:
 class ChatForm:
     """Answers of /v1/chat/completions."""
 
-    tokenizer: Tokenizer
+    words: TokenWords
     has_logprobs: bool
     prefix = "chatcmpl"
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
@@ -127,7 +139,7 @@ class ChatForm:
         return {**self._entry(token.token, token.logprobs.token), "top_logprobs": likeliest}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        word = _word(self.tokenizer, token)
+        word = self.words[token]
         return {"token": word, "logprob": _finite(logprob), "bytes": list(word.encode())}
 
 
@@ -137,16 +149,22 @@ def usage(num_prompt_tokens: int, num_answer_tokens: int) -> dict[str, int]:
     return {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_answer_tokens, "total_tokens": total}
 
 
-def envelope(name: str, kind: str, model: str, fingerprint: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    """What surrounds choices, in whole answers and in chunks. `fingerprint` names the weights in use."""
+def envelope(name: str, kind: str, model: str, fingerprint: str) -> dict[str, Any]:
+    """What is beside choices, in whole answers and in chunks. `fingerprint` names the weights in use."""
     about = {"id": name, "object": kind, "created": int(time.time()), "model": model}
-    return {**about, "system_fingerprint": fingerprint, "choices": choices}
+    return {**about, "system_fingerprint": fingerprint}
+
+
+def json_text(value: Any) -> str:
+    """JSON as short as it can be."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def json_body(about: dict[str, Any], key: str, parts: list[str]) -> bytes:
+    """JSON with a list of parts, which are JSON already: other threads stand still while Python encodes a value."""
+    return f'{json_text(about)[:-1]},"{key}":[{",".join(parts)}]}}'.encode()
 
 
 def _finite(logprob: float) -> float:
     """JSON has no infinity, which a token that cannot come has."""
     return max(logprob, LEAST_LOGPROB)
-
-
-def _word(tokenizer: Tokenizer, token: int) -> str:
-    return tokenizer.decode(np.array([token]))

@@ -10,16 +10,17 @@ import base64
 import time
 from collections.abc import Sequence
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from weft.serve.http.answers import AnswerForm, ChatForm, CompletionForm
-from weft.serve.http.guard import ERROR_HANDLERS, HttpGuard, ServerLimits, read_body, unless_disconnected
+from weft.serve.http.answers import AnswerForm, ChatForm, CompletionForm, TokenWords, json_body, json_text
+from weft.serve.http.guard import ERROR_HANDLERS, HttpGuard, OpenRequests, ServerLimits, read_body, unless_disconnected
 from weft.serve.http.prometheus import ServerMetrics
 from weft.serve.http.request_body import (
     ApiError,
@@ -39,6 +40,7 @@ from weft.serve.http.running_answer import EventStream, RunningAnswer
 from weft.serve.served_model import ServedModel
 from weft.serve.worker import EngineWorker
 
+B = TypeVar("B")
 PAGE = "page.html"
 # The page loads nothing, from nowhere; it talks to this server alone.
 PAGE_POLICY = (
@@ -54,11 +56,13 @@ class Api:
         self.fingerprint = fingerprint
         self.metrics = ServerMetrics()
         self._created = int(time.time())
+        self._words = TokenWords(model.tokenizer)
         self._page = resources.files("weft.serve.http").joinpath(PAGE).read_text(encoding="utf-8")
 
     @property
     def routes(self) -> list[Route]:
         """Every end point."""
+        counted = [Middleware(OpenRequests, self._worker)]
         return [
             Route("/", self.page),
             Route("/health", self.health),
@@ -66,9 +70,9 @@ class Api:
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.one_model),
-            Route("/v1/completions", self.completions, methods=["POST"]),
-            Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
-            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+            Route("/v1/completions", self.completions, methods=["POST"], middleware=counted),
+            Route("/v1/chat/completions", self.chat_completions, methods=["POST"], middleware=counted),
+            Route("/v1/embeddings", self.embeddings, methods=["POST"], middleware=counted),
         ]
 
     async def page(self, request: HttpRequest) -> Response:
@@ -116,38 +120,43 @@ class Api:
         }
 
     async def tokenize(self, request: HttpRequest) -> Response:
-        body = parse_body(TokenizeBody, await read_body(request, self._limits), self._names)
+        body = await self._read(TokenizeBody, request, self._names)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give 'prompt' or 'messages', and not both")
         if body.prompt is not None:
             tokens = await asyncio.to_thread(self._model.encode, body.prompt)
         else:
-            tokens = await asyncio.to_thread(self._model.encode_chat, messages_of(body.messages), ())
+            tokens = await asyncio.to_thread(lambda: self._model.encode_chat(messages_of(body.messages), ()))
         found = {"tokens": tokens, "count": len(tokens), "context_length": self._model.context_length}
         return JSONResponse(found)
 
     async def completions(self, request: HttpRequest) -> Response:
-        body = parse_body(CompletionBody, await read_body(request, self._limits), self._names)
+        body = await self._read(CompletionBody, request, self._names)
         asked = await asyncio.to_thread(completion, body, self._model, request.scope["tenant"])
-        return await self._respond(request, asked, CompletionForm(self._model.tokenizer, asked.has_logprobs))
+        return await self._respond(request, asked, CompletionForm(self._words, asked.has_logprobs))
 
     async def chat_completions(self, request: HttpRequest) -> Response:
-        body = parse_body(ChatBody, await read_body(request, self._limits), self._names)
+        body = await self._read(ChatBody, request, self._names)
         asked = await asyncio.to_thread(chat, body, self._model, request.scope["tenant"])
-        return await self._respond(request, asked, ChatForm(self._model.tokenizer, asked.has_logprobs))
+        return await self._respond(request, asked, ChatForm(self._words, asked.has_logprobs))
 
     async def embeddings(self, request: HttpRequest) -> Response:
-        body = parse_body(EmbeddingsBody, await read_body(request, self._limits), (self._model.name,))
+        body = await self._read(EmbeddingsBody, request, (self._model.name,))
         inputs = await asyncio.to_thread(prompts_of, body.input, self._model, "input")
         rows = []
         for index, tokens in enumerate(inputs):
             vector = await unless_disconnected(request.receive, self._worker.embed(tokens, body.pool))
             packed = base64.b64encode(vector.astype("<f4").tobytes()).decode()
             value = packed if body.encoding_format == "base64" else vector.tolist()
-            rows.append({"object": "embedding", "index": index, "embedding": value})
+            rows.append(json_text({"object": "embedding", "index": index, "embedding": value}))
         count = sum(map(len, inputs))
         used = {"prompt_tokens": count, "total_tokens": count}
-        return JSONResponse({"object": "list", "data": rows, "model": self._model.name, "usage": used})
+        about = {"object": "list", "model": self._model.name, "usage": used}
+        return Response(json_body(about, "data", rows), media_type="application/json")
+
+    async def _read(self, kind: type[B], request: HttpRequest, names: Sequence[str]) -> B:
+        """The body of a request. A large one is parsed while other clients are answered."""
+        return await asyncio.to_thread(parse_body, kind, await read_body(request, self._limits), names)
 
     async def _respond(self, request: HttpRequest, asked: Generation, form: AnswerForm) -> Response:
         """Give the engine what was asked for, and answer whole or in a stream."""
@@ -158,7 +167,8 @@ class Api:
             async with asyncio.timeout(seconds):
                 await unless_disconnected(request.receive, running.start())
                 if not asked.stream:
-                    return JSONResponse(await unless_disconnected(request.receive, running.whole()))
+                    body = await unless_disconnected(request.receive, running.whole())
+                    return Response(body, media_type="application/json")
         except BaseException:
             running.close()
             raise

@@ -19,7 +19,7 @@ from weft.serve.http.answers import error_body
 from weft.serve.http.prometheus import ServerMetrics
 from weft.serve.http.request_body import ApiError
 from weft.serve.scheduling.request import RequestError
-from weft.serve.worker import UnavailableError
+from weft.serve.worker import EngineWorker, UnavailableError
 
 T = TypeVar("T")
 OPEN_PATHS = ("/", "/health")  # need no API key
@@ -80,6 +80,19 @@ class HttpGuard:
         return _refused(
             401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'", "invalid_api_key"
         )
+
+
+class OpenRequests:
+    """Counts the requests to an end point that computes, from their beginning until they are answered. Refuses more of
+    them when the server stops.
+    """
+
+    def __init__(self, app: ASGIApp, worker: EngineWorker) -> None:
+        self._app, self._worker = app, worker
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._worker.client():
+            await self._app(scope, receive, send)
 
 
 async def read_body(request: HttpRequest, limits: ServerLimits) -> bytes:

@@ -226,7 +226,21 @@ def messages_of(value: Any) -> list[dict[str, Any]]:
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise ApiError(400, f"'messages[{number}].content' is {content!r:.100}; it must be a text")
         found.append({**message, "content": content})
+        if isinstance(message.get("tool_calls"), list):
+            found[-1]["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
     return found
+
+
+def _with_object(call: Any) -> Any:
+    """Returns a tool call with its arguments as an object, which templates write as JSON. OpenAI clients send text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"], parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _generation(

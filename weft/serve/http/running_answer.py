@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from weft.serve.http.answers import AnswerForm, GeneratedAnswer, envelope, usage
+from weft.serve.http.answers import AnswerForm, GeneratedAnswer, envelope, json_body, json_text, usage
 from weft.serve.http.guard import error_answer, unless_disconnected
 from weft.serve.http.prometheus import ServerMetrics
 from weft.serve.http.request_body import ApiError, Generation
@@ -63,31 +63,42 @@ class RunningAnswer:
         if self._stream is not None:
             self._stream.cancel()
 
-    async def whole(self) -> dict[str, Any]:
-        """Returns the body with all answers."""
+    async def whole(self) -> bytes:
+        """Returns the body with all answers, as JSON."""
         answers = self._echoes()
         async for index, chunk in self._chunks():
             answers[index].add(chunk)
         for answer in answers:
             answer.finish = answer.finish or "length"  # of an echo alone
-        choices = [self._form.whole(index, answer) for index, answer in enumerate(answers)]
-        return {**self._envelope(self._form.whole_object, choices), "usage": self._usage()}
+        return await asyncio.to_thread(self._body, answers)  # with log-probabilities, it may have megabytes
 
-    async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """Yields the chunks of a stream."""
+    async def events(self) -> AsyncIterator[str]:
+        """Yields the chunks of a stream, as JSON."""
         asked, form = self._asked, self._form
         echoes = self._echoes()
         num_characters = [len(echo.text) for echo in echoes]
         for index, echo in enumerate(echoes):
-            first = form.first(index, echo)
+            first = await asyncio.to_thread(self._first, index, echo)
             if first is not None:
-                yield self._envelope(form.chunk_object, [first])
+                yield first
         async for index, chunk in self._chunks():
             if chunk.text or chunk.finish is not None or asked.has_logprobs:
-                yield self._envelope(form.chunk_object, [form.chunk(index, chunk, num_characters[index])])
+                yield self._chunk([form.chunk(index, chunk, num_characters[index])])
             num_characters[index] += len(chunk.text)
         if asked.include_usage:
-            yield {**self._envelope(form.chunk_object, []), "usage": self._usage()}
+            yield self._chunk([], usage=self._usage())
+
+    def _body(self, answers: list[GeneratedAnswer]) -> bytes:
+        choices = [json_text(self._form.whole(index, answer)) for index, answer in enumerate(answers)]
+        about = {**self._envelope(self._form.whole_object), "usage": self._usage()}
+        return json_body(about, "choices", choices)
+
+    def _first(self, index: int, echo: GeneratedAnswer) -> str | None:
+        first = self._form.first(index, echo)
+        return None if first is None else self._chunk([first])
+
+    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> str:
+        return json.dumps({**self._envelope(self._form.chunk_object), "choices": choices, **more})
 
     def _echoes(self) -> list[GeneratedAnswer]:
         """What each answer begins with: nothing, or its prompt."""
@@ -117,9 +128,9 @@ class RunningAnswer:
             yield index, chunk
         self._metrics.whole.add(time.monotonic() - self._began)
 
-    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _envelope(self, kind: str) -> dict[str, Any]:
         model = self._asked.requests[0].adapter or self._model.name
-        return envelope(self._name, kind, model, self._fingerprint, choices)
+        return envelope(self._name, kind, model, self._fingerprint)
 
     def _usage(self) -> dict[str, int]:
         return usage(self._asked.num_prompt_tokens, self._num_tokens)
@@ -149,7 +160,7 @@ class EventStream(Response):
             async with asyncio.timeout(self._seconds):  # a client that does not read holds nothing for longer
                 await send(start)
                 async for event in self._running.events():
-                    await _send_event(send, json.dumps(event))
+                    await _send_event(send, event)
                 last = "[DONE]"
         except Exception as error:
             last = json.dumps(error_answer(error)[1])

@@ -1,7 +1,7 @@
 """The HTTP server: listens, and stops without losing what it has begun.
 
-On SIGTERM or Ctrl-C it takes no more requests (503) and finishes those that it has, for at most `drain_seconds`. A
-second signal stops it at once.
+On SIGTERM or Ctrl-C it takes no more requests (503) and finishes those that it has, for at most `drain_seconds`: an
+HTTP request may ask for several answers, one after the other. A second signal stops it at once.
 """
 
 from __future__ import annotations
@@ -79,6 +79,6 @@ class HttpServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second."""
-        if self._drain_until is not None and (self._worker.num_requests == 0 or time.monotonic() > self._drain_until):
+        if self._drain_until is not None and (self._worker.num_clients == 0 or time.monotonic() > self._drain_until):
             self.should_exit = True
         return await super().on_tick(counter)
