@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from weft.models import DecoderConfig, GPT2Config, LanguageConfig, build, initialise
 from weft.serve.engine import Engine
 from weft.serve.scheduling.request import GeneratedToken, Request, Sampling
+from weft.serve.scheduling.speculation import DraftLengths
 
 CONTEXT = 32
 SIZES = {
@@ -79,3 +81,8 @@ def serve_all(engine: Engine, requests: Iterable[Request], every: int = 0) -> di
 
 def tokens_of(results: dict[str, list[GeneratedToken]]) -> dict[str, list[int]]:
     return {name: [one.token for one in generated] for name, generated in results.items()}
+
+
+def draft_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three tokens, whether that pays on this machine now or not."""
+    monkeypatch.setattr(DraftLengths, "wanted", lambda own, active: 3)

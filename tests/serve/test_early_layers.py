@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from serving_for_tests import GREEDY, likeliest, serve_all, tiny_model, tokens_of
+from serving_for_tests import GREEDY, draft_always, likeliest, serve_all, tiny_model, tokens_of
 from test_adapters import merged_model, save_adapter
 from test_engine import make_engine
 from torch import nn
@@ -18,7 +18,7 @@ from weft.serve.cache.four_bit_cache import FourBitFormat
 from weft.serve.drafts.early_layers import EarlyLayersDrafter
 from weft.serve.scheduling.request import Request
 from weft.serve.scheduling.scheduler import ActiveRequest
-from weft.serve.scheduling.speculation import DraftLengths, EarlyLayers, early_layers
+from weft.serve.scheduling.speculation import EarlyLayers, early_layers
 
 
 def first_layer_of(name: str) -> nn.Module:
@@ -38,7 +38,7 @@ def first_layer(model: nn.Module) -> nn.Module:
 @pytest.fixture(autouse=True)
 def always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three tokens are drafted in every step, however long steps take."""
-    monkeypatch.setattr(DraftLengths, "wanted", lambda self, active: 3)
+    draft_always(monkeypatch)
 
 
 def drafts_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], list[int]]]:
@@ -82,7 +82,8 @@ def test_the_cache_is_the_models_own_and_holds_what_it_holds_without_drafts() ->
             torch.testing.assert_close(page.flatten(0, 1)[:15], with_drafts.flatten(0, 1)[:15])
 
 
-def test_a_cache_of_four_bits_gives_the_same_tokens() -> None:
+def test_a_cache_of_four_bits_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft_always(monkeypatch)
     requests = [Request(str(i), tuple(range(i, i + 20)), 11, GREEDY) for i in range(3)]
     sizes = {"block_size": 64, "num_blocks": 6, "cache": FourBitFormat()}
     expected = tokens_of(serve_all(make_engine(tiny_model("llama"), **sizes), requests))

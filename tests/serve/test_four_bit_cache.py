@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from serving_for_tests import GREEDY, serve_all, tokens_of
+from serving_for_tests import GREEDY, draft_always, serve_all, tokens_of
 from torch import Tensor, nn
 
 from weft.errors import ConfigError
@@ -258,6 +258,7 @@ def test_tokens_do_not_depend_on_chunks_memory_prefixes_swapping_or_drafts(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests, expected = requests_and_tokens()
+    draft_always(monkeypatch)
     monkeypatch.setattr(four_bit_cache, "DECODED_TOKENS", 2 * GROUP)  # several requests are decoded in turns
     drafter = {"speculate": longer_model()} if options.get("speculate") == "itself" else {}
     engine = engine_of(**{**options, **drafter})

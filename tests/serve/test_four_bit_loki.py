@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from parallel_serving_for_tests import LIMIT_SECONDS, part_of, requests, tokens_on_ranks, whole_model
-from serving_for_tests import CONFIGS, GREEDY, serve_all, tiny_model, tokens_of
+from serving_for_tests import CONFIGS, GREEDY, draft_always, serve_all, tiny_model, tokens_of
 from test_engine import make_engine
 from test_four_bit_cache import (
     DIM,
@@ -50,7 +50,7 @@ from weft.serve.model.model_part import ModelPart
 from weft.serve.model.ranks import ServingRanks
 from weft.serve.parallel.rank_part import refuse_plan
 from weft.serve.scheduling.request import Request
-from weft.serve.scheduling.speculation import DraftLengths, EarlyLayers
+from weft.serve.scheduling.speculation import EarlyLayers
 
 ALL = LokiChoice(dims=0.25, tokens=1.0, newest=1, dense_below=1)
 SOME = LokiChoice(dims=0.5, tokens=0.2, newest=3, dense_below=5)
@@ -170,6 +170,7 @@ def longer_format(choice: LokiChoice = SOME) -> FourBitLokiFormat:
 @pytest.mark.full(2)
 def test_answers_depend_on_the_request_alone(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     given, of_four_bits = requests_and_tokens()
+    draft_always(monkeypatch)
     monkeypatch.setattr(four_bit_cache, "DECODED_TOKENS", 2 * GROUP)
     alone = answers_alone()
     sizes = {"block_size": GROUP, "num_blocks": 30, "cache": longer_format(), **options}
@@ -203,7 +204,7 @@ def test_a_text_in_chunks_is_embedded_as_at_once(has_loki: bool) -> None:
 
 def test_drafts_wait_for_a_prompt_whose_last_chunk_is_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of answers are computed before those of prompts, so drafts would not see the prompt's last token."""
-    monkeypatch.setattr(DraftLengths, "wanted", lambda own, active: 3)
+    draft_always(monkeypatch)
     prompt = tuple(one % 50 + 1 for one in range(GROUP + 1))
     given = [
         Request("short", (5,), 12, GREEDY),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from parallel_serving_for_tests import LIMIT_SECONDS, part_of, requests, tokens_on_ranks, whole_model
-from serving_for_tests import CONFIGS, serve_all, tiny_model, tokens_of
+from serving_for_tests import CONFIGS, draft_always, serve_all, tiny_model, tokens_of
 from test_engine import make_engine
 from torch import nn
 
@@ -93,7 +93,8 @@ def with_key_heads_repeated(name: str, times: int) -> nn.Module:
     ],
     ids=str,
 )
-def test_answers_depend_on_the_request_alone(options: dict[str, Any]) -> None:
+def test_answers_depend_on_the_request_alone(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    draft_always(monkeypatch)
     alone = {}
     for one in requests():
         engine = make_engine(whole_model("llama"), cache=calibrated("llama"), num_blocks=60)

@@ -18,7 +18,7 @@ from parallel_serving_for_tests import (
     step_of,
     whole_model,
 )
-from serving_for_tests import CONFIGS, serve_all, tokens_of
+from serving_for_tests import CONFIGS, draft_always, serve_all, tokens_of
 from torch import Tensor
 
 from weft.errors import PlanError
@@ -35,7 +35,6 @@ from weft.serve.model.model_part import ModelPart
 from weft.serve.model.ranks import ServingRanks
 from weft.serve.parallel.rank_part import refuse_plan
 from weft.serve.parallel.traffic import ServedSizes, step_calls
-from weft.serve.scheduling.speculation import DraftLengths
 
 SEQUENCE = ((7, 13, 14, 15, 16), (5, 0, 3, 1))  # two chunks and three decodes, in blocks anywhere in the cache
 TWO = Plan(context=Context(2))
@@ -145,7 +144,7 @@ def test_a_cache_of_four_bits_is_split_by_sequence(name: str, degree: int) -> No
 @pytest.mark.processes
 def test_drafts_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of n-grams, and of a draft model, whose own cache has whole blocks."""
-    monkeypatch.setattr(DraftLengths, "wanted", lambda own, active: 3)  # whatever steps take here
+    draft_always(monkeypatch)
     expected = on_one_rank("llama")[0]
     refuse_plan(CONFIGS["llama"], TWO)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from parallel_serving_for_tests import tokens_on_ranks, whole_model
 from sampled_for_tests import some_soak
-from serving_for_tests import CONFIGS, GREEDY, likeliest, serve_all, tiny_model, tokens_of
+from serving_for_tests import CONFIGS, GREEDY, draft_always, likeliest, serve_all, tiny_model, tokens_of
 from test_engine import make_engine
 from test_sampling import chi_square
 from torch import Tensor, nn
@@ -45,7 +45,10 @@ def drafters(name: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", some_soak(CONFIGS, "qwen3", "mistral"))
-def test_greedy_tokens_are_those_without_drafts_in_any_chunks_and_memory(name: str) -> None:
+def test_greedy_tokens_are_those_without_drafts_in_any_chunks_and_memory(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft_always(monkeypatch)
     model = tiny_model(name)
     requests = [Request(str(i), prompt, 10, GREEDY) for i, prompt in enumerate(repetitive(4))]
     expected = {one.name: likeliest(model, one.tokens, one.max_tokens) for one in requests}
@@ -68,7 +71,8 @@ def test_greedy_tokens_are_those_without_drafts_in_any_chunks_and_memory(name: s
             assert state.num_accepted < state.num_drafted
 
 
-def test_a_seed_gives_its_tokens_with_any_drafter() -> None:
+def test_a_seed_gives_its_tokens_with_any_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft_always(monkeypatch)
     settings = [Sampling(0.7, seed=1), Sampling(1.2, top_k=8, seed=2), Sampling(1.0, top_p=0.6, min_p=0.05, seed=3)]
     settings += [Sampling(repetition_penalty=1.4, seed=4), Sampling(0.5, logit_bias={3: 4.0}, num_logprobs=2, seed=5)]
     requests = [Request(str(i), repetitive()[i], 14, one) for i, one in enumerate(settings)]
@@ -246,7 +250,8 @@ def test_a_draft_model_with_fewer_tokens_is_refused() -> None:
         make_engine(tiny_model("llama"), speculate=small)
 
 
-def test_metrics_name_drafts() -> None:
+def test_metrics_name_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft_always(monkeypatch)
     engine = make_engine(tiny_model("llama"), speculate=tiny_model("llama"))
     serve_all(engine, [Request("x", (1, 2, 3), 9, GREEDY)])
     state, text = engine.state(), ServerMetrics().text(engine.state(), 0)
