@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from gpu_for_tests import environment
 
 pytestmark = pytest.mark.processes
 
@@ -14,7 +15,8 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "lean_gpu.py"
 
 
 def test_kernels_equal_plain_functions_on_the_gpu() -> None:
-    done = subprocess.run([sys.executable, str(BENCHMARK), "--check"], capture_output=True, text=True, timeout=300)
+    command = [sys.executable, str(BENCHMARK), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment())
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("\nok ") >= 40
     assert "BAD" not in done.stdout
