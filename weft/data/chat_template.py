@@ -21,7 +21,14 @@ if TYPE_CHECKING:
 
 TEMPLATE_FILE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")  # variables of a template
-OF_A_TEMPLATE = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)  # mistakes
+TEMPLATE_ERRORS = (
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+)  # that a wrong template raises
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -48,7 +55,7 @@ class ChatTemplate:
             return self._template.render(
                 messages=list(messages), tools=list(tools) or None, add_generation_prompt=asks, **self._special
             )
-        except (TemplateError, *OF_A_TEMPLATE) as error:
+        except (TemplateError, *TEMPLATE_ERRORS) as error:
             raise DataError(f"the chat template of {self._place} refuses the messages: {error}") from None
 
 

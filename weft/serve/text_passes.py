@@ -57,7 +57,9 @@ class TextPasses:
         """The steps of a prompt, in blocks that are given back at the end."""
         held = self._scheduler.lend(request.tokens)
         try:
-            yield self._told(request, kind, text_steps(request, held, self._scheduler.token_budget, self._part.layout))
+            yield self._announced_steps(
+                request, kind, text_steps(request, held, self._scheduler.token_budget, self._part.layout)
+            )
         except Exception as error:
             if self._ranks is not None:  # the others may still wait for this rank in the step
                 self._ranks.failure = error
@@ -65,9 +67,10 @@ class TextPasses:
         finally:
             self._scheduler.policy.free(held)
 
-    def _told(
+    def _announced_steps(
         self, request: Request, kind: Literal["text", "score"], steps: Iterator[StepInputs]
     ) -> Iterator[StepInputs]:
+        """The same steps; the other ranks are told of each when it is taken."""
         for inputs in steps:
             self._part.adapters.choose([(request.adapter, inputs.num_tokens)], self._part.device)
             if self._ranks is not None:
