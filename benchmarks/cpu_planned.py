@@ -164,8 +164,12 @@ def searches(num_tokens: int, width: int, timed: Callable[[], Any]) -> Iterator[
         yield f"search of {num_tokens:,} tokens of width {width}, beam {beam}", median(bursts), predict
 
 
-def parts(is_tiny: bool, timed: Callable[[], Any]) -> Iterator[Iterator[Row]]:
+def parts(is_tiny: bool, timed: Callable[[], Any], only_searches: bool = False) -> Iterator[Iterator[Row]]:
     """Yields the rows of each model."""
+    if only_searches:
+        yield searches(8192, 512, timed)
+        yield searches(8192, 1024, timed)
+        return
     if is_tiny:
         yield decodes("tiny Llama", TINY, WAYS, timed)
         yield searches(600, 32, timed)
@@ -179,8 +183,7 @@ def parts(is_tiny: bool, timed: Callable[[], Any]) -> Iterator[Iterator[Row]]:
             yield decodes(f"{kind.upper()} {size}, 257 tokens", config, PLAIN, timed)
     yield decodes("LSTM 512, 32,000 tokens", RecurrentConfig("lstm", 32000, 512), PLAIN, timed)
     yield decodes("GRU 1024, 32,000 tokens", RecurrentConfig("gru", 32000, 1024), PLAIN, timed)
-    yield searches(8192, 512, timed)
-    yield searches(8192, 1024, timed)
+    yield from parts(False, timed, only_searches=True)
 
 
 class Quiet:
@@ -253,7 +256,9 @@ def as_it_is() -> Iterator[None]:
     yield
 
 
-def compared(timed: Callable[[], Any], is_tiny: bool, quiet: Quiet | None) -> Iterator[tuple[str, float, float]]:
+def compared(
+    timed: Callable[[], Any], is_tiny: bool, quiet: Quiet | None, only_searches: bool
+) -> Iterator[tuple[str, float, float]]:
     """Yields what was measured, and seconds predicted by the machine before and after it and measured."""
 
     def machine() -> DecodeRates:
@@ -266,7 +271,7 @@ def compared(timed: Callable[[], Any], is_tiny: bool, quiet: Quiet | None) -> It
 
     before = machine()
     rows: list[Row] = []
-    for own in (*parts(is_tiny, timed), None):
+    for own in (*parts(is_tiny, timed, only_searches), None):
         rows += own or ()
         if len(rows) < MANY_ROWS and own is not None:  # the machine is not measured anew for each small model
             continue
@@ -291,13 +296,16 @@ def summary(found: dict[str, list[tuple[float, float]]]) -> list[dict[str, Any]]
 def write(found: dict[str, list[tuple[float, float]]], given: argparse.Namespace, quiet: Quiet | None) -> None:
     """Write what there is so far."""
     rows = summary(found)
+    if given.searches:
+        kept = json.loads(RESULT.read_text())["rows"]
+        rows = [row for row in kept if row["what"] not in found] + rows
     result = {
         "benchmark": "cpu_planned",
         "cpu": cpu_model(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "threads": 1,
-        "rounds": max(map(len, found.values())),
+        "rounds": max(len(row["errors_of_rounds"]) for row in rows),
         "is_real_time": given.real_time or given.quiet,
         "waits_for_quiet": quiet and {"number": quiet.num_waits, "in_vain": quiet.num_noisy},
         "load_average": os.getloadavg(),
@@ -315,6 +323,7 @@ def main() -> None:
     parser.add_argument("--quiet", action="store_true", help="time when others rest, and nothing interrupts (root)")
     parser.add_argument("--least", type=float, nargs=2, default=(), help="the least times of the probes of --quiet")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--searches", action="store_true", help="measure searches anew; other rows stay as they were")
     parser.add_argument("--measure-machine", metavar="FILE", help="only measure the machine, and write its figures")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -325,7 +334,7 @@ def main() -> None:
         return
     found: dict[str, list[tuple[float, float]]] = {}
     for _ in range(given.rounds):
-        for what, predicted, measured in compared(timed, given.tiny, quiet):
+        for what, predicted, measured in compared(timed, given.tiny, quiet, given.searches):
             found.setdefault(what, []).append((predicted, measured))
             print(f"{what}: {1e3 * predicted:.2f} ms predicted, {1e3 * measured:.2f} measured", flush=True)
             if not given.tiny:

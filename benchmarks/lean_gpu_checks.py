@@ -19,7 +19,7 @@ from weft.serve.cache.four_bit_cache import FourBitFormat, FourBitLayer
 from weft.serve.cache.layer_cache import CacheSizes
 from weft.serve.cache.loki_cache import LokiFormat, chosen_attention, chosen_attention_by_kernel, first_dims
 from weft.serve.cache.loki_choice import LokiChoice
-from weft.serve.cache.paged_attention import PagedBatch, decode_attention
+from weft.serve.cache.paged_attention import PagedBatch, decode_attention, slots_of
 from weft.serve.cache.whole_attention_kernel import whole_attention_by_kernel
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.model.decode_graph import GraphRecorder
@@ -118,6 +118,44 @@ def four_bits(device: torch.device) -> Found:
         wrong += int((layers[0]._tails != layers[1]._tails).sum())
         name = f"four bits {dtype} {heads} {window} {page}"
         yield name, difference(recorded, expected), 0.02
+        yield name + ", kept bits that differ", float(wrong), 0.0
+
+
+def four_bit_prompts(device: torch.device) -> Found:
+    """Chunks of prompts by kernels and by plain functions: what they give and what they keep."""
+    long, short = ((100, 100), (700, 1500), (1, 65), (512, 2048)), ((5, 1000), (1, 64), (16, 2000))
+    for dtype, heads, window, page, chunks in (
+        (torch.bfloat16, (32, 8, 128), None, 64, long),
+        (torch.float16, (32, 8, 128), 300, 64, long),
+        (torch.bfloat16, (8, 8, 64), None, 64, long),
+        (torch.bfloat16, (8, 1, 96), 300, 32, long),
+        (torch.bfloat16, (32, 8, 128), None, 32, long),
+        (torch.bfloat16, (32, 8, 128), None, 128, long),
+        (torch.float16, (8, 4, 64), 300, 128, long),
+        (torch.bfloat16, (32, 8, 128), None, 64, short),
+        (torch.float16, (8, 2, 64), 300, 128, short),
+    ):
+        queries, ends = zip(*chunks, strict=True)
+        lengths, number = torch.tensor(ends, dtype=torch.int32, device=device), len(chunks)
+        tables, _ = pages_of(lengths, page)
+        sizes = CacheSizes(tables.numel() + 1, page, number, *heads[1:], dtype, device)
+        layers = [FourBitLayer(sizes) for _ in range(2)]
+        both = list(zip(*((*layer.pages, layer._tails) for layer in layers), strict=True))
+        for mine, other in both:
+            mine.random_(0, 256) if mine.dtype == torch.uint8 else mine.uniform_(-0.5, 1)
+            other.copy_(mine)
+        places = [torch.arange(end - count, end, device=device) for count, end in chunks]
+        of_tables = zip(slots_of(tables, int(lengths.max()), page), places, strict=True)
+        slots = torch.cat([every[own] for every, own in of_tables])
+        rows = torch.randperm(number, device=device).to(torch.int32)
+        batch = PagedBatch(slots, torch.cat(places), slots, tables, lengths, rows, page, 0, queries, ends)
+        query = torch.randn(sum(queries), heads[0], heads[2], dtype=dtype, device=device)
+        keys, values = (torch.randn(sum(queries), *heads[1:], dtype=dtype, device=device) for _ in range(2))
+        given = (query, keys, values, batch, window)
+        found, expected = layers[0]._prompts_by_kernel(*given), layers[1]._prompts(*given)
+        name = f"four bits, {'drafts' if chunks is short else 'prompts'} {dtype} {heads} {window} {page}"
+        yield name, difference(found, expected), 0.02
+        wrong = sum(int((mine[:-1] != other[:-1]).sum()) for mine, other in both)
         yield name + ", kept bits that differ", float(wrong), 0.0
 
 
@@ -241,7 +279,17 @@ def check_kernels(device: torch.device) -> None:
     """Print each comparison; SystemExit if one is off."""
     torch.manual_seed(0)
     begin, num_bad = time.perf_counter(), 0
-    for compare in (attention, whole_attention, four_bits, chosen, products, routers, experts, engines):
+    for compare in (
+        attention,
+        whole_attention,
+        four_bits,
+        four_bit_prompts,
+        chosen,
+        products,
+        routers,
+        experts,
+        engines,
+    ):
         try:
             for name, found, most in compare(device):
                 num_bad += not found <= most

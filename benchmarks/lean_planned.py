@@ -2,8 +2,8 @@
 
     python benchmarks/lean_planned.py              prints a table; needs no GPU
 
-Measurements are those of benchmarks/results/serve-gpu.json, lean-gpu.json and larger-than-gpu.json. Predictions know
-the model, the device and the workload, and for drafts the share that was accepted.
+Measurements are those of benchmarks/results: serve-gpu.json, lean-gpu.json, lean-prompts.json, larger-than-gpu.json.
+Predictions know the model, the device and the workload, and for drafts the share that was accepted.
 """
 
 from __future__ import annotations
@@ -118,9 +118,19 @@ def experts(lean: dict[str, Any]) -> Iterator[Row]:
                 yield f"{shape}, {kind}, {number} at once: tokens/s", found, one
 
 
+def prompts(_: dict[str, Any]) -> Iterator[Row]:
+    """Seconds of prompts in steps of 2,048 tokens, by format of the cache."""
+    config = replace(LLAMA_8B, max_position_embeddings=1 << 16)
+    for cache in ("plain", "int4"):
+        model = ServingModel(config, load("h200:1x1"), Plan(), "bf16", cache=None if cache == "plain" else cache)
+        for row in json.loads((RESULTS / "lean-prompts.json").read_text())["engine"]:
+            found = model.simulate([(row["tokens"], 1)], model.cache_tokens).seconds
+            yield f"a prompt of {row['tokens']:,} tokens, {cache} cache: s", found, row["seconds"][cache]
+
+
 def rows() -> list[Row]:
     lean = json.loads((RESULTS / "lean-gpu.json").read_text())
-    parts = (in_16_bits, decodes, attention, streaming, larger_than_gpu, drafts, experts)
+    parts = (in_16_bits, decodes, attention, prompts, streaming, larger_than_gpu, drafts, experts)
     return [row for part in parts for row in part(lean)]
 
 

@@ -23,7 +23,7 @@ from weft.checkpoint.manifest import MANIFEST
 from weft.data.config import ChatConfig, DataConfig, data_from_table
 from weft.errors import CheckpointError, ConfigError, DamagedError
 from weft.models import LanguageConfig, config_from_table, read_config, weight_reader
-from weft.models.adapter import WEIGHTS_FILE as ADAPTER_FILE
+from weft.models.adapter import adapter_weights
 from weft.models.hf_config import CONFIG_FILE, exported_end_token
 from weft.models.lora import is_adapter, merged
 from weft.models.tuning import Tuning
@@ -75,7 +75,7 @@ def open_source(folder: Path) -> Source:
 def weights_fingerprint(source: Path | None, adapter: str | None) -> str:
     """Returns a hash of the weights, and of the adapter, that a run starts from; "" if it starts from neither."""
     of_model = "" if source is None else open_source(source).fingerprint
-    return of_model if adapter is None else f"{of_model} adapter {_hash([Path(adapter) / ADAPTER_FILE])}".strip()
+    return of_model if adapter is None else f"{of_model} adapter {_hash([adapter_weights(Path(adapter))])}".strip()
 
 
 def parameter_reader(checkpoint: Checkpoint) -> Callable[[str], Tensor]:

@@ -159,12 +159,16 @@ def test_weft_serve(server: tuple[subprocess.Popen[str], str]) -> None:
     assert process.wait(60) == 0
 
 
-@pytest.mark.parametrize("plan", ["plan.data=2", "plan.pipe=2"])
-def test_weft_serve_on_ranks_that_share_the_gpu(plan: str, run: Path) -> None:
-    """By replicas that read weights together, and by stages that have their own: the text of one rank."""
+@pytest.mark.parametrize(
+    "more", [["plan.data=2"], ["plan.data=2", "--stream-weights", "1"], ["plan.pipe=2", "--stream-weights", "1"]]
+)
+def test_weft_serve_on_ranks_that_share_the_gpu(more: list[str], run: Path) -> None:
+    """By replicas with CUDA graphs, replicas that read weights together, and stages that have their own: the text of
+    one rank.
+    """
     asked = {"prompt": ["def main", "import "], "max_tokens": 30, "temperature": 0}
     texts = []
-    for options in ((), (plan, "--share-gpus", "--stream-weights", "1")):
+    for options in ((), (*more, "--share-gpus")):
         with serving(run, *options, "--cache-blocks", "200") as (process, url):
             status, answer = post(f"{url}/v1/completions", asked)
             assert status == 200, answer

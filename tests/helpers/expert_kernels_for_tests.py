@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "1"
-
+import interpreter_for_tests  # noqa: F401  # before Triton
 import torch
 from torch import Tensor
 

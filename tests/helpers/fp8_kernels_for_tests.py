@@ -1,6 +1,6 @@
 """Triton's kernels for operands in fp8 beside the plain functions that they stand for, by Triton's interpreter.
 
-Run as a program, because Triton looks for TRITON_INTERPRET when it is imported. It prints, as JSON, what the two differ
+Run as a program, because Triton's interpreter is chosen when it is imported. It prints, as JSON, what the two differ
 by in each case.
 
 The interpreter's casts to fp8 are not those of a GPU: a number that is rounded up to a power of two becomes half of it,
@@ -11,11 +11,9 @@ codes, apart from these. `benchmarks/expert_fp8.py` compares them on a GPU.
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "1"
-
+import interpreter_for_tests  # noqa: F401  # before Triton
 import torch
 from torch import Tensor
 

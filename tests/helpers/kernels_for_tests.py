@@ -1,6 +1,6 @@
 """Triton's kernels beside the plain functions that they stand for, on a CPU by Triton's interpreter.
 
-Run as a program, because Triton looks for TRITON_INTERPRET when it is imported: `python kernels_for_tests.py CASE...`
+Run as a program, because Triton's interpreter is chosen when it is imported: `python kernels_for_tests.py CASE...`
 prints, as JSON, what the two differ by in each case.
 """
 
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "1"
-
+import interpreter_for_tests  # noqa: F401  # before Triton
 import torch
 import torch.nn.functional as F
 import triton
@@ -39,6 +38,7 @@ from weft.serve.cache import (
 from weft.serve.cache.decode_attention_kernel import decode_attention_by_kernel
 from weft.serve.cache.four_bit_attention_kernel import four_bit_attention_by_kernel
 from weft.serve.cache.four_bit_cache import FourBitLayer
+from weft.serve.cache.four_bit_loki_cache import FourBitLokiLayer
 from weft.serve.cache.layer_cache import CacheSizes
 from weft.serve.cache.loki_cache import LokiLayer, chosen_attention, chosen_attention_by_kernel, first_dims
 from weft.serve.cache.loki_choice import LokiChoice, chosen_tokens
@@ -52,8 +52,8 @@ from weft.serve.cache.paged_attention import (
     tiles_of,
 )
 from weft.serve.cache.prompt_attention_kernel import prompt_attention_by_kernel
-from weft.serve.head import sampling_kernel
-from weft.serve.head.sampling import draw
+from weft.serve.head import filter_kernel, sampling_kernel
+from weft.serve.head.sampling import _settings_of, draw, filtered_draw_by_sorting
 from weft.serve.model import fused
 from weft.serve.model.fused_kernel import (
     gated_by_kernel,
@@ -61,6 +61,8 @@ from weft.serve.model.fused_kernel import (
     rotate_and_store_by_kernel,
     row_linear_by_kernel,
 )
+from weft.serve.scheduling.request import Request, Sampling
+from weft.serve.scheduling.scheduler import ActiveRequest
 from weft.serve.weights import packed_product_kernel, packed_row_kernel
 from weft.serve.weights.group_codes import group_range
 from weft.serve.weights.packed_product_kernel import packed_product_by_kernel
@@ -367,6 +369,53 @@ def four_bits() -> dict[str, dict[str, float]]:
     return found
 
 
+def four_bit_prompts() -> dict[str, dict[str, float]]:
+    """Of attention of prompts over a cache of 4 bits, and of what they add to it; without tails, as a control."""
+    found = {}
+    four_bit_attention_kernel._PROGRAMS = 16  # the interpreter runs one after the other
+    cases = (  # chunks are (tokens, tokens in the cache after them), in pages of 64 of which each request has three
+        (torch.float32, (4, 2, 8), None, 64, ((64, 64), (70, 100), (1, 65), (130, 192), (150, 180))),
+        (torch.float32, (2, 1, 72), 70, 64, ((50, 50), (100, 190), (64, 128))),
+        (torch.float16, (3, 1, 20), None, 64, ((33, 97), (128, 150))),
+        (torch.float32, (8, 1, 8), 20, 32, ((40, 96), (63, 95), (40, 70))),
+        (torch.float32, (2, 2, 40), None, 128, ((150, 300), (128, 128))),
+        (torch.float32, (4, 2, 8), None, 64, ((5, 130), (1, 64), (16, 70))),  # as decodes
+        (torch.float32, (2, 1, 72), 50, 32, ((16, 95), (3, 60))),
+        (torch.float32, (2, 2, 8), None, 32, ((5, 50), (1, 30))),
+        (torch.float32, (40, 1, 8), 20, 32, ((18, 40),)),  # two queries of a program
+    )
+    for index, (dtype, (num_heads, num_key_heads, head_dim), window, page, chunks) in enumerate(cases):
+        number = len(chunks) + 1  # the first request decodes
+        sizes = CacheSizes(3 * number + 1, page, number, num_key_heads, head_dim, dtype, torch.device("cpu"))
+        layers = [FourBitLayer(sizes) for _ in range(2)]
+        tables = torch.randperm(3 * number, dtype=torch.int32).reshape(number, 3)
+        rows = torch.randperm(number, dtype=torch.int32)
+        for one, other in zip(*((*layer.pages, layer._tails) for layer in layers), strict=True):
+            fill = torch.randint(0, 256, one.shape) if one.dtype == torch.uint8 else torch.rand(one.shape) - 0.3
+            one.copy_(fill)
+            other.copy_(fill)
+        queries, lengths = zip(*chunks, strict=True)
+        places = [range(length - count, length) for count, length in chunks]
+        of_tables = zip(slots_of(tables[1:], 3 * page, page), places, strict=True)
+        slots = torch.cat([every[list(own)] for every, own in of_tables])
+        slots, ends = torch.cat([slots[:1], slots]), torch.tensor([1, *lengths], dtype=torch.int32)
+        batch = PagedBatch(slots, slots, slots, tables, ends, rows, page, 1, queries, lengths)
+        query = torch.randn(sum(queries), num_heads, head_dim).to(dtype)
+        keys, values = (torch.randn(sum(queries), num_key_heads, head_dim).to(dtype) for _ in range(2))
+        axes = torch.linalg.qr(torch.randn(num_key_heads, head_dim, head_dim))[0]
+        loki = FourBitLokiLayer(axes, LokiChoice(), sizes)
+        turned = (loki._along_axes(query), loki._along_axes(keys))  # as a cache with Loki gives them
+        given = (*turned, values, batch, window)
+        plain, mixed = layers[0]._prompts(*given), layers[1]._prompts_by_kernel(*given)
+        pairs = [(one[:-1], other[:-1]) for one, other in zip(*(layer.pages for layer in layers), strict=True)]
+        pairs.append((layers[0]._tails, layers[1]._tails))
+        own = {"mixed": difference(mixed, plain), "pages": float(sum((one != other).sum() for one, other in pairs))}
+        layers[1]._tails.zero_()
+        own["without a tail"] = difference(layers[1]._prompts_by_kernel(*given), plain)
+        found[f"{index} {dtype} {num_heads} {num_key_heads} {head_dim} {window} {page}"] = own
+    return found
+
+
 def chosen() -> dict[str, dict[str, float]]:
     """Of the tokens that Loki chooses, with many equal scores, and of attention to them."""
     found = {}
@@ -535,7 +584,38 @@ def serving() -> dict[str, dict[str, float]]:
     return found
 
 
+def filters() -> dict[str, dict[str, float]]:
+    """Of draws by temperature, top_k, top_p and min_p, with many equal logits: how many differ."""
+    found = {}
+    filter_kernel._CHUNK, sampling_kernel._TOKENS = 128, 64
+    for dtype in (torch.float32, torch.bfloat16):
+        number, vocab = 16, 203
+        logits = (torch.randn(number, vocab + 5) * 3).to(dtype)[:, :vocab]
+        logits[::2] = (logits[::2] * 2).round() / 2
+        logits[5, 20:], logits[6, :2], logits[6, 2:] = -math.inf, torch.tensor([-0.0, 0.0]).to(dtype), -1.0
+        keys, positions = torch.randint(-(2**31), 2**31, (number, 2)).int(), torch.arange(number) * 77777
+        temperature, top_p, top_k = (torch.rand(number, 1) + low for low in (0.3, 0.05, 0.0))
+        temperature[7], top_p, top_k = 0.0, top_p.clamp(max=1.0), (top_k * 40).ceil()
+        top_k[::3], top_p[1::3], log_min_p = vocab, 1.0, torch.full((number, 1), 1e-38).log()
+        log_min_p[::4], top_k[6] = -2.5, 1.0
+        nothing = ActiveRequest(Request("x", (1,), 9, Sampling(top_p=0.0)), 0, 99, 7, [1], row=0)
+        top_p[9] = _settings_of([nothing], vocab, logits.device).top_p[0]
+        given = (temperature, top_k, top_p, log_min_p)
+        names = ("temperature", "top_k", "top_p", "log_min_p")
+        settings: Any = SimpleNamespace(keys=keys, **dict(zip(names, given, strict=True)))
+        plain = filtered_draw_by_sorting(logits.float(), settings, positions)
+        left = filter_kernel.filter_by_kernel(logits, *given)
+        drawn = sampling_kernel.draw_by_kernel(logits, temperature, keys, positions, left)
+        free = sampling_kernel.draw_by_kernel(logits, temperature, keys, positions)
+        found[f"draws {dtype}"] = {
+            "differ": float((drawn != plain)[temperature[:, 0] > 0].sum()),
+            "alike without filters": float((free == plain).sum() > 13),
+        }
+    return found
+
+
 CASES = {
+    "filters": filters,
     "updates": updates,
     "losses": losses,
     "takes": takes,
@@ -547,6 +627,7 @@ CASES = {
     "tiles": tiles,
     "ranges": ranges,
     "four_bits": four_bits,
+    "four_bit_prompts": four_bit_prompts,
     "chosen": chosen,
     "packed": packed,
     "serving": serving,

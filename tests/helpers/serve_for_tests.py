@@ -130,6 +130,7 @@ def serving(
     max_requests: int = 64,
     template: str | None = TEMPLATE,
     adapters: tuple[str, ...] = (),
+    host: str = "127.0.0.1",
 ) -> Iterator[Served]:
     """Serve an engine over bytes from a thread, until the block ends."""
     tokenizer = ByteTokenizer()
@@ -139,13 +140,13 @@ def serving(
     worker = EngineWorker(engine, max_requests)
     api = Api(model, worker, limits, "step-00000001")
     ready = threading.Event()
-    server = HttpServer(build_app(api, keys), worker, limits, ready.set)
-    sock = listen("127.0.0.1", 0)
+    server = HttpServer(build_app(api, keys, host), worker, limits, ready.set)
+    sock = listen(host, 0)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])))
     thread.start()
     try:
         assert ready.wait(LIMIT_SECONDS)
-        yield Served(server, worker, api, f"http://127.0.0.1:{sock.getsockname()[1]}")
+        yield Served(server, worker, api, f"http://{host}:{sock.getsockname()[1]}")
     finally:
         if isinstance(engine, RepeatingEngine):
             engine.go_on.set()

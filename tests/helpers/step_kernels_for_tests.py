@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 
-os.environ["TRITON_INTERPRET"] = "1"
-
+import interpreter_for_tests  # noqa: F401  # before Triton
 import torch
 from torch import Tensor
 

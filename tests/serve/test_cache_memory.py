@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from serving_for_tests import GREEDY, serve_all, tiny_model
 from test_engine import make_engine
 
 from weft.errors import ConfigError
+from weft.serve.model.paged_model import PagedModel
 from weft.serve.scheduling.request import Request
 
 BLOCK_BYTES = 512  # of 4 tokens: 2 blocks of the model, 2 key heads of 4 dims, keys and values in float32
@@ -71,3 +73,16 @@ def test_more_blocks_than_memory_are_refused_with_the_largest_number_that_fits(c
     container(BLOCK_BYTES)
     with pytest.raises(ConfigError, match="not even one fits"):
         num_blocks(**{**rest, name: 5})
+
+
+def test_memory_is_kept_for_the_logits_of_drafts(container: FreeBytes) -> None:
+    container(600_000)
+    kept = 8 * 16 * 61  # of 16 tokens a step, of 61 words
+    without, drafting = (num_blocks(token_budget=16, max_running=64, **more) for more in ({}, {"speculate": "ngram"}))
+    assert without - drafting == pytest.approx(kept / BLOCK_BYTES, abs=1)
+    assert drafting < without
+
+
+def test_decodes_in_float32_have_no_kernel() -> None:
+    has_kernel = [make_engine(tiny_model("llama").to(dtype))._part.paged for dtype in (torch.float32, torch.bfloat16)]
+    assert [isinstance(one, PagedModel) and one.has_decode_kernel for one in has_kernel] == [False, True]

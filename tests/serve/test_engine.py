@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from weft.errors import ConfigError, NumbersError
 from weft.models import save_folder
 from weft.serve.cache.host_pages import HostPages
-from weft.serve.engine import Engine, EngineOptions
+from weft.serve.engine import Engine, EngineOptions, LaunchedStep
 from weft.serve.model import model_part
 from weft.serve.model.decode_graph import DecodeGraphs, Replay, graph_sizes
 from weft.serve.model.mixed_graph import MixedGraphs, mixed_sizes
 from weft.serve.model.step_inputs import StepInputs
+from weft.serve.scheduling.blocks import PagedBlocks
 from weft.serve.scheduling.request import Request, RequestError, Sampling
 from weft.serve.scheduling.scheduler import ActiveRequest
 
@@ -414,3 +415,15 @@ def test_swapped_pages_are_read_again_and_not_after_new_weights(monkeypatch: pyt
 
     monkeypatch.setattr(HostPages, "load", corrupt)
     assert served()[1] != tokens(tiny_model("llama"))  # the pages are really used
+
+
+def test_blocks_that_an_older_chunk_does_not_fill_are_not_shared() -> None:
+    """With several stages, a request may come again while a chunk of before is between stages."""
+    engine = make_engine(tiny_model("llama"), token_budget=4)
+    engine.add(Request("x", tuple(range(12)), 2, GREEDY))
+    (first,) = engine._scheduler.schedule()
+    older = first._replace(start=4, end=8)
+    engine._read(LaunchedStep([older], None, None))
+    policy = engine._scheduler.policy
+    assert isinstance(policy, PagedBlocks)
+    assert len(policy._known) == 1  # of the chunk that was begun since

@@ -12,7 +12,7 @@ from serving_for_tests import GREEDY, serve_all, tokens_of
 from test_engine import make_engine
 from torch import nn
 
-from weft.errors import ConfigError
+from weft.errors import CheckpointError, ConfigError
 from weft.inspection.parameter_cut import Cut
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
@@ -180,3 +180,14 @@ def test_scales_that_16_bits_cannot_hold_are_decoded(tmp_path: Path) -> None:
     ]
     assert name not in dict(packed_linears(model))
     assert float(model.get_parameter(f"{name}.weight").detach().abs().max()) == 8 * 2.0**15
+
+
+def test_float8_codes_that_are_no_number_are_refused(tmp_path: Path) -> None:
+    """Kernels would make numbers of them."""
+    write_folder(tmp_path, CASES["fp8"])
+    name = "model.layers.1.self_attn.o_proj.weight"
+    codes = torch.zeros(64, 64, dtype=torch.float8_e4m3fn)
+    codes.view(torch.uint8)[3, 5] = 0xFF
+    change_tensors(tmp_path, {name: codes})
+    with pytest.raises(CheckpointError, match="some of its codes are NaN; the folder is damaged"):
+        load_for_generation(tmp_path, "bytes")

@@ -261,7 +261,7 @@ def test_a_file_is_read_with_any_group_and_refused_in_words(tmp_path: Path) -> N
         assert block_size_of(form) == size
         assert form.bytes_per_token(1, 128, 2) == num_bytes == cache_format(name).bytes_per_token(1, 128, 2)
         make_engine(tiny_model("llama"), cache=form, block_size=size)
-        assert "has no kernels for GPUs: plain functions" in why_slow(form, "cuda")[0]
+        assert "has no kernels for decodes on GPUs: plain functions" in why_slow(form, "cuda")[0]
         assert why_slow(form, "cpu") == why_slow(cache_format(name), "cuda") == []
         with pytest.raises(ConfigError, match=f"the file of --cache {name},loki is of another model"):
             make_engine(tiny_model("llama", seed=1), cache=form, block_size=size)

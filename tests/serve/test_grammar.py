@@ -116,6 +116,14 @@ BAD_SCHEMAS = [
         {"type": "json_schema", "json_schema": {"schema": {"const": "x" * MAX_SCHEMA_BYTES}}},
         f"at most {MAX_SCHEMA_BYTES} are taken",
     ),
+    (
+        {"type": "json_schema", "json_schema": {"schema": {"maximum": 10**400}}},  # a number that no float holds
+        "the schema cannot be used: number out of range at line 1",
+    ),
+    (
+        {"type": "json_schema", "json_schema": {"schema": json.loads('{"not":' * 200 + "{}" + "}" * 200)}},
+        "the schema cannot be used: recursion limit exceeded",
+    ),
 ]
 
 
@@ -153,6 +161,11 @@ def test_bad_schemas_are_refused_in_words(served: Served) -> None:
         refused = served.post("/v1/completions", {"prompt": "x", "response_format": wanted})
         assert refused.status_code == 400, wanted
         assert words in refused.json()["error"]["message"], wanted
+    endless = (
+        b'{"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 1e999}}}}'
+    )
+    refused = served.post("/v1/completions", content=endless, headers={"Content-Type": "application/json"})
+    assert (refused.status_code, refused.json()["error"]["message"][:25]) == (400, "the schema cannot be used")
     with pytest.raises(RequestError, match="knows no tokenizer"):
         Engine(build(MODELS["llama"]), EngineOptions(num_blocks=4)).add(Request("x", (1,), 1, json_schema=ANY_OBJECT))
 

@@ -176,7 +176,13 @@ def test_other_weights_and_damaged_files_are_refused(tmp_path: Path) -> None:
     engine = make_engine(tiny_model("llama"), head=read)
     with pytest.raises(ConfigError, match="--head graph is of the weights in use"):
         engine.replace_weights(tiny_model("llama"))
-    path.write_bytes(path.read_bytes()[:-100])
+    whole = path.read_bytes()
+    for name, other in ((b'"beam"', b'"boom"'), (b'"number":"8"', b'"number":"x"')):  # one is missing, one no number
+        assert whole.count(name) == 1
+        path.write_bytes(whole.replace(name, other))
+        with pytest.raises(ConfigError, match="damaged"):
+            load(path)
+    path.write_bytes(whole[:-100])
     with pytest.raises(ConfigError, match="run weft index"):
         load(path)
     with pytest.raises(ConfigError, match="--head tree is unknown"):

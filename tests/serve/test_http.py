@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 from serve_for_tests import LIMIT_SECONDS, NO_CERTIFICATES, RepeatingEngine, Served, serving, wait_for
 
 from weft.serve.http import request_body
-from weft.serve.http.guard import ServerLimits
+from weft.serve.http.guard import HttpGuard, ServerLimits
+from weft.serve.http.prometheus import ServerMetrics
 
 FOREVER = 1 << 30
 
@@ -201,6 +204,51 @@ def give_up_after_a_second(served: Served) -> None:
         httpx.post(f"{served.url}/v1/completions", json=body, headers=KEY, timeout=timeout, **NO_CERTIFICATES)
 
 
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"echo": True, "logprobs": 1}])
+def test_more_answers_than_the_server_ever_holds_are_refused_for_good(
+    served: Served, engine: RepeatingEngine, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(engine, "score", lambda request: pytest.fail("a prompt was scored for nothing"))
+    refused = served.post("/v1/completions", {"prompt": "x", "n": 4, **more}, headers=KEY)
+    assert (refused.status_code, "retry-after" in refused.headers) == (400, False)
+    assert message(refused).startswith("4 answers at once are more than the 3 requests that this server holds")
+
+
+def metric(served: Served, name: str) -> float:
+    lines = served.get("/metrics", headers=KEY).text.splitlines()
+    return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
+
+
+def test_tokens_of_prompts_count_once_for_each_answer_when_they_are_taken(served: Served) -> None:
+    before = metric(served, "weft_prompt_tokens_total")
+    for body, status in (
+        ({"prompt": "x" * 65}, 400),
+        ({"prompt": "x", "n": 4}, 400),
+        ({"prompt": "abc", "n": 3, "max_tokens": 1}, 200),
+        ({"prompt": "abcd", "echo": True, "logprobs": 0, "max_tokens": 0}, 200),
+    ):
+        assert served.post("/v1/completions", body, headers=KEY).status_code == status
+    assert metric(served, "weft_prompt_tokens_total") - before == 3 * 3 + 4
+
+
+def test_responses_are_counted_by_end_point_without_a_route_in_the_scope() -> None:
+    """Older versions of starlette set none."""
+    metrics = ServerMetrics()
+
+    async def end_point(*_: object) -> None: ...
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope["endpoint"] = end_point
+        await send({"type": "http.response.start", "status": 200})
+
+    async def send(event: object) -> None: ...
+
+    guard = HttpGuard(app, (), None, metrics, {end_point: "/v1/models"})
+    scope = {"type": "http", "headers": [], "path": "/v1/models"}
+    asyncio.run(guard(scope, send, send))  # type: ignore[arg-type]
+    assert metrics.responses == {("/v1/models", 200): 1}
+
+
 def test_metrics_and_health(served: Served) -> None:
     served.post("/v1/completions", {"prompt": "abc", "max_tokens": 4}, headers=KEY)
     lines = served.get("/metrics", headers=KEY).text.splitlines()
@@ -210,6 +258,11 @@ def test_metrics_and_health(served: Served) -> None:
     assert float(values["weft_time_to_first_token_seconds_count"]) >= 1
     assert values['weft_request_seconds_bucket{le="+Inf"}'] == values["weft_request_seconds_count"]
     assert float(values["weft_cache_blocks"]) == 8
+    assert served.get("/v1/completions", headers=KEY).status_code == 405
+    assert served.get("/nothing", headers=KEY).status_code == 404
+    counted = served.get("/metrics", headers=KEY).text
+    assert 'weft_responses_total{endpoint="/v1/completions",status="405"}' in counted
+    assert 'weft_responses_total{endpoint="other",status="404"}' in counted
     health = served.get("/health").json()
     assert (health["status"], health["weights"]) == ("ok", "step-00000001")
 

@@ -13,7 +13,7 @@ import pytest
 from commands_for_tests import caller
 from serve_for_tests import RepeatingEngine, serving
 
-from weft.commands.bench_serve import bench_serve_command
+from weft.commands.bench_serve import _places, bench_serve_command
 from weft.errors import ConfigError
 from weft.serve.load import LoadOptions, RateResult, open_target, run_load
 from weft.serve.load_report import svg, table_row
@@ -65,10 +65,40 @@ def test_the_load_ends_when_the_server_is_saturated_or_refuses() -> None:
     assert table_row(nothing).endswith("2 unfinished")
 
 
-@pytest.mark.parametrize("url", ["https://127.0.0.1:1", "http://127.0.0.1:9", "http://"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://127.0.0.1:1",
+        "http://127.0.0.1:9",
+        "http://",
+        "http://127.0.0.1:abc",
+        "http://127.0.0.1:70000",
+        "http://[::1",
+    ],
+)
 def test_a_url_without_a_server_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"is no (server|address)"):
         asyncio.run(open_target(url, None))
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [("none/load", "lies in a folder that does not exist"), ("taken", "is a folder"), (".", "names no file")],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken.svg").mkdir()
+    with pytest.raises(ConfigError, match=words):
+        bench_serve_command("http://127.0.0.1:9", out=Path(out))
+
+
+@pytest.mark.parametrize(
+    ("out", "name"), [("run-1.5", "run-1.5"), ("load", "load"), ("load.json", "load"), ("load.svg", "load")]
+)
+def test_results_have_the_name_that_was_given(tmp_path: Path, out: str, name: str) -> None:
+    assert _places(tmp_path / out) == (tmp_path / f"{name}.json", tmp_path / f"{name}.svg")
 
 
 @pytest.mark.processes

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 from serve_for_tests import RepeatingEngine, Served, serving, wait_for
 
 from weft.data.chat_template import ChatTemplate
-from weft.serve.http.request_body import messages_of
+from weft.serve.http import request_body
+from weft.serve.http.request_body import MAX_JSON_BYTES, messages_of
 
 if TYPE_CHECKING:
     import openai  # takes a second, which only the process that runs these tests spends
@@ -122,6 +126,32 @@ def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI) -> None:
         client.completions.create(**{**asked, "prompt": "a" * 65}, max_tokens=0)  # type: ignore[call-overload]
 
 
+def test_a_stream_of_an_echo_alone_ends_in_a_reason(client: openai.OpenAI) -> None:
+    for prompt, logprobs in (("ab", None), ("ab", 1), ("", 1), ("", None)):
+        asked = {"model": "tiny", "prompt": prompt, "echo": True, "logprobs": logprobs, "max_tokens": 0}
+        (chunk,) = client.completions.create(**asked, stream=True)  # type: ignore[call-overload]
+        (whole,) = client.completions.create(**asked).choices  # type: ignore[call-overload]
+        assert (chunk.choices[0].text, chunk.choices[0].finish_reason) == (prompt, "length")
+        assert chunk.choices[0].logprobs == whole.logprobs
+
+
+def test_a_stream_has_the_tokens_of_a_prompt_without_text(client: openai.OpenAI) -> None:
+    asked = {"model": "tiny", "prompt": "", "echo": True, "logprobs": 1, "max_tokens": 2}
+    stop = {"extra_body": {"ignore_eos": True}}
+    parts = [chunk.choices[0].logprobs for chunk in client.completions.create(**asked, **stop, stream=True)]  # type: ignore[call-overload]
+    (whole,) = client.completions.create(**asked, **stop).choices  # type: ignore[call-overload]
+    assert [value for part in parts for value in part.token_logprobs] == whole.logprobs.token_logprobs
+    assert whole.logprobs.token_logprobs == [None, -0.5, -0.5]
+
+
+def test_all_chunks_of_a_stream_state_one_time(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = itertools.count(1_700_000_000)
+    monkeypatch.setattr(time, "time", lambda: next(seconds))
+    chunks = list(client.completions.create(model="tiny", prompt="ab", max_tokens=4, stream=True))
+    assert len(chunks) == 4
+    assert len({chunk.created for chunk in chunks}) == 1
+
+
 def test_a_token_that_cannot_come_has_a_logprob_that_json_can_write(
     client: openai.OpenAI, engine: RepeatingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +206,42 @@ def test_arguments_of_a_tool_call_are_an_object_to_the_template(given: Any, expe
     message = {"role": "assistant", "content": None, "tool_calls": calls}
     assert template.render(messages_of([message])) == expected
     assert calls[0]["function"] == {"name": "weather", "arguments": given}
+
+
+def nested(levels: int, inner: Any = 0) -> Any:
+    for _ in range(levels):
+        inner = [inner]
+    return inner
+
+
+def test_what_templates_write_as_json_has_limits(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template may write it with indents: a value in a thousand lists has thousands of blanks before it."""
+    monkeypatch.setattr(request_body, "MAX_JSON_BYTES", 1000)
+
+    def asked(arguments: Any = None, tools: Any = ()) -> httpx.Response:
+        calls = [{"function": {"name": "x", "arguments": arguments}}]
+        message = {"role": "assistant", "content": "y" * 2000, "reasoning": "z" * 2000, "tool_calls": calls}
+        body = {"messages": [message], "tools": tools, "max_tokens": 1}
+        return served.post("/v1/chat/completions", body)
+
+    levels = "has more than 32 levels of lists and objects in each other"
+    fewer = "bytes of lists and objects, at most 1000 are taken"
+    tool = {"type": "function", "function": {"name": "x"}}
+    for refused, words in (
+        (asked({"a": nested(27)}), f"'messages' {levels}"),
+        (asked(json.dumps({"a": nested(27)})), f"'messages' {levels}"),
+        (asked(json.dumps({"a": nested(500)})), f"'messages' {levels}"),
+        (asked(tools=[{**tool, "parameters": nested(31)}]), f"'tools' {levels}"),
+        (asked({"a": [0] * 500}), fewer),
+        (asked(json.dumps({"a": [0] * 500})), fewer),
+        (asked(tools=[{**tool, "parameters": [0] * 500}]), fewer),
+        (asked(json.dumps({"a": "\ud800" * 400})), fewer),
+    ):
+        assert refused.status_code == 400, words
+        assert words in refused.json()["error"]["message"]
+    for taken in (asked({"a": nested(26)}), asked(tools=[{**tool, "parameters": nested(30)}])):
+        assert (taken.status_code, taken.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert MAX_JSON_BYTES == 1 << 20
 
 
 def test_tool_calls_of_another_form_are_left_to_the_template() -> None:

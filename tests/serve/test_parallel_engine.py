@@ -28,7 +28,7 @@ from weft.plan import Memory, Pipe, Plan, Shard, Tensor
 from weft.serve.engine import Engine
 from weft.serve.follow_steps import follow_steps
 from weft.serve.model import ranks
-from weft.serve.model.model_part import ModelPart
+from weft.serve.model.model_part import EngineOptions, ModelPart
 from weft.serve.model.ranks import RankMessage, ServingRanks
 from weft.serve.model.step_inputs import text_inputs
 from weft.serve.parallel.rank_part import RankPlace, part_numel, refuse_plan
@@ -179,3 +179,31 @@ def test_a_text_that_fails_on_one_rank_ends_the_engine() -> None:
         return own.next_message().kind
 
     assert run_local(lambda index: (other if index else rank)(index), 2, LIMIT_SECONDS) == ["ended", "text"]
+
+
+@pytest.mark.processes
+def test_a_replica_of_one_rank_launches_a_step_while_the_one_before_is_read() -> None:
+    """As an engine without ranks does; one of several ranks does not."""
+    options = EngineOptions(block_size=4, num_blocks=60, overlap=True)
+
+    def rank(_: int) -> tuple[dict[str, Any] | None, list[bool]]:
+        torch.set_num_threads(1)
+        overlaps, found = [], None
+        for plan in (Plan(tensor=Tensor(2)), Plan(data=2)):
+            mesh = Mesh(plan)
+            ranks = ServingRanks(mesh)
+            if ranks.is_lead:
+                overlaps.append(Engine(part_of("llama", ranks.place), options, ranks)._overlap)
+            else:
+                ModelPart(part_of("llama", ranks.place), options, ranks)
+            if plan.data == 2:
+                found = tokens_on_ranks("llama", mesh, requests(), options, ranks=ranks)
+        return found, overlaps
+
+    (found, overlaps), _ = run_local(rank, 2, LIMIT_SECONDS)
+    assert overlaps == [False, True]
+    tokens, embedding, _ = on_one_rank("llama")
+    assert found is not None
+    assert found["tokens"] == tokens
+    assert found["embedding"] == pytest.approx(embedding, abs=1e-6)
+    assert found["is_free"]

@@ -101,6 +101,24 @@ def test_a_seed_gives_its_tokens_in_any_company() -> None:
     assert len(set(map(tuple, tokens_of(serve_all(make_engine(model), free)).values()))) == 2
 
 
+def test_a_temperature_near_zero_draws_the_likeliest_token() -> None:
+    """Logits divided by it would be infinite, and equal."""
+    logits = torch.tensor([[0.5, 2.0, 3.0, 1.0]])
+    for more in ({}, {"top_k": 3}):
+        sampling = Sampling(temperature=1e-40, **more)  # type: ignore[arg-type]
+        member = ActiveRequest(Request("x", (1,), 9, sampling), 0, 99, 7, [1], row=0)
+        assert Sampler(1, 4, torch.device("cpu")).sample(logits, [member], torch.tensor([1])).tokens.tolist() == [2]
+
+
+def test_a_request_that_comes_again_in_another_row_leaves_its_token_there() -> None:
+    sampler, logits, positions = Sampler(3, 4, torch.device("cpu")), torch.eye(4)[:1], torch.tensor([1])
+    member = ActiveRequest(Request("x", (1,), 9, GREEDY), 0, 99, 7, [1], row=1)
+    sampler.sample(logits, [member], positions)
+    member.row = 2
+    sampler.sample(torch.eye(4)[3:], [member], positions)
+    assert sampler.last.tolist() == [0, 0, 3]
+
+
 def test_penalties_are_those_of_transformers_also_after_pre_emption(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -9,7 +9,17 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.mark.parametrize(
-    ("case", "number"), [("decodes", 8), ("tiles", 4), ("serving", 13), ("packed", 28), ("four_bits", 5), ("chosen", 3)]
+    ("case", "number"),
+    [
+        ("decodes", 8),
+        ("tiles", 4),
+        ("serving", 13),
+        ("packed", 28),
+        ("four_bits", 5),
+        ("four_bit_prompts", 9),
+        ("filters", 2),
+        ("chosen", 3),
+    ],
 )
 def test_kernels_are_the_plain_functions(case: str, number: int) -> None:
     found = differences(case)

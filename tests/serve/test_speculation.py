@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,12 +17,14 @@ from test_engine import make_engine
 from test_sampling import chi_square
 from torch import Tensor, nn
 
+from weft.architectures import RecurrentConfig
 from weft.errors import ConfigError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.models import DecoderConfig, build, initialise
+from weft.models import DecoderConfig, RecurrentModel, build, initialise
 from weft.plan import Pipe, Plan
 from weft.plan import Tensor as TensorDegrees
+from weft.serve.drafts.draft_model import ModelDrafter
 from weft.serve.drafts.ngram_drafter import NgramDrafter, NgramIndex
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.head.sampling import gumbel_noise
@@ -248,6 +251,23 @@ def test_a_draft_model_with_fewer_tokens_is_refused() -> None:
     initialise(small, 0)
     with pytest.raises(ConfigError, match="knows 60 tokens and the model 61; give a draft model with the same token"):
         make_engine(tiny_model("llama"), speculate=small)
+
+
+def test_a_draft_model_drafts_up_to_the_positions_that_it_knows() -> None:
+    small = build(replace(CONFIGS["llama"], max_position_embeddings=20))
+    initialise(small, 0)
+    for context, known in ((50, 20), (12, 12)):
+        engine = make_engine(tiny_model("llama"), speculate=small, context_length=context)
+        assert engine._speculation is not None
+        drafter = engine._speculation._drafter
+        assert isinstance(drafter, ModelDrafter)
+        assert drafter.context_length == known
+
+
+def test_a_recurrent_draft_model_is_refused() -> None:
+    small = RecurrentModel(RecurrentConfig("lstm", 61, 8))
+    with pytest.raises(ConfigError, match="an LSTM or GRU cannot draft"):
+        make_engine(tiny_model("llama"), speculate=small, num_blocks=20)
 
 
 def test_metrics_name_drafts(monkeypatch: pytest.MonkeyPatch) -> None:

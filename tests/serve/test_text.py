@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from serving_for_tests import tiny_model
 
-from weft.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from weft.data.tokenizer import REPLACEMENT, ByteTokenizer, Tokenizer, load_tokenizer
+from weft.errors import DataError
+from weft.serve.generate import generate
 from weft.serve.scheduling.request import GeneratedToken, Request
-from weft.serve.text import REPLACEMENT, Detokenizer, StopStrings, TextStream
+from weft.serve.text import Detokenizer, StopStrings, TextStream
 
 SOME_BYTES = st.lists(
     st.one_of(st.integers(0, 256), st.sampled_from(list("€é😀a ".encode()))), max_size=30
@@ -65,6 +68,36 @@ def test_characters_of_byte_tokens_are_whole(word_tokenizer: Tokenizer) -> None:
     detokenizer = Detokenizer(word_tokenizer, word_tokenizer.encode("hello").tolist())
     parts = [detokenizer.push(1 + byte) for byte in "é€😀".encode()]
     assert [part for part in parts if part] == ["é", "€", "😀"]
+
+
+def test_the_bytes_of_tokens_that_are_parts_of_characters(word_tokenizer: Tokenizer) -> None:
+    assert [word_tokenizer.token_bytes(1 + byte) for byte in "€".encode()] == [b"\xe2", b"\x82", b"\xac"]
+    bytes_alone = ByteTokenizer()
+    assert [bytes_alone.token_bytes(token) for token in (0xE2, 256, 300)] == [b"\xe2", None, None]
+
+
+def test_the_bytes_of_tokens_of_a_byte_level_vocabulary(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({word: place for place, word in enumerate([*letters, "</s>", REPLACEMENT])}, []))
+    backend.add_special_tokens(["</s>", REPLACEMENT])
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    found = [tokenizer.token_bytes(token) for token in range(len(letters))]
+    assert sorted(one for one in found if one is not None) == [bytes([byte]) for byte in range(256)]
+    for token, one in enumerate(found):
+        assert one is not None
+        assert tokenizer.decode(np.array([token])) == one.decode(errors="replace")
+    assert tokenizer.token_bytes(len(letters) + 1) == REPLACEMENT.encode()
+    assert tokenizer.token_bytes(len(letters) + 9) is None
+
+
+def test_a_prompt_that_has_no_encoding_is_refused() -> None:
+    with pytest.raises(DataError, match="half of a surrogate pair"):
+        generate(tiny_model("llama"), ByteTokenizer(), "a\udcff", num_tokens=1)
 
 
 def tokens_in_words(text: str) -> list[int]:

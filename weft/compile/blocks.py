@@ -32,7 +32,8 @@ VARIANTS = 4  # compiled versions of one block: training, evaluation, and a few 
 
 def wants_compile(run: Run, device: torch.device) -> bool:
     """Does a run compile? `train.compile` decides; if it is not set, runs on GPUs do, unless images are split in tiles,
-    branches lie on different ranks, K-FAC samples layers, or the model is recurrent.
+    batch norms take statistics over all ranks, branches lie on different ranks, K-FAC samples layers, or the model is
+    recurrent.
 
     Raises ConfigError if `train.compile` is true with tiles, branches or a recurrent model.
     """
@@ -54,7 +55,7 @@ def wants_compile(run: Run, device: torch.device) -> bool:
         )
     if wanted is not None:
         return wanted
-    is_whole = run.plan.tile.degree == 1 and run.plan.branch.degree == 1
+    is_whole = not run.plan.is_viewed and run.plan.branch.degree == 1
     return device.type == "cuda" and is_whole and run.model.is_compiled and run.train.kfac is None
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,15 +35,21 @@ Messages = Sequence[Mapping[str, Any]]
 class ChatTemplate:
     """Renders messages to text, as transformers' `apply_chat_template` does."""
 
-    def __init__(self, source: str, special: Mapping[str, str], place: str) -> None:
+    def __init__(
+        self, source: str, special: Mapping[str, str], place: str, now: Callable[[], datetime] = datetime.now
+    ) -> None:
+        """`now` is what the template's `strftime_now` tells."""
         from jinja2 import TemplateSyntaxError
 
         try:
-            self._template = _environment().from_string(source)
+            self._template = _environment(now).from_string(source)
         except TemplateSyntaxError as error:
             raise DataError(f"the chat template of {place} is not valid Jinja: {error}; give data.template") from None
         self._special, self._place, self.source = dict(special), place, source
-        self.fingerprint = hashlib.sha256(json.dumps([source, self._special]).encode()).hexdigest()
+        made_of: list[Any] = [source, self._special]
+        if now is training_time and "strftime_now" in source:  # what was rendered before had the day's date
+            made_of.append(str(now()))
+        self.fingerprint = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
 
     def render(self, messages: Messages, *, asks: bool = False, tools: Messages = ()) -> str:
         """Returns messages as text; with `asks`, followed by what comes before an answer. `tools` are functions that
@@ -59,7 +65,14 @@ class ChatTemplate:
             raise DataError(f"the chat template of {self._place} refuses the messages: {error}") from None
 
 
-def load_template(path: str | None, tokenizer: str) -> ChatTemplate | None:
+def training_time() -> datetime:
+    """The time that templates write into conversations to learn from, so that these do not depend on the day: the date
+    of Llama 3.1's template where it is told none.
+    """
+    return datetime(2024, 7, 26)
+
+
+def load_template(path: str | None, tokenizer: str, now: Callable[[], datetime] = datetime.now) -> ChatTemplate | None:
     """Returns the template in a file or, if `path` is None, the one beside a tokenizer; None if there is none."""
     folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
     config: dict[str, Any] = {}
@@ -69,13 +82,13 @@ def load_template(path: str | None, tokenizer: str) -> ChatTemplate | None:
     own = Path(path) if path is not None else folder / TEMPLATE_FILE
     if path is not None or (tokenizer != "bytes" and own.is_file()):
         try:
-            return ChatTemplate(own.read_text(encoding="utf-8"), special, str(own))
+            return ChatTemplate(own.read_text(encoding="utf-8"), special, str(own), now)
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"cannot read the chat template {own} ({error}); give data.template") from None
     found = config.get("chat_template")
     if isinstance(found, list):  # several, by name
         found = next((one.get("template") for one in found if one.get("name") == "default"), None)
-    return ChatTemplate(found, special, str(folder / TOKENIZER_CONFIG)) if isinstance(found, str) else None
+    return ChatTemplate(found, special, str(folder / TOKENIZER_CONFIG), now) if isinstance(found, str) else None
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -94,7 +107,7 @@ def _token(value: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
     """What templates may use beside plain Jinja, as in transformers."""
     from jinja2.ext import Extension, loopcontrols
     from jinja2.nodes import Scope
@@ -112,7 +125,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     extensions = [GenerationTag, loopcontrols]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _now
+    environment.globals["strftime_now"] = lambda form: now().strftime(form)
     environment.filters["tojson"] = _to_json
     return environment
 
@@ -121,10 +134,6 @@ def _raise_exception(message: str) -> None:
     from jinja2 import TemplateError
 
     raise TemplateError(message)
-
-
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 def _to_json(

@@ -1,10 +1,11 @@
 """Tokenizers: bytes, which need no file, or a `tokenizer.json` of the tokenizers library.
 
-Weft trains no tokenizer. A `Tokenizer` has the number of ids, the id that ends a document, encode, decode, and a
-fingerprint, so that cached tokens are never used with another tokenizer.
+Weft trains no tokenizer. A `Tokenizer` has the number of ids, the id that ends a document, encode, decode, the bytes of
+tokens that are parts of characters, and a fingerprint, so that cached tokens are never used with another tokenizer.
 """
 
 import hashlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,12 @@ from weft.errors import DataError
 # Tokens that end a document in well-known vocabularies, tried in this order, special tokens of the vocabulary first.
 END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>", "[EOS]")
 MAX_NAMED = 20
+_PLAIN_BYTES = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # letters of their own in GPT-2's words
+_OTHER_BYTES = [byte for byte in range(0x100) if byte not in _PLAIN_BYTES]  # whose letters are those from U+0100 on
+_BYTES_BY_LETTER = {chr(byte): byte for byte in _PLAIN_BYTES} | {
+    chr(0x100 + place): byte for place, byte in enumerate(_OTHER_BYTES)
+}
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what tokenizers write for bytes that are no character
 
 
 class Tokenizer(Protocol):
@@ -38,6 +45,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: NDArray[np.integer[Any]]) -> str:
         """Returns the text of token ids. Invalid bytes become U+FFFD; the id that ends a document is left out."""
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """The bytes of a token whose text alone has U+FFFD, as that of a part of a character; None if not known."""
+
 
 class ByteTokenizer:
     """Encodes text as its UTF-8 bytes, ids 0 to 255. Id 256 ends a document, so there are 257 ids."""
@@ -54,6 +64,9 @@ class ByteTokenizer:
         # A model's vocabulary may be padded beyond 257. 0xFF is never valid UTF-8, so such ids become U+FFFD.
         data: bytes = np.minimum(ids[ids != self.end], 255).astype(np.uint8).tobytes()
         return data.decode("utf-8", errors="replace")
+
+    def token_bytes(self, token: int) -> bytes | None:
+        return bytes([token]) if token < self.end else None
 
 
 class FileTokenizer:
@@ -105,6 +118,34 @@ class FileTokenizer:
         ids = np.asarray(ids)
         text: str = self._backend.decode(ids[ids != self.end].tolist(), skip_special_tokens=False)
         return text
+
+    def token_bytes(self, token: int) -> bytes | None:
+        word: str | None = self._backend.id_to_token(token)
+        if word is None:
+            return None
+        if re.fullmatch("<0x[0-9A-F]{2}>", word):  # of tokenizers with bytes beside words, as Llama 2's
+            return bytes.fromhex(word[3:5])
+        text = self.decode(np.array([token]))
+        for found in (_of_byte_letters(word), word.encode()):
+            if found is not None and found.decode(errors="replace") == text:
+                return found
+        return None
+
+
+def _of_byte_letters(word: str) -> bytes | None:
+    """The bytes of a word of a byte-level vocabulary, as GPT-2's; None if it is none."""
+    return bytes(_BYTES_BY_LETTER[letter] for letter in word) if _BYTES_BY_LETTER.keys() >= set(word) else None
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text that somebody gave. Raises DataError for one that has no encoding."""
+    try:
+        ids: list[int] = tokenizer.encode(text).tolist()
+    except UnicodeEncodeError:
+        raise DataError(
+            "a text has half of a surrogate pair (\\ud800 to \\udfff), which is no character; give whole ones, in UTF-8"
+        ) from None
+    return ids
 
 
 def load_tokenizer(spec: str | Path, *, end_token: str | None = None, stated: Sequence[int] = ()) -> Tokenizer:

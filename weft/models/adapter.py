@@ -81,13 +81,19 @@ def read_adapter_table(folder: Path) -> dict[str, Any]:
     return {**found, "targets": sorted(str(target) for target in targets)}
 
 
-def adapter_reader(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Read:
-    """Returns a function that reads A or B by weft's name. `shapes` are those of all parameters of the model."""
+def adapter_weights(folder: Path) -> Path:
+    """Returns the file of an adapter's weights; raises CheckpointError if there is none."""
     path = folder / WEIGHTS_FILE
     if not path.is_file():
         pickled = folder / "adapter_model.bin"
         advice = f"; {pickled.name} is pickled and never opened" if pickled.is_file() else ""
         raise CheckpointError(f"{path} does not exist{advice}; give an adapter in safetensors")
+    return path
+
+
+def adapter_reader(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Read:
+    """Returns a function that reads A or B by weft's name. `shapes` are those of all parameters of the model."""
+    path = adapter_weights(folder)
     try:
         handle = safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
@@ -113,6 +119,7 @@ def with_adapter(given: Lora, table: Mapping[str, Any]) -> Lora:
     if given.adapter is None:
         return given
     found = build_dataclass(Lora, {**read_adapter_table(Path(given.adapter)), "adapter": given.adapter}, "lora")
+    adapter_weights(Path(given.adapter))
     for key in ("rank", "alpha", "targets"):
         if key in table and getattr(given, key) != getattr(found, key):
             raise ConfigError(f"lora.{key} = {table[key]}, and the adapter has {getattr(found, key)}; leave it out")

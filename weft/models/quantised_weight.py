@@ -90,9 +90,11 @@ class QuantisedWeight:
         return min(self.scheme.group_size or self.shape[1], self.shape[1])
 
     def codes(self) -> Tensor:
-        """The codes [out, in]: uint8, or float8."""
+        """The codes [out, in]: uint8, or float8. Raises CheckpointError if one of float8 is NaN."""
         codes = self.tensor.read()
         if self.scheme.is_float:
+            if bool((codes.view(torch.uint8) & 127 == 127).any()):  # kernels decode NaN to numbers
+                raise wrong(self.tensor, "some of its codes are NaN; the folder is damaged")
             return codes
         if codes.dtype == torch.int8:
             return codes.view(torch.uint8) ^ 128

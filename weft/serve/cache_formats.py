@@ -47,7 +47,7 @@ def why_slow(found: CacheFormat, device: str) -> list[str]:
     """Why decodes with a cache of this format are slow on a device, if they are."""
     if device == "cpu" or found.has_kernel:
         return []
-    return [f"--cache {found.name} has no kernels for GPUs: plain functions decode and attend, which is slow"]
+    return [f"--cache {found.name} has no kernels for decodes on GPUs: plain functions attend, which is slow"]
 
 
 def block_size_of(found: CacheFormat) -> int:

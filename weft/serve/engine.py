@@ -100,17 +100,19 @@ class Engine:
         self._scheduler = Scheduler(policy, *sizes, pages, not form.answers_choose, most)
         self._texts = TextPasses(part, ranks, self._scheduler)
         self._sampler = Sampler(self._scheduler.max_running, self.vocab_size, part.device)
-        on_gpu = part.device.type == "cuda" and ranks is None
+        # A replica of one rank is as an engine without ranks, unless it reads weights together with others.
+        self._is_alone = ranks is None or (ranks.inputs.degree == 1 and ranks.readers is None)
+        on_gpu = part.device.type == "cuda" and self._is_alone
         self._speculation: Speculation | None = None
         if options.speculate is not None:
             drafter = make_drafter(options, part, self._scheduler.max_running, self.vocab_size)
             self._speculation = Speculation(drafter, policy, self._scheduler.token_budget, DraftLengths())
-        self._overlap = on_gpu if options.overlap is None else options.overlap and ranks is None
+        self._overlap = on_gpu if options.overlap is None else options.overlap and self._is_alone
         self._overlap = self._overlap and self._speculation is None  # drafts follow tokens that are read
         self._graphs: DecodeGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
         has_graphs = options.graphs and not options.adapters and part.streamed is None
-        if has_graphs and on_gpu and isinstance(part.paged, PagedModel) and part.paged.cache_format.has_kernel:
+        if has_graphs and on_gpu and isinstance(part.paged, PagedModel) and part.paged.has_decode_kernel:
             given = (part.paged, part.cache, self._sampler.last, part.layout, self.context_length)
             record = GraphRecorder()
             self._graphs = DecodeGraphs(*given, record)
@@ -185,7 +187,7 @@ class Engine:
         active = self._all.pop(name, None)
         if active is not None:
             self._scheduler.end(active)
-            self._early = [one for one in self._early if one.request != name]
+        self._early = [one for one in self._early if one.request != name]
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -340,7 +342,7 @@ class Engine:
             runs = runs_of(chunks, self._part.layout)
             of_adapters = ((run.active.request.adapter, run.num_tokens) for run in runs)
             self._part.adapters.choose(of_adapters, self._part.device)
-            found = self._part.logits(begun.inputs, self._sampler.last if self._ranks is None else None)
+            found = self._part.logits(begun.inputs, self._sampler.last if self._is_alone else None)
         if found is None:
             return LaunchedStep(chunks, None, None)
         logits, positions = found
@@ -383,8 +385,9 @@ class Engine:
                 taken = [_with_logprobs(one, active, sampled, first + index) for index, one in enumerate(taken)]
             results += taken
             if active.held is not None:
-                num_accepted = max(0, len(taken) - 1)
-                self._scheduler.policy.record(active.held, active.tokens, chunk.end + num_accepted)
+                # After a request was sent back and came again, its blocks may have less than an older chunk computed.
+                num_computed = min(chunk.end + max(0, len(taken) - 1), active.num_computed)
+                self._scheduler.policy.record(active.held, active.tokens, num_computed)
             if taken and taken[-1].finish is not None:
                 self._scheduler.end(active)
                 del self._all[active.request.name]

@@ -30,21 +30,39 @@ async def follow(
     A checkpoint that cannot be used is tried once and passed over: it is damaged, was removed meanwhile, is of another
     model, or its training diverged.
     """
-    tried = weights
+    folder, tried, trouble = run / "checkpoints", weights, ""
     while True:
-        newest = latest(run / "checkpoints")
+        try:
+            newest, found = await asyncio.to_thread(latest, folder), ""
+        except OSError as error:  # as of a network file system, which may come back
+            newest, found = None, f"{folder} cannot be read ({error}); the weights in use stay"
+        if found and found != trouble:
+            say(found)
+        trouble = found
         if newest is not None and newest.name > tried:
             tried = newest.name
-            try:
-                model = await asyncio.to_thread(load, newest)
-                if isinstance(model, nn.Module):
-                    refuse_bad_numbers(model)
-                await replace(model, newest.name)
-            except Exception as error:  # whatever it is, requests go on
-                say(f"{newest} is not served ({type(error).__name__}: {error}); the weights in use stay")
-            else:
-                say(f"serving {newest.name}")
+            await _take(newest, load, replace, say)
         await asyncio.sleep(seconds)
+
+
+async def _take(
+    newest: Path, load: Callable[[Path], T], replace: Callable[[T, str], Awaitable[None]], say: Say
+) -> None:
+    """Replace the weights in use by those of a checkpoint. Nothing of it is held afterwards."""
+    try:
+        await replace(await asyncio.to_thread(_read, load, newest), newest.name)
+    except Exception as error:  # whatever it is, requests go on
+        say(f"{newest} is not served ({type(error).__name__}: {error}); the weights in use stay")
+    else:
+        say(f"serving {newest.name}")
+
+
+def _read(load: Callable[[Path], T], checkpoint: Path) -> T:
+    """What `load` returns of a checkpoint, if its numbers can be used."""
+    found = load(checkpoint)
+    if isinstance(found, nn.Module):
+        refuse_bad_numbers(found)
+    return found
 
 
 def refuse_bad_numbers(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from weft.checkpoint import Checkpoint
 from weft.cluster.local_gpus import BF16_CAPABILITY
-from weft.data.tokenizer import Tokenizer, load_tokenizer
+from weft.data.tokenizer import Tokenizer, encode_text, load_tokenizer
 from weft.errors import ConfigError
 from weft.models import LanguageConfig, RecurrentConfig, read_config
 from weft.models.hf import FolderWeights
@@ -92,7 +92,7 @@ def generate(
         block_size=block_size_of(cache or PlainFormat()),
     )
     engine = Engine(model, options)
-    tokens = tokenizer.encode(prompt).tolist() or [tokenizer.end]
+    tokens = encode_text(tokenizer, prompt) or [tokenizer.end]
     start, given, number = len(tokens), tokens[-engine.context_length :], 0
     while len(tokens) < start + num_tokens:
         sampling = Sampling(temperature=temperature, top_k=top_k or 0, seed=seed + (number << 32))

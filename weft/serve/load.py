@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from weft.errors import ConfigError
 
 GROWTH = 1.1  # a server is saturated when twice the rate gives less than this factor of tokens
+EXAMPLE_URL = "http://127.0.0.1:8000"
 ANSWER_BYTES = 1 << 20  # a line of an answer is shorter
 
 
@@ -70,10 +71,13 @@ class RateResult:
 
 async def open_target(url: str, key: str | None) -> LoadTarget:
     """Ask a server for its model. Raises ConfigError if there is none."""
-    parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
-        raise ConfigError(f"'{url}' is no address of a server, such as http://127.0.0.1:8000")
-    host, port = parts.hostname, parts.port or 80
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port or 80
+    except ValueError as error:  # a port that is no number, half of a pair of brackets
+        raise ConfigError(f"'{url}' is no address of a server ({error}); give one such as {EXAMPLE_URL}") from None
+    if parts.scheme != "http" or not host or parts.path not in ("", "/"):
+        raise ConfigError(f"'{url}' is no address of a server; give one such as {EXAMPLE_URL}")
     try:
         status, body = await _get(LoadTarget(host, port, key, "", 0, 0), "/v1/models")
         about = json.loads(body)["data"][0] if status == 200 else None

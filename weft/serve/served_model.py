@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.data.chat_template import ChatTemplate, Messages
-from weft.data.tokenizer import Tokenizer
+from weft.data.tokenizer import Tokenizer, encode_text
 from weft.errors import DataError
 from weft.models.hf_config import GENERATION_FILE
 from weft.serve.scheduling.grammar import Grammars
@@ -32,10 +32,7 @@ class ServedModel:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Returns the tokens of a text; for an empty one the token that ends a document, so that a text can begin."""
-        try:
-            return tuple(self.tokenizer.encode(text).tolist()) or (self.tokenizer.end,)
-        except UnicodeEncodeError:
-            raise DataError("a text has half of a surrogate pair (\\ud800 to \\udfff), which is no character") from None
+        return tuple(encode_text(self.tokenizer, text)) or (self.tokenizer.end,)
 
     def encode_chat(self, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Returns the tokens of messages and of what comes before an answer, as the chat template writes them."""

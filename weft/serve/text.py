@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.data.tokenizer import Tokenizer
+from weft.data.tokenizer import REPLACEMENT, Tokenizer
 from weft.serve.scheduling.request import Finish, GeneratedToken, Request
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what tokenizers write for bytes that are no character
 MAX_CHARACTER_BYTES = 4  # of UTF-8; a token has at least one byte
 CONTEXT_TOKENS = 8  # decoded before new tokens
 

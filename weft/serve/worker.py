@@ -1,7 +1,8 @@
 """A thread that runs the engine's steps, and gives clients of an event loop their tokens.
 
-The engine is used by this thread alone. What the event loop wants of it (add, cancel, other weights, embeddings) is
-done between two steps, in the order in which it was asked.
+The engine is used by this thread alone. What the event loop wants of it (add, cancel, other weights) is done between
+two steps, in the order in which it was asked. A text that is embedded or scored takes as long as a step, or several:
+one of them is computed between two steps, so that answers go on.
 """
 
 from __future__ import annotations
@@ -95,6 +96,8 @@ class EngineWorker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, TokenStream] = {}  # by the name of a request that has not ended
         self._inbox: deque[_EngineCall[Any]] = deque()
+        self._texts: deque[_EngineCall[Any]] = deque()  # to be embedded or scored
+        self._num_texts = 0  # for which a client waits
         self._wake = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -111,8 +114,8 @@ class EngineWorker:
 
     @property
     def num_requests(self) -> int:
-        """Requests that have not ended."""
-        return len(self._streams)
+        """Requests that have not ended, and texts that are to be embedded or scored."""
+        return len(self._streams) + self._num_texts
 
     @property
     def refusal(self) -> UnavailableError | None:
@@ -133,15 +136,26 @@ class EngineWorker:
         finally:
             self.num_clients -= 1
 
-    async def submit(self, requests: Sequence[Request]) -> TokenStream:
-        """Give requests to the engine: all or, if it refuses one, none. Raises RequestError or UnavailableError."""
-        self._require_engine()
-        if len(self._streams) + len(requests) > self._max_requests:
+    def require_room(self, number: int) -> None:
+        """Raise RequestError unless so many more requests can be held now, or UnavailableError if none ever."""
+        if self._ended is not None:
+            raise UnavailableError(self._ended)
+        if number > self._max_requests:
+            raise RequestError(
+                "invalid",
+                f"{number} answers at once are more than the {self._max_requests} requests that this server holds; "
+                f"ask for fewer",
+            )
+        if self.num_requests + number > self._max_requests:
             raise RequestError(
                 "queue_full",
-                f"the server holds {len(self._streams)} requests of at most {self._max_requests} and was asked for "
-                f"{len(requests)} more; try again later",
+                f"the server holds {self.num_requests} requests of at most {self._max_requests} and was asked for "
+                f"{number} more; try again later",
             )
+
+    async def submit(self, requests: Sequence[Request]) -> TokenStream:
+        """Give requests to the engine: all or, if it refuses one, none. Raises RequestError or UnavailableError."""
+        self.require_room(len(requests))
         stream = TokenStream(self, [request.name for request in requests])
         self._streams.update({request.name: stream for request in requests})
         try:
@@ -152,20 +166,25 @@ class EngineWorker:
         return stream
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Returns what a function returns that uses the engine. It is called between two steps."""
-        result: Future[T] = Future()
-        self._put(_EngineCall(function, result))
-        return await asyncio.wrap_future(result)
+        """Returns what a function returns that uses the engine. It is called between two steps, and let go of."""
+        return await asyncio.wrap_future(self._ask(self._inbox, function))
 
     async def embed(self, tokens: Sequence[int], pool: Pool) -> NDArray[np.float32]:
         """Returns the embedding of a text. Raises RequestError or UnavailableError."""
-        self._require_engine()
-        return await self.call(lambda: self._engine.embed(tokens, pool).float().cpu().numpy())
+        return await self._text(lambda: self._engine.embed(tokens, pool).float().cpu().numpy())
 
     async def score(self, request: Request) -> list[TokenLogprobs]:
         """Returns the log-probabilities of a prompt. Raises RequestError or UnavailableError."""
-        self._require_engine()
-        return await self.call(lambda: self._engine.score(request))
+        return await self._text(lambda: self._engine.score(request))
+
+    async def _text(self, function: Callable[[], T]) -> T:
+        """Returns what a function returns that computes a text. It waits as a request does."""
+        self.require_room(1)
+        self._num_texts += 1
+        try:
+            return await asyncio.wrap_future(self._ask(self._texts, function))
+        finally:
+            self._num_texts -= 1
 
     async def replace_weights(self, weights: nn.Module | Path) -> None:
         """Compute with the weights of another model of the same shape, or of a checkpoint, from the next step on."""
@@ -177,7 +196,7 @@ class EngineWorker:
     def forget(self, names: Iterable[str]) -> None:
         """Cancel requests before the next step."""
         for name in [name for name in names if self._streams.pop(name, None) is not None]:
-            self._put(_EngineCall(partial(self._engine.cancel, name)))
+            self._put(self._inbox, _EngineCall(partial(self._engine.cancel, name)))
 
     def refuse(self, why: str) -> None:
         """Take no more clients. Those that are being answered go on."""
@@ -196,10 +215,16 @@ class EngineWorker:
         self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
-    def _put(self, action: _EngineCall[Any]) -> None:
+    def _ask(self, queue: deque[_EngineCall[Any]], function: Callable[[], T]) -> Future[T]:
+        """Put a function into a queue. Returns what it will return."""
+        result: Future[T] = Future()
+        self._put(queue, _EngineCall(function, result))
+        return result
+
+    def _put(self, queue: deque[_EngineCall[Any]], action: _EngineCall[Any]) -> None:
         with self._wake:
             if not self._closed:
-                self._inbox.append(action)
+                queue.append(action)
                 self._wake.notify()
                 return
         action.fail(UnavailableError("the engine was stopped"))
@@ -231,16 +256,14 @@ class EngineWorker:
             stream.put(UnavailableError(self._ended))
         self._streams.clear()
 
-    def _require_engine(self) -> None:
-        if self._ended is not None:
-            raise UnavailableError(self._ended)
-
     def _run(self) -> None:
-        """The thread: what was asked for, then a step, as long as there is work."""
+        """The thread: what was asked for, one text, then a step, as long as there is work."""
         try:
             while self._wait():
                 for _ in range(len(self._inbox)):  # what is asked for meanwhile waits for the next step
                     self._inbox.popleft().run()
+                while self._texts and not self._texts.popleft().run():
+                    pass  # nobody waits for it any more
                 tokens = []
                 if self._engine.has_work():
                     tokens = self._engine.step()
@@ -252,13 +275,13 @@ class EngineWorker:
             self._tell(partial(self._fail, error))
         with self._wake:
             self._closed = True
-        for action in self._inbox:
+        for action in (*self._inbox, *self._texts):
             action.fail(UnavailableError("the engine was stopped"))
 
     def _wait(self) -> bool:
         """Waits until there is work, for `IDLE_SECONDS` at most. Returns False when the thread is to end."""
         with self._wake:
-            if not self._closed and not self._inbox and not self._engine.has_work():
+            if not self._closed and not self._inbox and not self._texts and not self._engine.has_work():
                 self._wake.wait(IDLE_SECONDS)
             return not self._closed
 
@@ -277,14 +300,19 @@ class _EngineCall(Generic[T]):
     def __init__(self, function: Callable[[], T], result: Future[T] | None = None) -> None:
         self._function, self._result = function, result
 
-    def run(self) -> None:
+    def run(self) -> bool:
+        """Do it. Returns False if it was not done, as nobody waits for it any more."""
         if self._result is None:
             self._function()
-        elif self._result.set_running_or_notify_cancel():
+        elif not self._result.set_running_or_notify_cancel():
+            return False
+        else:
             try:
                 self._result.set_result(self._function())
             except Exception as error:
                 self._result.set_exception(error)
+                del self  # which the error holds, by this frame, and which holds the error
+        return True
 
     def fail(self, error: Exception) -> None:
         if self._result is not None and self._result.set_running_or_notify_cancel():

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from weft.comm import Axis
 from weft.data.chat import ChatRenderer, Packer, PairPacker, packed_chats
-from weft.data.chat_template import load_template
+from weft.data.chat_template import load_template, training_time
 from weft.data.config import ChatConfig, DataConfig, ImagesConfig, PreferenceConfig, SlidesConfig
 from weft.data.images import ImageRegion, Images, open_folder
 from weft.data.order import batch_indices, coin, epochs_of, local_indices
@@ -132,7 +132,7 @@ def prepare_data(run: Run, progress: Progress | None = None) -> TrainingData:
 
 def _prepare_chats(run: Run, data: ChatConfig, progress: Progress | None) -> TrainingData:
     source = documents(data.source)
-    renderer = ChatRenderer(run.tokenizer, load_template(data.template, data.tokenizer))
+    renderer = ChatRenderer(run.tokenizer, load_template(data.template, data.tokenizer, training_time))
     packer = PairPacker if isinstance(data, PreferenceConfig) else Packer
     found = packed_chats(source, renderer, packer, data.sequence, data.held_out, Path(data.cache), progress)
     held_out = found.held_out if len(found.held_out) else None

@@ -11,7 +11,8 @@ decoded. So results do not depend on which tokens are computed together, and equ
 A tail has room for two pages: drafts that run into the next page and are rejected leave this one's keys in place.
 
 On GPUs, tokens of decodes are added by one kernel (`four_bit_append_kernel.py`) and attended to by another
-(`four_bit_attention_kernel.py`), for which codes lie as they do. Prompts, and all on a CPU, are plain functions.
+(`four_bit_attention_kernel.py`), for which codes lie as they do; prompts have kernels of their own
+(`four_bit_prompt_kernel.py`). On a CPU, and in other dtypes than fp16 and bf16, all are plain functions.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 from weft.errors import ConfigError
 from weft.serve.cache.layer_cache import CacheFormat, CacheSizes, LayerCache, staging
 from weft.serve.cache.paged_attention import PagedBatch, masked_attention
+from weft.serve.cache.shared_memory import has_room_for_four_bits, shared_bytes
 from weft.serve.weights.group_codes import codes_of, group_range, pack_halves, unpack_halves
 
 GROUPS = (32, 64, 128)  # tokens of a page, whose keys share a scale for each channel
@@ -99,14 +101,24 @@ class FourBitLayer:
         return staging(batch, self._sizes)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
-        parts, number = [], batch.num_decodes
+        parts, number = list[Tensor](), batch.num_decodes
+        has_kernels = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
         if number:
-            by_kernel = self.has_kernel and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
-            decode = self._decode_by_kernel if by_kernel else self._decode
+            decode = self._decode_by_kernel if self.has_kernel and has_kernels else self._decode
             parts.append(decode(query[:number], keys[:number], values[:number], batch, window))
         if batch.prompt_queries:
-            self._keep_values(values[number:], batch.slots[number:])
-        begin = number
+            prompts = (
+                self._prompts_by_kernel
+                if has_kernels and has_room_for_four_bits(shared_bytes(query.device))
+                else self._prompts
+            )
+            parts.append(prompts(query[number:], keys[number:], values[number:], batch, window))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _prompts(self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
+        """Add the chunks of prompts to the cache, one after the other, and attend to it."""
+        begin, number, parts = 0, batch.num_decodes, list[Tensor]()
+        self._keep_values(values, batch.slots[number:])
         for index, count in enumerate(batch.prompt_queries, number):
             end = begin + count
             length = batch.prompt_lengths[index - number]
@@ -115,6 +127,13 @@ class FourBitLayer:
             parts.append(self._attend_prompt(query[begin:end], own, length, blocks, window))
             begin = end
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _prompts_by_kernel(
+        self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None
+    ) -> Tensor:
+        from weft.serve.cache.four_bit_prompt_kernel import attend_prompts_by_kernel
+
+        return attend_prompts_by_kernel(query, keys, values, self.pages, self._tails, batch, window)
 
     def _decode(self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
         self._keep_values(values, batch.slots[: batch.num_decodes])
@@ -167,7 +186,8 @@ class FourBitLayer:
         if num_full:
             pages = own[: num_full * self._size].unflatten(0, (num_full, self._size))
             self._code_pages(pages, blocks[first : first + num_full].long())
-        for page in (first, (length - 1) // self._size):  # both may use one half of the tail: the last one keeps it
+        last = (length - 1) // self._size
+        for page in (first, last) if (last - first) % 2 else (last,):  # where both have one half of the tail, the last
             part = own[(page - first) * self._size : (page - first + 1) * self._size]
             self._tails[row, page % 2, : len(part)] = part
         return own

@@ -8,7 +8,8 @@ bytes: no dim is kept a second time. A decode
     3. decodes the keys and values of these alone, and attends to them.
 
 The keys of a request's own page are as they are, in its tail, for scores and for attention. So results equal attention
-over the decoded cache with the same choice, and with all tokens chosen the cache of 4 bits. All are plain functions.
+over the decoded cache with the same choice, and with all tokens chosen the cache of 4 bits. Decodes are plain
+functions; on GPUs, prompts have the kernels of the cache of 4 bits.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class FourBitLokiLayer(FourBitLayer):
         return super().attend(self._along_axes(query), self._along_axes(keys), values, batch, window)
 
     def _along_axes(self, heads: Tensor) -> Tensor:
-        """Queries or keys [tokens, heads, head_dim] along the axes of their key heads.
+        """Queries or keys [tokens, heads, head_dim] along the axes of their key heads, end to end as kernels take them.
 
         Each product has the same number of rows, whatever the number of tokens: so a key has the same bits, and codes,
         whichever tokens it is computed with.
@@ -71,7 +72,7 @@ class FourBitLokiLayer(FourBitLayer):
         rows = rows.permute(0, 2, 1, 3, 4)  # [products, key heads, tokens, group, head_dim]
         turned = torch.stack([one.flatten(1, 2) @ self._axes for one in rows]).unflatten(2, rows.shape[2:4])
         found: Tensor = turned.permute(0, 2, 1, 3, 4).flatten(2, 3).flatten(0, 1)
-        return found[:number].to(heads.dtype)
+        return found[:number].to(heads.dtype).contiguous()
 
     def _attend_requests(
         self, query: Tensor, tables: Tensor, lengths: Tensor, rows: Tensor, window: int | None

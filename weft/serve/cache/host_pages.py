@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-import torch
 from torch import Tensor
+
+from weft.sharding.host_memory import host_zeros
 
 
 class HostPages:
@@ -18,7 +19,8 @@ class HostPages:
         self.keeps_whole_blocks = keeps_whole_blocks
         self._pages = pages
         self._host = [
-            torch.empty(num_blocks, *page.shape[1:], dtype=page.dtype, pin_memory=page.is_cuda) for page in pages
+            host_zeros(num_blocks * page[0].numel(), page.dtype, page.device).view(num_blocks, *page.shape[1:])
+            for page in pages
         ]
         self._free = list(range(num_blocks))
         self._held: dict[Hashable, list[int]] = {}

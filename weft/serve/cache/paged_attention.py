@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.serve.cache.page_share import PageShare
+from weft.serve.cache.shared_memory import has_room_for_tiles, shared_bytes
 
 TILE_QUERIES = 16  # tokens of a prompt in a tile, at most; with the heads that share a key head, enough for a matmul
 _TILED_LENGTH = 2048  # of prompts that are attended to in tiles; torch's own flash attention copies keys and values
@@ -106,6 +107,20 @@ class PagedBatch:
         return to_device(torch.tensor(tiles, dtype=torch.int32).T.contiguous(), self.tokens.device)
 
     @cached_property
+    def prompt_pages(self) -> Tensor:
+        """The pages of all prompts' tokens (`pages_of`)."""
+        pages = pages_of(self.prompt_queries, self.prompt_lengths, self.block_size, self.num_decodes)
+        return to_device(torch.tensor(pages, dtype=torch.int32).T.contiguous(), self.tokens.device)
+
+    @cached_property
+    def prompt_tokens(self) -> tuple[Tensor, Tensor]:
+        """Of each token of a prompt, the row in the block tables, and how many tokens it may attend to (int32)."""
+        chunks = enumerate(zip(self.prompt_queries, self.prompt_lengths, strict=True), self.num_decodes)
+        each = [(row, length - number + index + 1) for row, (number, length) in chunks for index in range(number)]
+        requests, lengths = to_device(torch.tensor(each, dtype=torch.int32).T.contiguous(), self.tokens.device)
+        return requests, lengths
+
+    @cached_property
     def prompt_starts(self) -> Tensor:
         """Where the queries of each prompt begin, and where the last ones end (int32)."""
         return to_device(_starts(self.prompt_queries), self.tokens.device)
@@ -146,6 +161,27 @@ def tiles_of(
     return found
 
 
+def pages_of(
+    queries: Sequence[int], lengths: Sequence[int], block_size: int, first_row: int = 0
+) -> list[tuple[int, int, int, int, int, bool]]:
+    """The pages of chunks of prompts: the row in the block tables, the page's number in its request, the first of the
+    chunk's tokens in it among the tokens of all chunks, where these begin and end in the page, and whether the page is
+    one of the two that the request has beside the cache after the chunk (`four_bit_cache.py`).
+
+    Each chunk has so many `queries`, the last of the `lengths` tokens that its request has in the cache.
+    """
+    found, before = [], 0  # tokens of chunks before this one
+    for row, (number, length) in enumerate(zip(queries, lengths, strict=True), first_row):
+        start = length - number
+        first, last = start // block_size, (length - 1) // block_size
+        for page in range(first, last + 1):
+            begin, end = max(start - page * block_size, 0), min(length - page * block_size, block_size)
+            is_kept = page == last or (page == first and (last - first) % 2 == 1)
+            found.append((row, page, before + page * block_size + begin - start, begin, end, is_kept))
+        before += number
+    return found
+
+
 def slots_of(tables: Tensor, length: int, block_size: int) -> Tensor:
     """The slots of the first `length` tokens of each table [requests, blocks] -> [requests, length]."""
     offsets = torch.arange(block_size, device=tables.device)
@@ -181,13 +217,18 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, windo
 def attend_prompts(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
     """Attention of the tokens of prompts alone: query and result are [tokens of prompts, heads, head_dim]."""
     on_gpu = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256
-    if on_gpu and max(batch.prompt_lengths) <= _TILED_LENGTH:
+    if on_gpu and max(batch.prompt_lengths) <= _TILED_LENGTH and fits_tiles(query, keys):
         out = torch.empty_like(query)
         _kernel_for_tiles()(query, keys, values, batch.tables, batch.prompt_tiles, batch.block_size, window, out)
         return out
     is_flash = on_gpu and query.shape[-1] % 8 == 0
     prompt = _flash_for(query) if is_flash else prompt_attention
     return prompt(query, keys, values, batch, window)
+
+
+def fits_tiles(query: Tensor, keys: Tensor) -> bool:
+    """Has the kernel of prompts in tiles room in the GPU's shared memory?"""
+    return has_room_for_tiles(query.shape[1], keys.shape[1], query.shape[2], shared_bytes(query.device))
 
 
 def _kernel_for_decodes():  # type: ignore[no-untyped-def]

@@ -16,6 +16,7 @@ from weft.serve.cache.paged_attention import TILE_QUERIES
 from weft.serve.weights.early_launch_kernel import early_launch, wait_for_results
 
 _TOKENS = 64  # whose keys are loaded at a time
+_NUM_WARPS, _NUM_STAGES = 4, 3
 _LOG2E = 1.4426950408889634
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -130,7 +131,7 @@ def prompt_attention_by_kernel(
         NUM_RANKS=1 if share is None else share.degree,
         RANK=0 if share is None else share.index,
         OUT_WIDTH=out.shape[-1],
-        num_warps=4,
-        num_stages=3,
+        num_warps=_NUM_WARPS,
+        num_stages=_NUM_STAGES,
         **early_launch(query),
     )

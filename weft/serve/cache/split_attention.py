@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis, all_gather
-from weft.serve.cache.paged_attention import PagedBatch, slots_of
+from weft.serve.cache.paged_attention import PagedBatch, fits_tiles, slots_of
 
 _SCORES = 1 << 24  # that plain functions compute at a time
 
@@ -70,7 +70,7 @@ def attend_own_prompts(
     query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None, out: Tensor
 ) -> None:
     """`attend_own_pages` of the tokens of prompts alone, into `out`."""
-    prompt = _prompts_by_kernel if _has_kernels(query) else _prompts
+    prompt = _prompts_by_kernel if _has_kernels(query) and fits_tiles(query, keys) else _prompts
     prompt(query, keys, values, batch, window, out)
 
 

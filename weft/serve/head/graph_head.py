@@ -168,12 +168,18 @@ def load(path: Path) -> GraphHead:
             edges, entries = (file.get_tensor(name).long() for name in ("edges", "entries"))
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"--head graph={path} cannot be read ({error}); run weft index") from None
-    is_graph = about.get("kind") == KIND and edges.dim() == 2 and entries.dim() == 1 and len(entries) > 0
-    if not is_graph or any(int(one.min()) < 0 or int(one.max()) >= len(edges) for one in (edges, entries)):
+    is_graph = about.get("kind") == KIND and edges.dim() == 2 and entries.dim() == 1 and edges.numel() and len(entries)
+    has_fields = {"output", "number", "beam", "scored"} <= about.keys()
+    if not (is_graph and has_fields) or any(
+        int(one.min()) < 0 or int(one.max()) >= len(edges) for one in (edges, entries)
+    ):
         raise ConfigError(f"--head graph={path} is no file of weft index, or damaged; run weft index")
-    numbers = (int(about["number"]), int(about["beam"]), float(about["scored"]))
-    numbers += (float(about.get("rounds", 0)), float(about.get("edges", 0)))  # type: ignore[assignment]
-    return GraphHead(VocabularyGraph(edges, entries), about["output"], *numbers)
+    try:
+        numbers = (int(about["number"]), int(about["beam"]), float(about["scored"]))
+        means = (float(about.get("rounds", 0)), float(about.get("edges", 0)))
+    except ValueError as error:
+        raise ConfigError(f"--head graph={path} is damaged ({error}); run weft index") from None
+    return GraphHead(VocabularyGraph(edges, entries), about["output"], *numbers, *means)
 
 
 def graph_head(name: str | None) -> GraphHead | None:

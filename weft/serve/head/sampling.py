@@ -20,6 +20,8 @@ from weft.serve.scheduling.grammar import allowed_tokens
 from weft.serve.scheduling.request import Sampling
 from weft.serve.scheduling.scheduler import ActiveRequest
 
+LEAST_SHARE = 1e-30  # a top_p below it leaves the likeliest token, too
+LEAST_TEMPERATURE = 1e-6  # below it, logits divided by it would be infinite; the likeliest token is drawn anyway
 _ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32)))  # shifts and factors of a 32-bit hash (lowbias32)
 
 
@@ -37,6 +39,7 @@ class SamplingRows:
     """The settings of the requests of a batch as tensors on the device, and what they make necessary."""
 
     members: list[ActiveRequest]
+    own_rows: list[int]  # of the members when this was made
     rows: Tensor  # [requests] the sampler's rows
     temperature: Tensor  # [requests, 1], as are the following
     top_k: Tensor
@@ -86,7 +89,7 @@ class Sampler:
         All tokens before must have been read if a member has a matcher.
         """
         settings = self._settings
-        if settings is None or settings.members != members:
+        if settings is None or settings.members != members or settings.own_rows != [one.row for one in members]:
             settings = self._settings = _settings_of(members, self.vocab_size, self.device)
         logits = logits[:, : self.vocab_size]
         logprobs = None if settings.num_logprobs is None else logits.float().log_softmax(-1)
@@ -99,7 +102,7 @@ class Sampler:
         tokens = likeliest(logits)
         if settings.is_random:
             if settings.has_filter:
-                drawn = _filtered_draw(logits.float(), settings, positions)
+                drawn = filtered_draw(logits, settings, positions)
             else:
                 drawn = draw(logits, settings.temperature, settings.keys, positions)
             tokens = torch.where((settings.temperature[:, 0] > 0) & (tokens >= 0), drawn, tokens)
@@ -145,9 +148,9 @@ def _settings_of(members: list[ActiveRequest], vocab_size: int, device: torch.de
     wanted = [active.request.sampling for active in members]
     numbers = [
         (
-            one.temperature,
+            max(one.temperature, LEAST_TEMPERATURE) if one.temperature else 0.0,
             one.top_k or vocab_size,
-            one.top_p,
+            max(one.top_p, LEAST_SHARE),
             max(one.min_p, 1e-38),
             one.repetition_penalty,
             one.presence_penalty,
@@ -163,6 +166,7 @@ def _settings_of(members: list[ActiveRequest], vocab_size: int, device: torch.de
     asked = [one.num_logprobs for one in wanted if one.num_logprobs is not None]
     return SamplingRows(
         list(members),
+        [active.row for active in members],
         integers[:, 0],
         temperature=floats[:, 0:1],
         top_k=floats[:, 1:2],
@@ -202,8 +206,19 @@ def draw(logits: Tensor, temperature: Tensor, keys: Tensor, positions: Tensor) -
     return (scaled + gumbel_noise(keys, positions, logits.shape[1])).argmax(-1)
 
 
-def _filtered_draw(logits: Tensor, settings: SamplingRows, positions: Tensor) -> Tensor:
+def filtered_draw(logits: Tensor, settings: SamplingRows, positions: Tensor) -> Tensor:
     """A random token of each row, by its temperature and among those that its filters leave."""
+    if logits.is_cuda:
+        from weft.serve.head.filter_kernel import filter_by_kernel
+        from weft.serve.head.sampling_kernel import draw_by_kernel
+
+        left = filter_by_kernel(logits, settings.temperature, settings.top_k, settings.top_p, settings.log_min_p)
+        return draw_by_kernel(logits, settings.temperature, settings.keys, positions, left)
+    return filtered_draw_by_sorting(logits.float(), settings, positions)
+
+
+def filtered_draw_by_sorting(logits: Tensor, settings: SamplingRows, positions: Tensor) -> Tensor:
+    """The plain function of `filtered_draw`."""
     scaled = logits / torch.where(settings.temperature > 0, settings.temperature, 1.0)
     noise = gumbel_noise(settings.keys, positions, logits.shape[1])
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)

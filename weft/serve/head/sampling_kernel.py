@@ -1,4 +1,5 @@
-"""Sampling on GPUs as Triton kernels, which read the logits once: the likeliest token, and a draw without filters.
+"""Sampling on GPUs as Triton kernels, which read the logits once: the likeliest token, and a draw, of all tokens or of
+those that filters leave (`filter_kernel.py`).
 
 One program finds the likeliest token of a request. For a draw, a program handles a part of the tokens of one request:
 it makes their noise, and finds the token with the highest sum of logit and noise. The plain function makes the noise in
@@ -11,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from weft.serve.head.filter_kernel import TokenFilter, scaled_logits
 
 _TOKENS = 4096  # that a program handles
 _ROW_TOKENS, _ROW_WARPS = 8192, 32  # that a program compares at a time, and its warps: all that one of them can have
@@ -56,6 +59,8 @@ def _draw(
     temperature_ptr,
     key_ptr,
     position_ptr,
+    lowest_ptr,
+    last_ptr,
     best_ptr,
     token_ptr,
     num_tokens,
@@ -65,6 +70,7 @@ def _draw(
     position_stride,
     NUM_PARTS: tl.constexpr,
     TOKENS: tl.constexpr,
+    IS_FILTERED: tl.constexpr,
 ):
     request, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = part * TOKENS + tl.arange(0, TOKENS)
@@ -80,14 +86,21 @@ def _draw(
     exponential = tl.where(uniform < 1e-3, uniform * (1 + uniform * (0.5 + uniform / 3)), -tl.log(1 - uniform))
     temperature = tl.load(temperature_ptr + request * temperature_stride)
     temperature = tl.where(temperature > 0, temperature, 1.0)
-    logits = tl.load(logits_ptr + request * logits_stride + tokens, mask=inside, other=float("-inf")).to(tl.float32)
-    scores = tl.where(inside, logits / temperature - tl.log(exponential), float("-inf"))
+    scaled, order = scaled_logits(logits_ptr + request * logits_stride, temperature, tokens, num_tokens)
+    if IS_FILTERED:
+        lowest, last = tl.load(lowest_ptr + request), tl.load(last_ptr + request)
+        inside = inside & ((order > lowest) | ((order == lowest) & (tokens <= last)))
+    scores = tl.where(inside, scaled - tl.log(exponential), float("-inf"))
     tl.store(best_ptr + request * NUM_PARTS + part, tl.max(scores, 0))
     tl.store(token_ptr + request * NUM_PARTS + part, part * TOKENS + tl.argmax(scores, 0))
 
 
-def draw_by_kernel(logits: Tensor, temperature: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
-    """Equals `sampling.draw` without filters: logits [requests, tokens] of any dtype -> tokens [requests]."""
+def draw_by_kernel(
+    logits: Tensor, temperature: Tensor, keys: Tensor, positions: Tensor, left: TokenFilter | None = None
+) -> Tensor:
+    """Equals `sampling.draw`: logits [requests, tokens] of any dtype -> tokens [requests]. With `left`, draws are among
+    the tokens that it leaves.
+    """
     num_requests, num_tokens = logits.shape
     num_parts = triton.cdiv(num_tokens, _TOKENS)
     best = torch.empty(num_requests, num_parts, dtype=torch.float32, device=logits.device)
@@ -98,6 +111,7 @@ def draw_by_kernel(logits: Tensor, temperature: Tensor, keys: Tensor, positions:
         temperature,
         keys,
         positions,
+        *((tokens, tokens) if left is None else left),
         best,
         tokens,
         num_tokens,
@@ -107,6 +121,7 @@ def draw_by_kernel(logits: Tensor, temperature: Tensor, keys: Tensor, positions:
         positions.stride(0),
         NUM_PARTS=num_parts,
         TOKENS=_TOKENS,
+        IS_FILTERED=left is not None,
         num_warps=4,
     )
     return tokens.gather(1, best.argmax(1, keepdim=True))[:, 0]

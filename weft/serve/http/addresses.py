@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 from weft.errors import ConfigError
 
 MAX_CONNECTIONS = 2048
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -24,5 +26,20 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine alone."""
-    return host in ("localhost", "::1") or host.startswith("127.")
+    """Whether an address is reached from this machine alone. Of names, localhost is; others may lead anywhere."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def url_name(host: str) -> str:
+    """An address as URLs have it."""
+    return f"[{host}]" if ":" in host else host
+
+
+def names_of(host: str) -> tuple[str, ...] | None:
+    """The names under which a server on an address answers: those of this machine alone, or all (None)."""
+    return tuple(dict.fromkeys((*LOOPBACK_NAMES, url_name(host).lower()))) if is_loopback(host) else None

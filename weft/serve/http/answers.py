@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
-from weft.data.tokenizer import Tokenizer
-from weft.serve.scheduling.request import Finish, GeneratedToken
+from weft.data.tokenizer import REPLACEMENT, Tokenizer
+from weft.serve.scheduling.request import Finish, GeneratedToken, TokenLogprobs
 from weft.serve.text import TextChunk
 
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -36,6 +35,12 @@ class TokenWords:
         if word is None:
             word = self._words[token] = self._tokenizer.decode(np.array([token]))
         return word
+
+    def bytes_of(self, token: int) -> list[int] | None:
+        """The bytes of a token, which may be a part of a character; None if they are not known."""
+        word = self[token]
+        found = self._tokenizer.token_bytes(token) if REPLACEMENT in word else word.encode()
+        return None if found is None else list(found)
 
 
 class AnswerForm(Protocol):
@@ -83,7 +88,8 @@ class CompletionForm:
         return self._choice(index, answer.text, answer.tokens, answer.finish, 0)
 
     def first(self, index: int, echo: GeneratedAnswer) -> dict[str, Any] | None:
-        return self._choice(index, echo.text, echo.tokens, None, 0) if echo.text else None
+        is_empty = not (echo.text or echo.tokens or echo.finish)
+        return None if is_empty else self._choice(index, echo.text, echo.tokens, echo.finish, 0)
 
     def chunk(self, index: int, chunk: TextChunk, num_before: int) -> dict[str, Any]:
         return self._choice(index, chunk.text, [chunk.token], chunk.finish, num_before)
@@ -101,12 +107,16 @@ class CompletionForm:
         return {
             "tokens": words,
             "token_logprobs": [None if one is None else _finite(one.token) for one in found],
-            "top_logprobs": [
-                None if one is None else {self.words[token]: _finite(value) for token, value in one.likeliest}
-                for one in found
-            ],
+            "top_logprobs": [None if one is None else self._likeliest(one) for one in found],
             "text_offset": offsets,
         }
+
+    def _likeliest(self, logprobs: TokenLogprobs) -> dict[str, float]:
+        """Log-probabilities by tokens' texts: of tokens with equal ones, as parts of characters, that of the best."""
+        found: dict[str, float] = {}
+        for token, value in logprobs.likeliest:  # best first
+            found.setdefault(self.words[token], _finite(value))
+        return found
 
 
 @dataclass(frozen=True)
@@ -139,8 +149,7 @@ class ChatForm:
         return {**self._entry(token.token, token.logprobs.token), "top_logprobs": likeliest}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        word = self.words[token]
-        return {"token": word, "logprob": _finite(logprob), "bytes": list(word.encode())}
+        return {"token": self.words[token], "logprob": _finite(logprob), "bytes": self.words.bytes_of(token)}
 
 
 def usage(num_prompt_tokens: int, num_answer_tokens: int) -> dict[str, int]:
@@ -149,9 +158,11 @@ def usage(num_prompt_tokens: int, num_answer_tokens: int) -> dict[str, int]:
     return {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_answer_tokens, "total_tokens": total}
 
 
-def envelope(name: str, kind: str, model: str, fingerprint: str) -> dict[str, Any]:
-    """What is beside choices, in whole answers and in chunks. `fingerprint` names the weights in use."""
-    about = {"id": name, "object": kind, "created": int(time.time()), "model": model}
+def envelope(name: str, kind: str, created: int, model: str, fingerprint: str) -> dict[str, Any]:
+    """What is beside choices, in whole answers and in chunks. `created` is a Unix time; `fingerprint` names the weights
+    in use.
+    """
+    about = {"id": name, "object": kind, "created": created, "model": model}
     return {**about, "system_fingerprint": fingerprint}
 
 

@@ -19,6 +19,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from weft.serve.http.addresses import names_of
 from weft.serve.http.answers import AnswerForm, ChatForm, CompletionForm, TokenWords, json_body, json_text
 from weft.serve.http.guard import ERROR_HANDLERS, HttpGuard, OpenRequests, ServerLimits, read_body, unless_disconnected
 from weft.serve.http.prometheus import ServerMetrics
@@ -144,11 +145,12 @@ class Api:
         body = await self._read(EmbeddingsBody, request, (self._model.name,))
         inputs = await asyncio.to_thread(prompts_of, body.input, self._model, "input")
         rows = []
-        for index, tokens in enumerate(inputs):
-            vector = await unless_disconnected(request.receive, self._worker.embed(tokens, body.pool))
-            packed = base64.b64encode(vector.astype("<f4").tobytes()).decode()
-            value = packed if body.encoding_format == "base64" else vector.tolist()
-            rows.append(json_text({"object": "embedding", "index": index, "embedding": value}))
+        async with asyncio.timeout(self._limits.request_seconds):
+            for index, tokens in enumerate(inputs):
+                vector = await unless_disconnected(request.receive, self._worker.embed(tokens, body.pool))
+                packed = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+                value = packed if body.encoding_format == "base64" else vector.tolist()
+                rows.append(json_text({"object": "embedding", "index": index, "embedding": value}))
         count = sum(map(len, inputs))
         used = {"prompt_tokens": count, "total_tokens": count}
         about = {"object": "list", "model": self._model.name, "usage": used}
@@ -160,12 +162,12 @@ class Api:
 
     async def _respond(self, request: HttpRequest, asked: Generation, form: AnswerForm) -> Response:
         """Give the engine what was asked for, and answer whole or in a stream."""
-        self.metrics.num_prompt_tokens += asked.num_prompt_tokens
         running = RunningAnswer(self._model, self._worker, self.metrics, self.fingerprint, asked, form)
         seconds = self._limits.request_seconds
         try:
             async with asyncio.timeout(seconds):
                 await unless_disconnected(request.receive, running.start())
+                self.metrics.num_prompt_tokens += sum(len(one.tokens) for one in asked.requests)
                 if not asked.stream:
                     body = await unless_disconnected(request.receive, running.whole())
                     return Response(body, media_type="application/json")
@@ -175,7 +177,9 @@ class Api:
         return EventStream(running, seconds)
 
 
-def build_app(api: Api, api_keys: Sequence[str] = (), loopback_only: bool = True) -> ASGIApp:
-    """Returns the server as an ASGI application."""
-    app = Starlette(routes=list(api.routes), exception_handlers=ERROR_HANDLERS)
-    return HttpGuard(app, api_keys, loopback_only, api.metrics)
+def build_app(api: Api, api_keys: Sequence[str] = (), host: str = "127.0.0.1") -> ASGIApp:
+    """Returns the server as an ASGI application, which listens on `host`."""
+    routes = api.routes
+    app = Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
+    paths = {route.endpoint: route.path for route in routes}
+    return HttpGuard(app, api_keys, names_of(host), api.metrics, paths)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,7 +23,6 @@ from weft.serve.worker import EngineWorker, UnavailableError
 
 T = TypeVar("T")
 OPEN_PATHS = ("/", "/health")  # need no API key
-LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 MAX_MESSAGE_CHARACTERS = 1000
 DISCARDED_BYTES = 16 << 20  # of a body that is too large: many clients read the answer only after they sent all of it
 
@@ -41,13 +40,21 @@ class ServerLimits:
 class HttpGuard:
     """Refuses requests without a key, and counts responses. In `scope["tenant"]` is the number of the key used.
 
-    A server that is meant for this machine alone refuses other host names: the page of a stranger, open in a browser on
-    this machine, could otherwise reach it under a name of its own (DNS rebinding).
+    A server that is meant for this machine alone answers under its own `names` only: the page of a stranger, open in a
+    browser on this machine, could otherwise reach it under a name of its own (DNS rebinding). `paths` are those of end
+    points, by the functions that answer there.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], loopback_only: bool, metrics: ServerMetrics) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Sequence[str],
+        names: Sequence[str] | None,
+        metrics: ServerMetrics,
+        paths: Mapping[Any, str],
+    ) -> None:
         self._app, self._keys = app, [key.encode() for key in keys]
-        self._loopback_only, self._metrics = loopback_only, metrics
+        self._names, self._metrics, self._paths = names, metrics, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,8 +63,8 @@ class HttpGuard:
 
         async def counted(message: Any) -> None:
             if message["type"] == "http.response.start":
-                route = scope.get("route")
-                self._metrics.responses[getattr(route, "path", "other"), message["status"]] += 1
+                path = self._paths.get(scope.get("endpoint"), "other")
+                self._metrics.responses[path, message["status"]] += 1
             await send(message)
 
         refusal = self._refusal(scope)
@@ -67,8 +74,8 @@ class HttpGuard:
         headers = dict(scope["headers"])
         host = headers.get(b"host", b"").decode("latin-1").lower()
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
-        if self._loopback_only and name not in LOOPBACK_NAMES:
-            return _refused(403, f"this server answers on {', '.join(LOOPBACK_NAMES)} only, not as '{name:.100}'")
+        if self._names is not None and name not in self._names:
+            return _refused(403, f"this server answers on {', '.join(self._names)} only, not as '{name:.100}'")
         if not self._keys:
             scope["tenant"] = "0"
             return None
@@ -150,7 +157,11 @@ def error_answer(error: Exception) -> tuple[int, dict[str, Any]]:
         case RequestError() | ConfigError():
             found = 400, str(error), None
         case TimeoutError():
-            found = 504, "the answer was not finished within the server's time limit; ask for fewer tokens", "timeout"
+            found = (
+                504,
+                "the answer was not finished within the server's time limit; ask for fewer tokens or texts",
+                "timeout",
+            )
         case HTTPException():
             found = error.status_code, error.detail, None
         case _:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -25,6 +25,9 @@ IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "pr
 MAX_CHOICES = 128  # answers of one HTTP request
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_LOGPROBS = 16, 1000, 20
 MAX_BIASES = 1024  # tokens of logit_bias
+# Of what a chat template may write as JSON with indents, where each value has blanks for all levels above it:
+MAX_JSON_LEVELS = 32  # lists and objects in each other
+MAX_JSON_BYTES = 1 << 20  # of tools; and of the lists and objects in messages, as tool calls
 RANGES: dict[str, tuple[int, int]] = {  # smallest and largest values; the engine checks how tokens are sampled
     "seed": (-(1 << 63), (1 << 63) - 1),
     "n": (1, MAX_CHOICES),
@@ -185,6 +188,7 @@ def chat(body: ChatBody, model: ServedModel, tenant: str) -> Generation:
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, f"'top_logprobs' = {body.top_logprobs} needs 'logprobs' true")
     tools = body.tools if body.tool_choice == "auto" else ()
+    _refuse_large("tools", tools)
     tokens = model.encode_chat(messages_of(body.messages), tools)
     given = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     if given == 0:
@@ -228,7 +232,31 @@ def messages_of(value: Any) -> list[dict[str, Any]]:
         found.append({**message, "content": content})
         if isinstance(message.get("tool_calls"), list):
             found[-1]["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
+    _refuse_large("messages", [[one for one in message.values() if isinstance(one, (list, dict))] for message in found])
     return found
+
+
+def _refuse_large(key: str, values: Sequence[Any]) -> None:
+    """Raise ApiError if values are too large, or have too many levels, for a template to write them as JSON."""
+    level = list(values)
+    for _ in range(MAX_JSON_LEVELS - 1):
+        level = [inner for one in level for inner in _values_of(one)]
+    if any(isinstance(one, (list, dict)) for one in level):
+        raise ApiError(
+            400,
+            f"'{key}' has more than {MAX_JSON_LEVELS} levels of lists and objects in each other; give flatter ones",
+        )
+    num_bytes = len(json.dumps(values, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass"))
+    if num_bytes > MAX_JSON_BYTES:
+        raise ApiError(
+            400,
+            f"'{key}' has {num_bytes} bytes of lists and objects, at most {MAX_JSON_BYTES} are taken; give less",
+        )
+
+
+def _values_of(value: Any) -> Iterable[Any]:
+    """What is in a list or an object; nothing is in other values."""
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _with_object(call: Any) -> Any:

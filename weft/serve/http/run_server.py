@@ -28,7 +28,7 @@ from weft.serve.follow import follow, require_run
 from weft.serve.follow_steps import follow_steps
 from weft.serve.generate import model_config, refuse_for_recurrent
 from weft.serve.head.graph_head import graph_head
-from weft.serve.http.addresses import is_loopback, listen
+from weft.serve.http.addresses import listen, url_name
 from weft.serve.http.end_points import Api, build_app
 from weft.serve.http.guard import ServerLimits
 from weft.serve.http.server import HttpServer
@@ -277,10 +277,9 @@ def _serve_engine(
         api.fingerprint = name
 
     watch = follow(source, loaded.weights, load, take, say) if options.follows else None
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    url = f"http://{host}:{sock.getsockname()[1]}"
+    url = f"http://{url_name(options.host)}:{sock.getsockname()[1]}"
     about = {"url": url, "model": name, "weights": loaded.weights, "device": options.device}
-    app = build_app(api, options.api_keys, is_loopback(options.host))
+    app = build_app(api, options.api_keys, options.host)
     HttpServer(app, worker, options.limits, lambda: ready(about), watch).run([sock])
     has_ended = worker.join(END_SECONDS)
     if worker.has_failed:

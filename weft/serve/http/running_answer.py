@@ -43,7 +43,7 @@ class RunningAnswer:
         self._fingerprint, self._asked, self._form = fingerprint, asked, form
         self._name = f"{form.prefix}-{uuid.uuid4().hex}"
         self._stream: TokenStream | None = None
-        self._began = time.monotonic()
+        self._began, self._created = time.monotonic(), int(time.time())
         self._num_tokens = 0
         self._prompts: dict[
             tuple[int, ...], list[GeneratedToken]
@@ -51,12 +51,14 @@ class RunningAnswer:
 
     async def start(self) -> None:
         """Give the engine the requests. Raises RequestError or UnavailableError."""
+        requests = [one for one in self._asked.requests if one.max_tokens > 0]
+        self._worker.require_room(len(requests))  # before prompts are scored
         for request in self._asked.requests if self._asked.scores_prompts else ():
             if request.tokens not in self._prompts:
                 found = [None, *await self._worker.score(request)]
                 pairs = zip(request.tokens, found, strict=True)
                 self._prompts[request.tokens] = [GeneratedToken(request.name, *pair) for pair in pairs]
-        self._stream = await self._worker.submit([one for one in self._asked.requests if one.max_tokens > 0])
+        self._stream = await self._worker.submit(requests)
 
     def close(self) -> None:
         """Cancel what is not finished."""
@@ -68,8 +70,6 @@ class RunningAnswer:
         answers = self._echoes()
         async for index, chunk in self._chunks():
             answers[index].add(chunk)
-        for answer in answers:
-            answer.finish = answer.finish or "length"  # of an echo alone
         return await asyncio.to_thread(self._body, answers)  # with log-probabilities, it may have megabytes
 
     async def events(self) -> AsyncIterator[str]:
@@ -101,11 +101,14 @@ class RunningAnswer:
         return json.dumps({**self._envelope(self._form.chunk_object), "choices": choices, **more})
 
     def _echoes(self) -> list[GeneratedAnswer]:
-        """What each answer begins with: nothing, or its prompt."""
+        """What each answer begins with: nothing, or its prompt, which may be all of it."""
         asked = self._asked
         texts = asked.echoes or [""] * len(asked.requests)
         pairs = zip(texts, asked.requests, strict=True)
-        return [GeneratedAnswer(text, list(self._prompts.get(request.tokens, ()))) for text, request in pairs]
+        return [
+            GeneratedAnswer(text, list(self._prompts.get(one.tokens, ())), None if one.max_tokens else "length")
+            for text, one in pairs
+        ]
 
     async def _chunks(self) -> AsyncIterator[tuple[int, TextChunk]]:
         """Yields what is generated, with the index of the answer that it belongs to."""
@@ -130,7 +133,7 @@ class RunningAnswer:
 
     def _envelope(self, kind: str) -> dict[str, Any]:
         model = self._asked.requests[0].adapter or self._model.name
-        return envelope(self._name, kind, model, self._fingerprint)
+        return envelope(self._name, kind, self._created, model, self._fingerprint)
 
     def _usage(self) -> dict[str, int]:
         return usage(self._asked.num_prompt_tokens, self._num_tokens)

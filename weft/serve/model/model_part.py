@@ -249,6 +249,8 @@ class ModelPart:
         linears = [module for module in self.paged.body.modules() if isinstance(module, nn.Linear)]
         widest = max(linear.weight.shape[0] for linear in linears)
         free -= 16 * options.token_budget * widest + 24 * options.max_running * self.paged.vocab_size
+        if options.speculate is not None:  # a step may sample after each of its tokens: logits, and copies of 4 bytes
+            free -= 8 * options.token_budget * self.paged.vocab_size
         bytes_per_block = self.paged.bytes_per_token * options.block_size
         if isinstance(options.speculate, nn.Module):  # the draft model's cache has as many blocks, each whole
             bytes_per_block += PagedModel(options.speculate, 1).bytes_per_token * block_size

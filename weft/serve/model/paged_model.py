@@ -25,6 +25,7 @@ from weft.models.experts import SparseMLP, SwiGLU
 from weft.models.gpt2 import GPT2MLP, GPT2Layer
 from weft.serve.cache.layer_cache import CacheFormat, CacheSizes, LayerCache, PlainFormat
 from weft.serve.cache.paged_attention import PagedBatch
+from weft.serve.cache.shared_memory import has_room_for_tiles, shared_bytes
 from weft.serve.model.fused import is_for_whole_kernel, rotate_and_store, rotate_by_angles, whole_attention
 from weft.serve.model.split_layers import (
     ModelAxes,
@@ -134,10 +135,16 @@ class PagedModel:
         return len(self.blocks) * (of_rows + self.cache_format.bytes_of_layer(*sizes))
 
     @property
+    def has_decode_kernel(self) -> bool:
+        """Are decodes on a GPU one kernel, which reads a request's own tokens alone?"""
+        return self.cache_format.has_kernel and self.dtype in (torch.float16, torch.bfloat16)
+
+    @property
     def has_prompt_kernel(self) -> bool:
         """Can prompts be attended to by a kernel that reads pages?"""
-        is_small = self.dtype in (torch.float16, torch.bfloat16) and self.blocks[0].head_dim <= 256
-        return is_small and isinstance(self.cache_format, PlainFormat)
+        one = self.blocks[0]
+        has_room = has_room_for_tiles(one.num_heads, one.num_key_heads, one.head_dim, shared_bytes(self.device))
+        return has_room and self.has_decode_kernel and isinstance(self.cache_format, PlainFormat)
 
     @property
     def stream_width(self) -> int:

@@ -34,8 +34,9 @@ Sums = Strategy | Literal["measured"]
 
 @dataclass(frozen=True)
 class RankMessage:
-    """What a rank is told: compute a step, compute a text or how likely it is, an order (JSON), nothing, pass by the
-    weights that other replicas read, or to end.
+    """A message from the scheduling rank. `kind`: step (compute a step), text (hidden states of a text), score (its
+    log-probabilities), order (a JSON order, such as newer weights), idle (no work), pass (take part in reading weights
+    with other replicas), stop (end).
     """
 
     kind: Kind

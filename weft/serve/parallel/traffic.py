@@ -33,6 +33,7 @@ class ServedSizes:
     num_experts_per_tok: int = 0
     shared_inner: int = 0  # of the expert that all tokens use
     expert_layers: tuple[bool, ...] = ()
+    window: int | None = None  # of the newest tokens, to which a token attends; None: to all
 
     @staticmethod
     def of(config: TransformerConfig) -> ServedSizes:
@@ -58,6 +59,7 @@ class ServedSizes:
             config.num_experts_per_tok if any(layers) else 0,
             (config.shared_expert_intermediate_size or 0) if any(layers) else 0,
             layers,
+            config.sliding_window,
         )
 
     def key_heads(self, x: int) -> int:

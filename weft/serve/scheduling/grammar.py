@@ -90,17 +90,25 @@ class Grammars:
                 "answers are held to a schema by llguidance, which is missing; run: pip install 'weft[serve]'",
             ) from None
         options: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
-        grammar = LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
+        except ValueError as error:  # of what Python reads as JSON: endless numbers, and lists in lists in lists ..
+            raise _unusable(str(error)) from None
         matcher = LLMatcher(self._known_tokens(), grammar, log_level=0)
         if matcher.is_error():
-            words = " ".join(matcher.get_error().split())
-            raise RequestError("invalid", f"the schema cannot be used: {words:.300}; give a JSON schema without it")
+            raise _unusable(matcher.get_error())
         return matcher
 
     def _known_tokens(self) -> LLTokenizer:
         with self._lock:
             self._tokens = self._tokens or _tokens_of(self._tokenizer, self._end_tokens)
             return self._tokens
+
+
+def _unusable(words: str) -> RequestError:
+    """The refusal of a schema, for a reason in llguidance's words."""
+    reason = " ".join(words.split())
+    return RequestError("invalid", f"the schema cannot be used: {reason:.300}; give a JSON schema without it")
 
 
 def _tokens_of(tokenizer: Tokenizer, end_tokens: list[int]) -> LLTokenizer:

@@ -31,6 +31,7 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # the largest number of e4m3
 MAX_KERNEL_ROWS = 64  # of a product by a kernel, which is bound by memory; weights are decoded for more
 MAX_TOKEN_BYTES = 8192  # codes of one output of a product by the kernel for one row, which holds them in registers
+KERNEL_INPUTS = 32  # of a group, or of a weight of float8, at least: kernels take no others
 FEW_ROWS = 4  # of a product by the kernel for few rows
 MAX_PAIRS = 128  # of tokens and experts that one program puts in order
 MAX_ROUTED_TOKENS = 64  # that go to experts by the router's kernel, of which each is one program
@@ -84,6 +85,10 @@ class Grouped:
     def size_of_group(self, num_in: int) -> int:
         return math.gcd(num_in, self.group)
 
+    def has_kernel(self, num_in: int) -> bool:
+        """Do kernels take weights with so many inputs?"""
+        return self.size_of_group(num_in) >= KERNEL_INPUTS
+
     def empty(self, num_out: int, num_in: int, device: torch.device | str) -> tuple[Tensor, ...]:
         if num_in * self.bits % 8:
             raise ConfigError(f"int4 keeps two weights in a byte, and a layer has {num_in} inputs; use int8 or fp8")
@@ -109,7 +114,7 @@ class Grouped:
     ) -> Tensor:
         codes, ranges = parts
         num_in = hidden.shape[-1]
-        if is_for_kernel(hidden) and self.size_of_group(num_in) >= 32:
+        if is_for_kernel(hidden) and self.has_kernel(num_in):
             return product_by_kernel(hidden, codes, ranges, self.block(num_in), after, norm)
         return after.of(decoded_product(self, hidden if norm is None else norm(hidden), parts))
 
@@ -200,11 +205,15 @@ class RowFp8(ScaledRows):
         """For kernels: bits, inputs of a block and no groups."""
         return 8, size_of_block(num_in), 0
 
+    def has_kernel(self, num_in: int) -> bool:
+        """Do kernels take weights with so many inputs?"""
+        return num_in % KERNEL_INPUTS == 0
+
     def product(
         self, hidden: Tensor, parts: Sequence[Tensor], after: AfterProduct, norm: RMSNorm | None = None
     ) -> Tensor:
         codes, scale = parts[0].view(FP8), parts[1].view(torch.float32)
-        if is_for_kernel(hidden) and hidden.shape[-1] % 32 == 0:
+        if is_for_kernel(hidden) and self.has_kernel(hidden.shape[-1]):
             return product_by_kernel(hidden, parts[0], scale[:, 0], self.block(hidden.shape[-1]), after, norm)
         hidden = hidden if norm is None else norm(hidden)
         if has_fp8_products(hidden) and len(codes) % 16 == 0 == hidden.shape[-1] % 16:
