@@ -127,7 +127,7 @@ class Dying:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def compute(self, run: Any, action: Action) -> None:
-        if run.work.scale is None:
+        if run.work.scales is None:
             self.at("evaluation")
         else:
             self.at(f"{action.kind} {action.micro_batch}")

@@ -95,7 +95,7 @@ def test_a_profile_has_the_heads() -> None:
     model = build("llama", num_key_value_heads=2)
     for name, parameter in model.named_parameters():
         parameter.requires_grad = "layers.0" not in name and "embed" not in name
-    first, second = profile(model, lambda: (TOKENS,)).attentions.values()
+    (first,), (second,) = profile(model, lambda: (TOKENS,)).attentions.values()
     assert (first.batch, first.num_heads, first.num_key_heads, first.sequence, first.head_dim) == (2, 4, 2, 16, 4)
     assert (first.needs_gradient, second.needs_gradient) == (False, True)
 

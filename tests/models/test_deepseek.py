@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from test_expert import batch
-from torch import nn
+from torch import Tensor, nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from weft.architectures import DecoderConfig
 from weft.cluster.hardware import load
 from weft.errors import ConfigError, PlanError
+from weft.mesh import Mesh
 from weft.models import build, initialise
 from weft.models.hf_config import refuse_config
 from weft.models.router import change_biases, routers_of, take_router_losses
@@ -24,6 +25,7 @@ from weft.planner.model import planned_model
 from weft.profiling import profile
 from weft.proof.float64 import Float64
 from weft.proof.prove import verify
+from weft.resilience.corruption import RepeatedMicroBatch
 from weft.serve.model.paged_model import PagedModel
 
 SIZES: dict[str, Any] = {
@@ -96,6 +98,36 @@ def test_biases_follow_the_tokens_of_a_step() -> None:
     before = router.e_score_correction_bias.clone()
     change_biases([model], lambda _: None, torch.tensor(True))  # a step that is not taken
     assert torch.equal(router.e_score_correction_bias, before)
+
+
+def test_a_router_that_was_not_called_keeps_its_biases() -> None:
+    """Its block was skipped by train.layer_drop in every micro-batch of the step."""
+    model = build(replace(CONFIG, router_bias_update_rate=0.05))
+    initialise(model, 0)
+    (_, first), (_, second) = routers_of(model).items()
+    torch.manual_seed(0)
+    first(torch.randn(2, 5, 16))
+    take_router_losses(model)
+    change_biases([model], lambda _: None)
+    assert first.e_score_correction_bias.any()
+    assert not second.e_score_correction_bias.any()
+
+
+def test_a_micro_batch_that_is_computed_twice_counts_once() -> None:
+    model = make()
+    (router,) = routers_of(model).values()
+    repeated = RepeatedMicroBatch(model, Mesh(Plan()), 1, 1, 0)
+
+    def compute() -> Tensor:
+        loss: Tensor = model(batch(0)[0]).sum()
+        loss.backward()
+        take_router_losses(model)
+        return loss.detach()
+
+    repeated(0, compute)
+    assert router.record.step is not None
+    assert router.record.total is not None
+    assert router.record.step[-1] == router.record.total[-1] == batch(0)[0].numel()
 
 
 def test_biases_balance_experts() -> None:

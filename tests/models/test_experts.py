@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,14 +14,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft
 from weft.errors import ConfigError, PlanError
-from weft.models import DecoderConfig, build, initialise
+from weft.launch.local_ranks import run_local
+from weft.mesh import Mesh
+from weft.models import IGNORE, DecoderConfig, build, initialise
 from weft.models.expert_rows import sort_by_expert
 from weft.models.experts import SparseMLP
 from weft.models.grouped_matmul import grouped_linear
-from weft.models.router import take_router_losses
+from weft.models.router import routers_of, take_router_losses
+from weft.parallel.apply import parallelize
 from weft.plan import Context, Memory, Pipe, Plan, Shard
 from weft.plan import Tensor as TensorAxis
 from weft.proof.prove import verify
+from weft.step.objective import CROSS_ENTROPY, Objective
+from weft.step.preference import preference
+from weft.step.train_step import train_step
 
 CONFIG = DecoderConfig(
     architecture="qwen3_moe",
@@ -195,6 +202,100 @@ def make() -> weft.models.Decoder:
 def batch(index: int) -> tuple[Tensor, Tensor]:
     drawn = torch.randint(0, 61, (4, 17), generator=torch.Generator().manual_seed(index))
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+def masked_batch(index: int) -> tuple[Tensor, Tensor]:
+    """A batch of which few tokens are targets, more of some samples than of others."""
+    inputs, labels = batch(index)
+    for row, first in enumerate((3, 9, 15, 12)):
+        labels[row, :first] = IGNORE
+    return inputs, labels
+
+
+def pairs(index: int) -> tuple[Tensor, ...]:
+    """A batch of preferences: two pairs of answers."""
+    inputs, labels = (tensor.unflatten(0, (2, 2)) for tensor in masked_batch(index))
+    return inputs, labels, torch.full((2, 2), -20.0, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("given", "objective"),
+    [(batch(0), CROSS_ENTROPY), (masked_batch(0), CROSS_ENTROPY), (pairs(0), preference(0.1))],
+    ids=["all", "masked", "pairs"],
+)
+def test_losses_of_routers_are_means_over_tokens_however_few_are_targets(
+    given: tuple[Tensor, ...], objective: Objective
+) -> None:
+    mesh, model, losses = Mesh(Plan(precision="fp64")), make().double(), []
+    for takes in (True, False):
+        split = parallelize(copy.deepcopy(model), mesh.plan, mesh)
+        if not takes:
+            for router in routers_of(split).values():
+                router.balance = router.z_loss = 0.0
+        result = train_step(split, torch.optim.SGD(split.parameters(), 0.0), [given], mesh, objective)
+        losses.append(float(result.loss))
+    model(given[0].view(-1, 16))
+    total = take_router_losses(model)
+    assert total is not None
+    assert losses[0] - losses[1] == pytest.approx(total.item() / given[0].numel(), rel=1e-9)
+
+
+def step_result(plan: Plan, batches: list[Any], objective: Objective = CROSS_ENTROPY) -> tuple[float, float]:
+    """The loss and the gradient norm of a step."""
+    mesh = Mesh(replace(plan, precision="fp64"))
+    model = parallelize(make().double(), mesh.plan, mesh)
+    result = train_step(model, torch.optim.SGD(model.parameters(), 0.0), batches, mesh, objective)
+    return float(result.loss), float(result.grad_norm)
+
+
+@pytest.mark.processes
+def test_ranks_may_have_texts_of_different_lengths() -> None:
+    """Routers' losses are means over the tokens of all ranks."""
+    long, short = batch(0), tuple(one[:, :4].contiguous() for one in batch(1))
+    alone = step_result(Plan(), [long, short])
+    for found in run_local(lambda rank: step_result(Plan(data=2), [(long, short)[rank]]), 2, 60):
+        assert found == pytest.approx(alone, rel=1e-9)
+
+
+def test_tokens_are_counted_wherever_they_stand_in_a_batch() -> None:
+    inputs, labels = masked_batch(0)
+
+    def total(model: Any, given: dict[str, Tensor]) -> Tensor:
+        losses = F.cross_entropy(model(given["inputs"]).flatten(0, 1), given["labels"].flatten(), reduction="none")
+        return (losses.view_as(given["labels"]).sum(1) * given["weight"]).sum()
+
+    objective = Objective(lambda given: (given["labels"] != IGNORE).sum(), total)
+    weight, empty = torch.ones(4), torch.ones(4, 0)
+    wanted = step_result(Plan(), [{"inputs": inputs, "labels": labels, "weight": weight}], objective)
+    for first in (
+        {"weight": weight},
+        {"empty": empty, "weight": weight},
+        {"mask": inputs[:, None] != inputs[..., None]},
+    ):
+        given = {**first, "inputs": inputs, "labels": labels, "weight": weight}
+        assert step_result(Plan(), [given], objective) == wanted
+
+
+def test_batches_without_tokens_take_a_step() -> None:
+    mesh, model = Mesh(Plan(precision="fp64")), torch.nn.Linear(3, 2).double()
+    split = parallelize(model, mesh.plan, mesh)
+    objective = Objective(lambda given: torch.tensor(len(given["x"])), lambda model, given: model(given["x"]).sum())
+    given = {"empty": torch.ones(4, 0), "x": torch.ones(4, 3, dtype=torch.float64)}
+    assert train_step(split, torch.optim.SGD(split.parameters(), 0.0), [given], mesh, objective).grad_norm > 0
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("plan", "given", "objective"),
+    [
+        (Plan(data=2, micro_batch=1), masked_batch, None),
+        (Plan(pipe=Pipe(2), micro_batch=2), masked_batch, None),
+        (Plan(data=2), pairs, preference(0.1)),
+    ],
+    ids=["data", "pipe", "pairs"],
+)
+def test_plans_with_few_targets_are_proved(plan: Plan, given: Any, objective: Objective | None) -> None:
+    verify(make, given, plan, objective=objective).require()
 
 
 @pytest.mark.processes

@@ -28,7 +28,7 @@ from weft.optim.sign_compression import SignCompressor, message_bytes, pack_sign
 from weft.optim.stepper import stepper
 from weft.optim.zero_one_adam import ZeroOneAdam, sync_interval, variance_steps
 from weft.parallel.apply import parallelize
-from weft.parallel.model_state import all_flats, named_pieces
+from weft.parallel.model_state import all_flats, named_pieces, refresh
 from weft.plan import Plan, Shard
 from weft.planner.predict import predict, run_cluster
 from weft.recording.rank_file import read_recording
@@ -215,6 +215,36 @@ def test_ranks_equal_virtual_workers_and_resume_exactly(kind: str, tmp_path: Pat
         return [int(torch.equal(a.slice, b.slice)) for a, b in zip(all_flats(model), all_flats(again), strict=True)]
 
     assert all(all(found) for found in run_local(rank, 2))
+
+
+def test_what_goes_back_across_the_freeze_goes_on_as_what_is_loaded(tmp_path: Path) -> None:
+    """A rollback loads into an optimizer that has made local steps already."""
+    mesh, before = Mesh(Plan(precision="bf16", exact=False)), FREEZE - 2
+    model, optimizer = build("0/1", mesh)
+    train(model, optimizer, mesh, range(before), None)
+    saver = Saver(tmp_path, 0, 1, "token")
+    saver.save(before, pieces_to_save(model, optimizer, mesh), {}, asynchronous=False)
+    train(model, optimizer, mesh, range(before, SAVED), None)
+    again, other = build("0/1", mesh)
+    for one, its in ((model, optimizer), (again, other)):
+        load_state(Checkpoint(tmp_path / step_name(before)), one, its)
+    for step in range(before, STEPS):
+        for one, its in ((model, optimizer), (again, other)):
+            train(one, its, mesh, range(step, step + 1), None)
+        assert all(torch.equal(a.slice, b.slice) for a, b in zip(all_flats(model), all_flats(again), strict=True)), step
+
+
+def test_state_that_is_forgotten_is_that_before_the_first_update() -> None:
+    mesh = Mesh(Plan(precision="bf16", exact=False))
+    (model, optimizer), (again, other) = build("0/1", mesh), build("0/1", mesh)
+    train(model, optimizer, mesh, range(SAVED), None)
+    for (_, piece), (_, fresh) in zip(named_pieces(model), named_pieces(again), strict=True):
+        piece.detach().copy_(fresh)
+        optimizer.forget_state(piece)
+    refresh(model)
+    for one, its in ((model, optimizer), (again, other)):
+        train(one, its, mesh, range(STEPS), None)
+    assert all(torch.equal(a.slice, b.slice) for a, b in zip(all_flats(model), all_flats(again), strict=True))
 
 
 # --- resuming under another plan

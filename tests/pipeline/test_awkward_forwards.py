@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import weft
 from weft.errors import PlanError
+from weft.parallel.shard import ShardAxis
+from weft.profiling import profile
 
 pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:.*weight_norm.*")]
 
@@ -118,3 +122,37 @@ class Renormalising(nn.Module):
 def test_an_embedding_that_changes_its_weights_is_refused(plan: weft.Plan) -> None:
     with pytest.raises(PlanError, match=r"the embedding 'embedding' has max_norm"):
         weft.verify(Renormalising, lambda step: (torch.arange(4), torch.arange(4) % 3), plan)
+
+
+class FrozenRenormalising(Renormalising):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding.requires_grad_(False)
+
+
+class RenormalisingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Renormalising(), nn.Linear(3, 3)])
+
+
+@pytest.mark.parametrize(
+    ("make", "plan", "is_refused"),
+    [
+        (Renormalising, weft.Plan(precision="bf16"), True),
+        (Renormalising, weft.Plan(tensor=weft.Tensor(x=2), precision="bf16"), True),
+        (Renormalising, weft.Plan(precision="bf16", memory=weft.Memory(master=False), exact=False), False),
+        (Renormalising, weft.Plan(tensor=weft.Tensor(x=2)), False),
+        (Renormalising, weft.Plan(), False),
+        (FrozenRenormalising, weft.Plan(precision="bf16"), False),  # no optimizer updates it
+        (RenormalisingBlock, weft.Plan(memory=weft.Memory(weights=1.0)), True),
+        (RenormalisingBlock, weft.Plan(memory=weft.Memory(weights=0.5)), False),  # the last block
+    ],
+)
+@pytest.mark.sampled(1)
+def test_an_embedding_that_changes_a_copy_of_its_weights_is_refused(
+    make: Callable[[], nn.Module], plan: weft.Plan, is_refused: bool
+) -> None:
+    """The optimizer updates the weights behind the copy, and would lose the change."""
+    found = ShardAxis().refuse(profile(make()), plan) or ""
+    assert ("embedding' has max_norm, which changes its weights in forward" in found) == is_refused

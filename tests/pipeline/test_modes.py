@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pipeline_for_tests as models
 import pytest
@@ -16,6 +16,7 @@ from weft.errors import PlanError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.plan import Pipe, Plan
+from weft.step.batch import Batch
 from weft.step.objective import CROSS_ENTROPY
 from weft.step.train_step import evaluate, train_step
 
@@ -107,14 +108,14 @@ class Auxiliary(models.Chain):
         return logits + 0.3 * self.other(hidden) if self.training else logits
 
 
-def sequential_losses(model_fn: Callable[[], nn.Module]) -> list[float]:
+def sequential_losses(model_fn: Callable[[], nn.Module], batches: Sequence[Batch] = BATCHES) -> list[float]:
     """The mean loss in training and in evaluation."""
     model, found = make(model_fn), []
-    count = sum(int(CROSS_ENTROPY.count(batch)) for batch in BATCHES)
+    count = sum(int(CROSS_ENTROPY.count(batch)) for batch in batches)
     for is_training in (True, False):
         model.train(is_training)
         with torch.no_grad():
-            found.append(float(sum(CROSS_ENTROPY.total(model, batch) for batch in BATCHES) / count))
+            found.append(float(sum(CROSS_ENTROPY.total(model, batch) for batch in batches) / count))
     assert abs(found[0] - found[1]) > 1e-3
     return found
 
@@ -173,3 +174,21 @@ def test_an_evaluation_that_does_not_fit_is_refused_and_training_goes_on() -> No
 
     for losses in run_local(rank, 2):
         assert losses == pytest.approx(sequential_losses(Skipping)[:1], rel=1e-12)
+
+
+def test_an_evaluation_has_any_number_of_micro_batches_whatever_a_step_has_in_flight() -> None:
+    plan = Plan(pipe=Pipe(2, "interleaved", in_flight=3), precision="fp64")
+    found = staged(models.Chain, plan.pipe)
+    found.schedule(4)
+    with pytest.raises(PlanError, match="groups of 3 micro-batches at 2 stages need at least 4"):
+        found.schedule(3)
+
+    def rank(_: int) -> list[float]:
+        mesh = Mesh(plan)
+        model = on_stages(Clamped, plan, mesh, BATCHES[0])
+        found = [float(train_step(model, SGD(model.parameters(), lr=0.0), BATCHES, mesh).loss)]
+        return [*found, float(evaluate(model, BATCHES[:3], mesh))]
+
+    expected = [sequential_losses(Clamped)[0], sequential_losses(Clamped, BATCHES[:3])[1]]
+    for losses in run_local(rank, 2):
+        assert losses == pytest.approx(expected, rel=1e-12)

@@ -350,8 +350,8 @@ def test_finds_a_micro_batch_that_is_not_scaled(monkeypatch: Patch) -> None:
     def unscaled(self: StepRun, stage: Stage, action: Action) -> None:
         kept = self.work
         if action.micro_batch == 2:
-            assert kept.scale is not None
-            self.work = replace(kept, scale=torch.ones_like(kept.scale))
+            assert kept.scales is not None
+            self.work = replace(kept, scales=torch.ones_like(kept.scales))
         backward(self, stage, action)
         self.work = kept
 

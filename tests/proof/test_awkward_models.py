@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -319,6 +320,67 @@ def test_logits_that_a_trained_number_scales_have_its_whole_gradient_under_x() -
         verify(ScaledVectors, vectors, X)
 
 
+# --- layers that are given their input by name
+
+
+class NamedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        inner = functional.gelu(self.up(input=self.norm(input=hidden)))
+        out: Tensor = hidden + self.down(input=inner)
+        return out
+
+
+class NamedInputs(nn.Module):
+    """With `is_gathered`, it has a linear without a partner, whose outputs are gathered over x."""
+
+    def __init__(self, is_gathered: bool) -> None:
+        super().__init__()
+        self.table, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList([NamedBlock(), NamedBlock()])
+        self.beside, self.norm = nn.Linear(WIDTH, WIDTH) if is_gathered else None, nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, value: Tensor) -> Tensor:
+        hidden = self.table(input=value)
+        for block in self.blocks:
+            hidden = block(hidden)
+        hidden = hidden if self.beside is None else self.beside(input=hidden)
+        out: Tensor = self.head(input=self.norm(input=hidden))
+        return out
+
+
+class NamedImages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, WIDTH, 3, padding=1), nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
+        self.third, self.head = nn.Conv2d(WIDTH, WIDTH, 3), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, value: Tensor) -> Tensor:
+        hidden = self.third(input=self.second(input=self.first(input=value).relu()).relu())
+        out: Tensor = self.head(input=hidden.mean((2, 3)))
+        return out
+
+
+def _images(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(4, 3, 6, 6, generator=generator), torch.randint(0, CLASSES, (4,), generator=generator)
+
+
+@processes
+@pytest.mark.parametrize("tensor", [weft.Tensor(x=2), weft.Tensor(y=2), weft.Tensor(x=2, sequence=True)], ids=str)
+@pytest.mark.sampled(1)
+def test_layers_take_their_input_by_name_under_x_and_y(tensor: weft.Tensor) -> None:
+    make = partial(NamedInputs, is_gathered=tensor == weft.Tensor(x=2))
+    assert profile(make()).pairing.splits["blocks.0.up"].kind == "column"
+    verify(make, tokens, weft.Plan(tensor=tensor)).require()
+    if not tensor.sequence:
+        verify(NamedImages, _images, weft.Plan(tensor=tensor)).require()
+
+
 # --- what is refused of every model
 
 
@@ -343,6 +405,17 @@ class Sparse(Chain):
         self.table = nn.Embedding(VOCABULARY, WIDTH, sparse=True)
 
 
+class WithIntegers(Chain):
+    """Keeps a table of integers among its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = nn.Parameter(torch.arange(WIDTH).flip(0), requires_grad=False)
+
+    def body(self, hidden: Tensor) -> Tensor:
+        return super().body(hidden[:, self.order])
+
+
 def _with_script() -> nn.Module:
     model = Chain()
     model.blocks[1] = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH)))
@@ -355,10 +428,13 @@ def _with_script() -> nn.Module:
         (_with_hook, r"parameter 'head.weight' has a hook on its gradient"),
         (Sparse, r"the embedding 'table' has sparse gradients"),
         (Complex, r"parameter 'filter' is of complex64, and weft holds real numbers"),
+        (WithIntegers, r"parameter 'order' is of int64, and this plan holds .* register it as a buffer"),
     ],
 )
-def test_parameters_that_no_rank_can_hold_in_pieces_are_refused(make: Callable[[], nn.Module], words: str) -> None:
-    for plan in (DATA, STAGE_3, X):
+def test_parameters_that_flat_buffers_cannot_hold_are_refused(make: Callable[[], nn.Module], words: str) -> None:
+    """One rank has such buffers for mixed precision, and for state on the host or in fewer bits."""
+    alone = (weft.Memory(offload=1.0), weft.Memory(weights=1.0))
+    for plan in (DATA, STAGE_3, X, weft.Plan(precision="bf16"), *(weft.Plan(memory=memory) for memory in alone)):
         with pytest.raises(PlanError, match=words):
             refuse(profile(make()), plan)
     refuse(profile(make()), weft.Plan())

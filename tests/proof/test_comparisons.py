@@ -21,9 +21,10 @@ from weft.models.grouped_matmul import grouped_product
 from weft.models.loss import token_loss
 from weft.plan import Context, Memory, Plan, Shard
 from weft.plan import Tensor as TensorAxes
+from weft.proof.compare import largest_of, worst_result, worst_tensor
 from weft.proof.float64 import Float64
 from weft.proof.prove import ProofReport, verify
-from weft.proof.report import report_of
+from weft.proof.report import nan_as_inf, report_of
 from weft.proof.sequential import make_model, run_sequential
 from weft.sharding.units import units_of
 from weft.step.objective import CROSS_ENTROPY, Objective
@@ -305,6 +306,36 @@ def test_a_model_that_is_mostly_noise_is_not_proved() -> None:
     assert not report.passed
     with pytest.raises(VerifyError, match=r"was not proved: .*the model's own noise is .*too much to prove equality"):
         report.require()
+
+
+# --- infinities and NaN
+
+INFINITE, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize("same", [INFINITE, -INFINITE, NAN])
+def test_what_is_infinite_or_no_number_on_both_sides_hides_no_other_error(same: float) -> None:
+    def error(found: float, *others: float) -> float:
+        mask = torch.tensor([same, *others])
+        own, expected = torch.tensor([same, found]), torch.tensor([same, 2.0])
+        return worst_tensor({"own": own, "mask": mask}, {"own": expected, "mask": mask})
+
+    assert error(2.0) == error(2.0, 5.0) == 0.0
+    assert error(2.5) == error(2.5, 5.0) == 0.25  # of its own largest number
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [(INFINITE, 2.0), (2.0, INFINITE), (INFINITE, -INFINITE), (NAN, 2.0), (2.0, NAN), (NAN, INFINITE)],
+)
+def test_infinities_and_nan_must_be_at_the_same_places(found: float, expected: float) -> None:
+    pair = torch.tensor([found, 1.0]), torch.tensor([expected, 1.0])
+    assert nan_as_inf(worst_tensor({"own": pair[0]}, {"own": pair[1]})) == INFINITE
+    assert nan_as_inf(worst_result([pair], largest_of([pair[1]])).error) == INFINITE
+
+
+def test_a_result_that_should_be_zero_is_compared() -> None:
+    assert worst_result([(torch.ones(2), torch.zeros(2))], 0.0).error > 1e9
 
 
 # --- casts, kernels without float64, dropout

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import shutil
+import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +22,7 @@ from hypothesis import strategies as st
 from runs_for_tests import DEEP, events, make_run, train_on_ranks, write_run_file
 from sampled_for_tests import one_in
 
-from weft.checkpoint import Checkpoint, Saver
+from weft.checkpoint import Checkpoint, Saver, steps
 from weft.checkpoint.folder import step_name
 from weft.checkpoint.manifest import MANIFEST
 from weft.errors import ConfigError
@@ -27,6 +30,7 @@ from weft.launch.local_ranks import LocalError, run_local
 from weft.mesh import Mesh
 from weft.optim.update import update
 from weft.plan import Plan
+from weft.resilience import shared_memory
 from weft.resilience.bad_numbers import GOOD, NOT_FINITE, SPIKE, Guard, Policy, join
 from weft.run_file import Run, load_run
 from weft.run_tables import NumbersConfig
@@ -34,6 +38,7 @@ from weft.step.objective import Objective
 from weft.step.train_step import Checks, StepResult, train_step
 from weft.train import loop, setup
 from weft.train.batches import TrainingData
+from weft.train.checkpoints import Checkpoints
 
 pytestmark = pytest.mark.processes
 
@@ -79,6 +84,49 @@ def bad_batches(factors: Factors, rank: int = 0, leave: Callable[[int], bool] = 
 def final_state(run: Run, step: int | None = None) -> dict[str, list[float]]:
     checkpoint = Checkpoint(run.folder / "checkpoints" / step_name(step or run.train.steps))
     return {f"{e.kind} {e.name}": checkpoint.read(e.name, e.kind).flatten().tolist() for e in checkpoint.entries()}
+
+
+@pytest.fixture
+def _copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ranks keep copies in memory, in a folder that is removed."""
+    memory = Path(tempfile.mkdtemp(prefix="weft-test-", dir=shared_memory.SHARED_MEMORY))
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", memory)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "numbers")
+    yield
+    shutil.rmtree(memory)
+
+
+@pytest.mark.usefixtures("_copies")
+def test_a_step_that_is_repeated_where_the_run_stops_is_saved(run_file: Path) -> None:
+    """The ranks agree to stop in step 4, which is bad: what is left is the copy of step 3 in memory."""
+    options = ["plan.data=2", "numbers.on_bad=repeat", "checkpoint.every=15", "checkpoint.memory_every=1"]
+    run, count = make_run(run_file, "stops", *options), [0]
+
+    def step(model: Any, optimizer: Any, given: Any, mesh: Mesh, objective: Objective, *rest: Any) -> StepResult:
+        count[0] += 1
+        if count[0] == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        own = times(objective, math.nan) if count[0] == 4 and mesh.rank == 1 else objective
+        return train_step(model, optimizer, given, mesh, own, *rest)
+
+    with patch.object(loop, "train_step", step):
+        outcome = train_on_ranks(run)
+    assert (outcome["step"], outcome["finished"]) == (3, False)
+    assert steps(run.folder / "checkpoints") == [0, 3]
+
+
+@pytest.mark.usefixtures("_copies")
+def test_a_last_step_that_only_memory_holds_is_saved_at_the_next_start(run_file: Path) -> None:
+    run = make_run(run_file, "last", "plan.data=2", "train.steps=4", "checkpoint.memory_every=1", "checkpoint.every=4")
+    with (
+        patch.object(Checkpoints, "_save", lambda *_, **__: 1 // 0),  # the ranks die before it is on disk
+        pytest.raises(LocalError, match="ZeroDivisionError"),
+    ):
+        train_on_ranks(run)
+    assert not steps(run.folder / "checkpoints")
+    assert train_on_ranks(run)["finished"]
+    assert steps(run.folder / "checkpoints") == [4]
+    assert len(events(run.folder)) == 4  # none was done again
 
 
 # --- skip

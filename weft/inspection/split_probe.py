@@ -249,8 +249,8 @@ class _LowRankLinear(nn.Module):
         self.up = nn.Parameter(torch.empty(RANK, out_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
-    def forward(self, value: Tensor) -> Tensor:
-        out = value @ self.down @ self.up
+    def forward(self, input: Tensor) -> Tensor:  # the name that nn.Linear's argument has
+        out = input @ self.down @ self.up
         return out if self.bias is None else out + self.bias
 
     def keep_outputs(self, intervals: Intervals) -> None:
@@ -277,7 +277,7 @@ class _ModulePart:
             column = self.module.get_submodule(name)
             assert isinstance(column, _LowRankLinear)
             column.keep_outputs(intervals(index))
-            column.register_forward_pre_hook(self._before_column)
+            column.register_forward_pre_hook(self._before_column, with_kwargs=True)
         row = self.module.get_submodule(shares.row)
         assert isinstance(row, _LowRankLinear)
         row.keep_inputs(shares.row_inputs(index), with_bias=index == 0)
@@ -291,9 +291,10 @@ class _ModulePart:
         inside = (*shares.columns, shares.row)
         self.parameters = {n: p for n, p in self.module.named_parameters() if _owner(n) not in inside}
 
-    def _before_column(self, _: nn.Module, args: Any) -> Any:
-        self.column_inputs.append(args[0])
-        return (args[0].detach(),)
+    def _before_column(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        given = args[0] if args else kwargs["input"]
+        self.column_inputs.append(given)
+        return (given.detach(),), {}
 
     def _after_row(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
         self.row_outputs.append(output)

@@ -15,7 +15,8 @@ micro-batches or stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -163,8 +164,21 @@ def change_biases(models: Iterable[nn.Module], total: Callable[[Tensor], None], 
 
 def _counts_of_step(router: Router) -> Tensor:
     routed, router.record.step = router.record.step, None
-    assert routed is not None, "biases are changed after the forwards of a step"
+    if routed is None:  # its block was skipped in all micro-batches of the step (train.layer_drop)
+        return router.e_score_correction_bias.new_zeros(router.num_experts, dtype=torch.float64)
     return routed[: router.num_experts]
+
+
+@contextmanager
+def keeping_routed(model: nn.Module) -> Iterator[None]:
+    """In this context routers count nothing: what they have recorded of earlier forwards stays as it is."""
+    records = [router.record for router in routers_of(model).values()]
+    before = [(record.total, record.step) for record in records]
+    try:
+        yield
+    finally:
+        for record, (total, step) in zip(records, before, strict=True):
+            record.total, record.step = total, step
 
 
 def take_routed(model: nn.Module) -> list[Tensor]:

@@ -237,6 +237,14 @@ class OneBitAdam(AdamW):
                 part.parameter.name,
             )
 
+    def forget_state(self, piece: nn.Parameter) -> None:
+        """Reset a piece's state to that before the first update, also that of this rank alone."""
+        super().forget_state(piece)
+        held, _, part = self._find(piece)
+        place = slice(part.offset, part.offset + part.stop - part.start)
+        for kind in self.own_tensors(held):
+            self.set_own(held, kind, place, self._initial(held, kind, place))
+
     def _initial(self, held: BufferState, kind: str, place: slice) -> Tensor:
         """The value of a part of one of `own_tensors` that a checkpoint does not have."""
         return torch.zeros_like(held.flat.slice[place])

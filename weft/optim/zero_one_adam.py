@@ -165,6 +165,21 @@ class ZeroOneAdam(OneBitAdam):
             }
         return self._local[held.number]
 
+    def write_state(self, piece: nn.Parameter, state: Mapping[str, Tensor]) -> None:
+        """Set a piece's state, as `OneBitAdam` does."""
+        super().write_state(piece, state)
+        self._forget_local()
+
+    def forget_state(self, piece: nn.Parameter) -> None:
+        """Reset a piece's state to that before the first update."""
+        super().forget_state(piece)
+        self._forget_local()
+
+    def _forget_local(self) -> None:
+        """Before the freeze there are no local steps; the first after it begins at the weights that are there then."""
+        if self.num_updates <= self.freeze_step:
+            self._local.clear()
+
     def _initial(self, held: BufferState, kind: str, place: slice) -> Tensor:
         if kind in ("anchor", "own_weight", "own_moment"):
             shared = held.store.tensors[0] if kind == "own_moment" else held.flat.slice

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 
 from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks, find_units
+from weft.inspection.module_modes import in_mode
 from weft.inspection.tensor_splits import IS_WHOLE
 from weft.mesh import Mesh
 from weft.pipeline.deferred_weight_grads import DeferredWeightGrads
@@ -128,7 +128,7 @@ class Staging:
     @cached_property
     def _evaluation_refusal(self) -> str | None:
         try:
-            with _in_mode(self.whole, training=False):
+            with in_mode(self.whole, training=False):
                 found = self.tracer.example(self.example, torch.device("cpu"))
             return refuse_evaluation(self.route, cut(found, self.stage_of, self.num_stages))
         except PlanError as error:
@@ -162,27 +162,17 @@ class Staging:
 
     def _schedule(self, num_micro_batches: int, with_backward: bool) -> Schedule:
         pipe = self.plan.pipe
-        name, options = pipe.schedule, pipe.options
-        if len(self.placement) > 1 and not with_backward:
-            name, options = "gpipe", {}
+        name, options = pipe.schedule, dict(pipe.options)
+        if not with_backward:  # nothing is kept for backward, so no number of micro-batches is too many
+            options.pop("in_flight", None)
+            if len(self.placement) > 1:
+                name, options = "gpipe", {}
         made = make_schedule(name, pipe.degree, num_micro_batches, **options)
         if pipe.shadow:
             made = with_shadows(made)
         made = with_messages(replace(made, placement=self.placement), self.route.edges)
         check(made)
         return with_awaited_sends(made)
-
-
-@contextmanager
-def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Set the model to training or evaluation mode, and restore the mode of each module afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, was_training in modes:
-            module.training = was_training
 
 
 def stage(whole: Profile, plan: Plan, device: torch.device | str = "cpu") -> Staging:
@@ -204,7 +194,7 @@ def _stage(whole: Profile, plan: Plan, device: torch.device) -> Staging:
     bare, pipe = skeleton(whole.model), plan.pipe
     over_y = 1 if plan.tensor.y == 1 or whole.pairing.is_whole else plan.tensor.y
     tracer = Tracer(bare, plan, over_y, tiling_for(whole, plan))
-    with _in_mode(bare, training=True):
+    with in_mode(bare, training=True):
         found = tracer.example(whole.example, device)
     stage_of = partition(found, list(find_blocks(bare)), stage_weights(whole, plan), pipe)
     staging = Staging(plan, bare, stage_of, cut(found, stage_of, pipe.num_stages), tracer, whole.example)
@@ -325,7 +315,7 @@ class _RouteFinder:
         staging = self.staging
         if not training:
             staging.check_evaluation()
-        with _in_mode(staging.whole, training):
+        with in_mode(staging.whole, training):
             found = staging.tracer.own(args, kwargs, self.device, self.at)
         route = cut(found, staging.stage_of, staging.num_stages)
         if route.outline != staging.route.outline:

@@ -103,16 +103,16 @@ class Pipeline(nn.Module):
         return [stage for stage in self.parts.values() if stage is not self.shadow]
 
     def run(self, work: Work) -> Tensor:
-        """Run forward and, with a scale, backward of all batches. Return the sum of this rank's losses."""
-        schedule = self.schedule(len(work.batches), work.scale is not None)
+        """Run forward and, with scales, backward of all batches. Return the sum of this rank's losses."""
+        schedule = self.schedule(len(work.batches), work.scales is not None)
         if self._transport is None:
             self._transport = Transport(self.mesh, schedule)
             self._refresh = ShadowRefresh(self.mesh) if self.is_shadowed and self._lost is None else None
-        kind = (work.scale is not None, *map(self._shapes, work.batches))
+        kind = (work.scales is not None, *map(self._shapes, work.batches))
         self._transport.uses_host = kind not in self._done
         run = self._begin(work, schedule)
-        with torch.set_grad_enabled(work.scale is not None):
-            if schedule.name == "message" and work.scale is not None:
+        with torch.set_grad_enabled(work.scales is not None):
+            if schedule.name == "message" and work.scales is not None:
                 run.run_on_arrival(self.replay)
             else:
                 run.run_list(run.schedule.lists[run.here])
@@ -120,7 +120,7 @@ class Pipeline(nn.Module):
         self._done.add(kind)
         if run.is_complete:
             return run.loss.clone()
-        if work.scale is not None:
+        if work.scales is not None:
             for stage in self.own:
                 if stage not in run.reduced:
                     stage.units.reduce_all()
@@ -131,15 +131,15 @@ class Pipeline(nn.Module):
         for stage in self.parts.values():
             stage.units.end_step()
         run.is_complete = True
-        self._num_steps += work.scale is not None
+        self._num_steps += work.scales is not None
         return run.loss.clone()  # a copy, because the caller sums it over ranks in place and may do so again
 
     def _begin(self, work: Work, schedule: Schedule) -> StepRun:
         """Return a new run, or the run that the loss of a rank has interrupted, with its remaining actions."""
         assert self._transport is not None
         number = -1 if self.sections is None else self.sections.number
-        arrived = self._arrived[len(work.batches), work.scale is not None]
-        if self._cut is not None and self._cut.number == number and work.scale is not None:
+        arrived = self._arrived[len(work.batches), work.scales is not None]
+        if self._cut is not None and self._cut.number == number and work.scales is not None:
             schedule, arrived = self._cut.rest_of(self._make_schedule(len(work.batches), True)), {}
             if self._under_way is not None and self._under_way.number == number:
                 self._under_way.resume(schedule, self._transport, self.mesh["pipe"].index)
@@ -150,9 +150,9 @@ class Pipeline(nn.Module):
         run = StepRun(
             self.parts, self._routes_of(work), work, schedule, self._transport, self.mesh, self.timed, arrived
         )
-        run.number, run.keeps = number, self.is_shadowed and work.scale is not None
+        run.number, run.keeps = number, self.is_shadowed and work.scales is not None
         self._under_way = run
-        if self._refresh is not None and self.shadow is not None and work.scale is not None:
+        if self._refresh is not None and self.shadow is not None and work.scales is not None:
             self._refresh.expect(self.shadow.units, self.mesh["pipe"].index + 1)
         return run
 
@@ -177,7 +177,7 @@ class Pipeline(nn.Module):
         The step is that of the current section; without one, there is no progress.
         """
         run = self._under_way
-        if run is None or self.sections is None or run.number != self.sections.number or run.work.scale is None:
+        if run is None or self.sections is None or run.number != self.sections.number or run.work.scales is None:
             return [], False
         return sorted(run.done, key=str), run.has_gradients
 

@@ -54,7 +54,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a step: the loss of each batch, times `scale`. Without `scale`, only forwards run.
+    """The work of a step: the loss of each batch, times the first of `scales`; losses of routers times the second.
+    Without `scales`, only forwards run.
 
     `total` returns a tensor of shape `shape`: forward only, several numbers may be summed. `before` is called with the
     index of each batch before its forward.
@@ -62,7 +63,7 @@ class Work:
 
     batches: Sequence[Any]  # nested values of tensors
     total: Callable[[nn.Module, Any], Tensor]
-    scale: Tensor | None = None
+    scales: Tensor | None = None
     before: Callable[[int], None] = lambda index: None
     shape: tuple[int, ...] = ()
 
@@ -115,13 +116,13 @@ class StepRun:
         """Run a list of actions and messages; without `scale`, only its forwards."""
         for step in steps:
             if isinstance(step, Message):
-                if self.work.scale is None and step.direction == "backward":
+                if self.work.scales is None and step.direction == "backward":
                     continue
                 if step.is_send:
                     self._send(step)
                 else:
                     self._post(step)
-            elif self.work.scale is not None or step.kind == "forward":
+            elif self.work.scales is not None or step.kind == "forward":
                 self.compute(step)
 
     def run_on_arrival(self, replay: Sequence[Action] | None) -> None:
@@ -165,13 +166,15 @@ class StepRun:
         with stage.units.reads.watching():
             done = stage.walk.forward(partial(self.work.total, stage.model, batch), route, take)
         # An evaluation has no losses of routers: those that are there are of the last recompute.
-        routers = None if self.work.scale is None else take_router_losses(stage.model)
+        routers = None if self.work.scales is None else take_router_losses(stage.model)
         if routers is not None:
+            assert self.work.scales is not None
+            routers = routers * (self.work.scales[1] / self.work.scales[0]).to(routers)
             done.total = routers if done.total is None else done.total + routers.to(done.total)
         if done.total is not None:
             loss = self.shadow_loss if action.kind == SHADOW else self.loss
             loss += done.total.detach()
-        if self.work.scale is not None:
+        if self.work.scales is not None:
             stage.live[action.micro_batch] = done
         made = done.free_results()
         for index in self.schedule.edges_out_of[action.stage]:
@@ -182,8 +185,8 @@ class StepRun:
         done = stage.live[action.micro_batch]
         roots = self._roots(action, done)
         if done.total is not None:
-            assert self.work.scale is not None
-            roots.append(done.total * self.work.scale.to(done.total.dtype))
+            assert self.work.scales is not None
+            roots.append(done.total * self.work.scales[0].to(done.total.dtype))
         self._start()
         stage.units.sync = self._last.get((action.stage, action.replica)) == action
         if roots:
@@ -227,7 +230,7 @@ class StepRun:
         edge = self.routes[action.micro_batch].edge_indices[number, action.stage]
         tensor = self._take((edge, action.micro_batch, action.replica, "forward")).detach()
         self._start()
-        return tensor, self.work.scale is not None and self.schedule.edges[edge].backward
+        return tensor, self.work.scales is not None and self.schedule.edges[edge].backward
 
     def _post(self, message: Message) -> None:
         assert self.transport is not None

@@ -15,6 +15,7 @@ from weft.sharding.layout import ParameterPart
 # Errors of tensors much smaller than the largest one are relative to this fraction of the largest. For example, the
 # gradient of an attention key's bias is zero in theory and rounding noise in floating point.
 FLOOR = 1e-6
+_LEAST = 1e-300  # what errors are relative to where all that is expected is zero, infinite or NaN
 
 
 class Worst(NamedTuple):
@@ -25,7 +26,10 @@ class Worst(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A tensor, the one that it should equal, and the largest absolute value that its error is relative to."""
+    """A tensor, the one that it should equal, and the largest absolute value that its error is relative to.
+
+    Infinite and NaN elements must be at the same places on both sides: there the difference is infinite or NaN.
+    """
 
     name: str
     found: Tensor
@@ -38,7 +42,7 @@ def worst_pair(pairs: Iterable[Pair], largest: float) -> Worst:
     worst = Worst(0.0, "-")
     for pair in pairs:
         difference = _difference(pair.found, pair.expected)
-        error = difference / max(pair.scale, FLOOR * largest) if difference else 0.0
+        error = difference / max(pair.scale, FLOOR * largest, _LEAST) if difference else 0.0
         worst = max(worst, Worst(error, pair.name), key=lambda one: nan_as_inf(one.error))
     return worst
 
@@ -53,8 +57,12 @@ def _difference(found: Tensor, expected: Tensor) -> float:
 
 
 def largest_of(tensors: Iterable[Tensor]) -> float:
-    """Returns the largest absolute value of all tensors; 0 without any."""
-    return max((float(tensor.double().abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
+    """Returns the largest absolute value of all finite elements; 0 without any.
+
+    An infinite one would make every error relative to it nothing, and NaN would make every error NaN.
+    """
+    sizes = (tensor.double().abs() for tensor in tensors if tensor.numel())
+    return max((float(size.masked_fill(~size.isfinite(), 0.0).max()) for size in sizes), default=0.0)
 
 
 def worst_number(found: Sequence[float], expected: Sequence[float], names: Sequence[str] = ()) -> Worst:
@@ -67,7 +75,7 @@ def worst_number(found: Sequence[float], expected: Sequence[float], names: Seque
 def _error(found: float, expected: float) -> float:
     if found == expected or (found != found and expected != expected):  # both are NaN if no label counts
         return 0.0
-    return abs(found - expected) / max(abs(expected), 1e-300)
+    return abs(found - expected) / max(abs(expected), _LEAST)
 
 
 def worst_piece(found: Iterable[tuple[ParameterPart, Tensor]], expected: Mapping[str, Tensor]) -> Worst:
@@ -96,7 +104,7 @@ def worst_buffer(found: Iterable[tuple[str, Tensor]], expected: SequentialResult
     changed = [expected.buffers[name] for name in expected.changed]
     largest = largest_of(tensor for tensor in changed if tensor.is_floating_point())
     pairs = (Pair(name, tensor, own := expected.buffers[name], largest_of([own])) for name, tensor in found)
-    return worst_pair((pair for pair in pairs), largest or 1e-300)
+    return worst_pair(pairs, largest)
 
 
 def worst_result(pairs: Sequence[tuple[Tensor, Tensor]], largest: float) -> Worst:

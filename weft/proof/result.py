@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import PlanError
+from weft.inspection.module_modes import in_mode
 from weft.inspection.nested_tensors import tensors_in
 from weft.mesh import Mesh
 from weft.parallel.context.axis import own_tokens
@@ -67,13 +68,10 @@ def compare_result(
     """
     if pipeline_of(model) is not None:
         return ["the model's result: the stages of pipe return only the loss, which is compared"]
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
+    with in_mode(model, training=False), torch.no_grad():
         args, kwargs = arguments_of(model, objective, own_part(batch, model, mesh, objective))
         found = [own_logits(tensor) for tensor in tensors_in(model(*args, **kwargs))]
         found = [tensor for tensor in found if tensor.dim()]
-    model.train(was_training)
     expected = [_joined(tensors, batch_size) for tensors in zip(*outputs, strict=True)]
     pairs = []
     for tensor, whole in zip(found, expected, strict=False):

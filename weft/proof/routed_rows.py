@@ -5,6 +5,7 @@ A plan's cost is for experts that all get the same number of tokens. A proof add
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -29,12 +30,13 @@ class RoutedRows:
         for own in rank_model(model).models:
             for name, layer in distributed_layers(own).items():
                 self._axes[name] = axis_of_rows(layer)
-                layer.register_forward_pre_hook(self._counter(name))
+                layer.register_forward_pre_hook(self._counter(name), with_kwargs=True)
 
     def _counter(self, name: str) -> Any:
-        def count(layer: nn.Module, args: tuple[Any, ...]) -> None:
+        def count(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if layer.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-                counts = routed_counts(layer, *args)
+                given = inspect.signature(layer.forward).bind(*args, **kwargs).args  # in the order of its parameters
+                counts = routed_counts(layer, *given)
                 if counts is not None:
                     self._counts[name] = self._counts.get(name, 0) + counts
 

@@ -15,11 +15,12 @@ from torch.optim import AdamW, Optimizer
 
 from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks
+from weft.inspection.module_modes import in_mode
 from weft.inspection.nested_tensors import map_tensors, tensors_in
 from weft.models.router import change_biases
 from weft.proof.float64 import Float64
 from weft.step.batch import Batch, num_samples, take_samples
-from weft.step.objective import Objective, training_total
+from weft.step.objective import Objective, counts_of, training_total
 
 LEARNING_RATE = 1e-2
 # AdamW's epsilon. With the usual 1e-8, rounding noise of 1e-17 in a gradient of zero moves a parameter by a billionth
@@ -85,12 +86,12 @@ def run_sequential(
     for step in range(steps):
         batch = to_double(batch_fn(step))
         parts = _parts(batch, part, generator if reordered else None)
-        count = objective.count(batch).clamp(min=1)
-        loss = torch.zeros((), dtype=torch.float64, device=count.device)
+        scales = 1 / counts_of(objective, [batch]).clamp(min=1)
+        loss = torch.zeros((), dtype=torch.float64, device=scales.device)
         for number, own in enumerate(parts):
             calls = found.calls if step == number == 0 else None
             with statistics.of(number), _counting(model, calls), wide:
-                mean = training_total(objective, model, own) / count
+                mean = training_total(objective, model, own, scales) * scales[0]
                 mean.backward()
             loss += mean.detach()
         statistics.average()
@@ -151,8 +152,7 @@ def _counting(model: nn.Module, calls: Counter[tuple[str, str]] | None) -> Itera
 
 
 def _evaluate(model: nn.Module, batch: Batch, objective: Objective, part: int, found: SequentialResult) -> None:
-    measure, was_training = objective.measure or objective.total, model.training
-    model.eval()
+    measure = objective.measure or objective.total
 
     def keep(_: nn.Module, __: Any, output: Any) -> None:
         if len(found.outputs) < len(totals) + 1:  # the first call of each part
@@ -161,7 +161,7 @@ def _evaluate(model: nn.Module, batch: Batch, objective: Objective, part: int, f
     totals: list[Tensor] = []
     handle = model.register_forward_hook(keep)
     try:
-        with torch.no_grad():
+        with in_mode(model, training=False), torch.no_grad():
             for own in _parts(batch, part, None):
                 totals.append(measure(model, own).double())
     except RuntimeError as error:
@@ -172,7 +172,6 @@ def _evaluate(model: nn.Module, batch: Batch, objective: Objective, part: int, f
             ) from error
         raise
     handle.remove()
-    model.train(was_training)
     found.measured = (torch.stack(totals).sum(0) / objective.count(batch)).flatten().tolist()
 
 

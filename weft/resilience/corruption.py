@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from weft.comm import all_gather, all_reduce
 from weft.errors import CorruptionError
 from weft.mesh import Mesh
+from weft.models.router import keeping_routed
 from weft.optim.stepper import stepper
 from weft.parallel.model_state import all_flats, all_units
 from weft.pipeline.rank_model import rank_model
@@ -195,7 +196,7 @@ class RepeatedMicroBatch:
         after = [tensor.clone() for tensor in statistics]
         for tensor, old in zip(statistics, before, strict=True):
             tensor.copy_(old)
-        with _keep_gradients(self._model):
+        with _keep_gradients(self._model), keeping_routed(self._model):
             again, second = self._hashed(compute)
         for tensor, new in zip(statistics, after, strict=True):
             tensor.copy_(new)

@@ -109,19 +109,19 @@ class Graph:
         self._hidden: list[Flat] = []  # buffers whose gradients are not visible as `.grad` of their pieces
         self._recorded: tuple[Tensor, Replay] | None = None
 
-    def run(self, batches: Batches, scale: Tensor, compute: Compute) -> Tensor:
-        """Returns the result of `compute(batches, scale)` and leaves its gradients on the model.
+    def run(self, batches: Batches, scales: Tensor, compute: Compute) -> Tensor:
+        """Returns the result of `compute(batches, scales)` and leaves its gradients on the model.
 
         It replays the graph. The first steps, and steps with other shapes, are computed without it.
         """
-        given = [*(tensor for batch in batches for tensor in batch), scale]
+        given = [*(tensor for batch in batches for tensor in batch), scales]
         self._num_run += 1
         if self._recorded is None and (self._failed or self._num_run <= WARM_STEPS):
-            return compute(batches, scale)
+            return compute(batches, scales)
         if self._recorded is None:
-            self._prepare(batches, scale, compute)
+            self._prepare(batches, scales, compute)
         if self._recorded is None or [_kind(tensor) for tensor in given] != [_kind(place) for place in self._inputs]:
-            return compute(batches, scale)
+            return compute(batches, scales)
         for place, tensor in zip(self._inputs, given, strict=True):
             place.copy_(tensor)
         loss, replay = self._recorded
@@ -134,13 +134,13 @@ class Graph:
             flat.hides_gradient = True
         return loss.clone()
 
-    def _prepare(self, batches: Batches, scale: Tensor, compute: Compute) -> None:
+    def _prepare(self, batches: Batches, scales: Tensor, compute: Compute) -> None:
         """Captures `compute`. This computes nothing yet, and leaves no gradient on the model."""
         places = [tuple(tensor.clone() for tensor in batch) for batch in batches]
-        own_scale = scale.clone()
+        own_scales = scales.clone()
         self._begin()
         try:
-            self._recorded = self._record(lambda: compute(places, own_scale))
+            self._recorded = self._record(lambda: compute(places, own_scales))
         except RuntimeError as error:  # an operation that cannot be captured, or too little memory for a second pool
             self._failed = True
             self._forget_gradients()
@@ -148,7 +148,7 @@ class Graph:
             return
         finally:
             self._end()
-        self._inputs = [*(tensor for batch in places for tensor in batch), own_scale]
+        self._inputs = [*(tensor for batch in places for tensor in batch), own_scales]
         pieces = [piece for _, piece in named_pieces(self._model)]
         self._hidden = [flat for flat in all_flats(self._model) if flat.hides_gradient]
         self._gradients = [(piece, piece.grad) for piece in pieces if piece.grad is not None]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from weft.errors import PlanError
+from weft.inspection.module_modes import in_mode
 from weft.inspection.nested_tensors import map_tensors
 from weft.models.loss import IGNORE
 from weft.models.loss_head import logits_of
@@ -154,12 +155,8 @@ def _is_cross_entropy(loss: _ModelLoss, model: nn.Module, pair: Batch) -> bool:
 
 
 def _in_evaluation(model: nn.Module, total: Callable[[], Tensor]) -> Tensor:
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
-        found = total()
-    model.train(was_training)
-    return found
+    with in_mode(model, training=False), torch.no_grad():
+        return total()
 
 
 _ROWS = (slice(0, 2), slice(0, 1), slice(1, 2))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from weft.comm import Traffic
 from weft.comm.ledger import Key
+from weft.inspection.nested_tensors import tensors_in
 from weft.models.loss import IGNORE
 from weft.models.loss_head import logits_of, loss_head_of
 from weft.models.router import take_router_losses
@@ -53,11 +54,33 @@ def _token_total(model: nn.Module, batch: Batch, z_loss: float = 0.0) -> Tensor:
         return logits_of(model(batch[0]))
 
 
-def training_total(objective: Objective, model: nn.Module, batch: Batch) -> Tensor:
-    """The objective's total, plus the losses of the model's routers."""
+def counts_of(objective: Objective, batches: Sequence[Batch]) -> Tensor:
+    """The numbers [2] of targets and of tokens in batches, float64."""
+    targets = torch.stack([objective.count(batch) for batch in batches]).sum().double()
+    return torch.stack([targets, torch.full_like(targets, sum(map(_num_tokens, batches)))])
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def _num_tokens(batch: Batch) -> int:
+    """The number of tokens of a batch, targets or not: the elements of its largest tensor of integers, or of its first
+    tensor if it has none.
+    """
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
+    sizes = [one.numel() for one in tensors if one.dtype in _INTEGERS]
+    return max(sizes, default=tensors[0].numel() if tensors else 1)
+
+
+def training_total(objective: Objective, model: nn.Module, batch: Batch, scales: Tensor) -> Tensor:
+    """The objective's total, plus the losses of the model's routers.
+
+    `scales` [2] divide by the numbers of targets and of tokens. The result is to be multiplied by the first; the losses
+    of routers in it, which are sums over tokens, are then multiplied by the second.
+    """
     total = objective.total(model, batch)
     routers = take_router_losses(model)
-    return total if routers is None else total + routers.to(total)
+    return total if routers is None else total + (routers * (scales[1] / scales[0]).to(routers)).to(total)
 
 
 def _count_valid(batch: Batch) -> Tensor:
@@ -92,10 +115,10 @@ def with_z_loss(z_loss: float) -> Objective:
 
 
 def step_traffic(plan: Plan) -> dict[Key, Traffic]:
-    """Traffic of a step outside of the strategies: the number of targets, the loss, and the gradient norm."""
+    """Traffic of a step outside of the strategies: the numbers of targets and tokens, the loss, the gradient norm."""
     traffic: dict[Key, Traffic] = {}
     if plan.num_parts("samples", "pixels", "tokens") > 1:
-        traffic["tokens", "all_reduce"] = Traffic(1, 8)
+        traffic["tokens", "all_reduce"] = Traffic(1, 16)
     if plan.num_parts("samples", "pixels", "tokens", "stages") > 1:
         traffic["losses", "all_reduce"] = Traffic(1, 8)
     if plan.num_parts("stages", "weights") > 1:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.comm import all_reduce
+from weft.inspection.module_modes import in_mode
 from weft.mesh import Mesh
 from weft.models.router import change_biases
 from weft.optim.stepper import stepper
@@ -29,7 +30,7 @@ from weft.pipeline.shared_parameters import running_statistics
 from weft.plan import Plan
 from weft.step.batch import Batch
 from weft.step.cuda_graph import Graph
-from weft.step.objective import CROSS_ENTROPY, Objective, training_total
+from weft.step.objective import CROSS_ENTROPY, Objective, counts_of, training_total
 
 Before = Callable[[int], None]
 
@@ -82,18 +83,20 @@ def train_step(
     statistics = running_statistics(model) if checks is not None else ()
     before = [tensor.clone() for tensor in statistics]
     micro_batches = [own_part(batch, model, mesh, objective) for batch in micro_batches]
-    num_targets = torch.stack([objective.count(batch) for batch in micro_batches]).sum().double()
-    all_reduce(num_targets, mesh["tokens"]).wait()
+    counts = counts_of(objective, micro_batches)
+    all_reduce(counts, mesh["tokens"]).wait()
+    num_targets = counts[0]
     stepper(optimizer).begin(num_targets)
     # Gradients are averaged over the ranks of `batch`, so each rank's loss is multiplied by their number.
-    scale = mesh["batch"].degree / num_targets.clamp(min=1)
+    scales = mesh["batch"].degree / counts.clamp(min=1)
     norm: Tensor | None = None
     pipeline = pipeline_of(model)
     if pipeline is not None:
-        work = Work(micro_batches, objective.total, scale, before_micro_batch)
+        work = Work(micro_batches, objective.total, scales, before_micro_batch)
         loss, norm = _run_pipeline(pipeline, work, mesh, None if checks is None else checks.before_update)
     else:
-        loss = _run(model, micro_batches, mesh, objective, scale, before_micro_batch, checks, graph)
+        run = partial(_run_in_turn, model, objective, mesh.plan)
+        loss = _run(run, micro_batches, mesh, scales, before_micro_batch, checks, graph)
         all_reduce(loss, mesh["losses"]).wait()
         if checks is not None:
             checks.before_update()
@@ -116,16 +119,15 @@ def own_part(batch: Batch, model: nn.Module, mesh: Mesh, objective: Objective) -
 
 
 def _run(
-    model: nn.Module,
+    run_in_turn: Callable[..., Tensor],
     batches: Sequence[Batch],
     mesh: Mesh,
-    objective: Objective,
-    scale: Tensor,
+    scales: Tensor,
     before: Before,
     checks: Checks | None,
     graph: Graph | None,
 ) -> Tensor:
-    """Runs forward and backward without a pipeline. Returns the sum of this rank's losses."""
+    """Runs forward and backward without a pipeline, by `_run_in_turn`. Returns the sum of this rank's losses."""
 
     def begin(index: int) -> None:
         mesh.ledger.phase("forward and backward")  # shows progress, also for a model without units
@@ -133,9 +135,9 @@ def _run(
 
     if graph is None:
         do = None if checks is None else checks.micro_batch
-        return _run_in_turn(model, objective, mesh.plan, batches, scale, begin, do)
+        return run_in_turn(batches, scales, begin, do)
     before(0)
-    return graph.run(batches, scale, partial(_run_in_turn, model, objective, mesh.plan))
+    return graph.run(batches, scales, run_in_turn)
 
 
 def _run_pipeline(
@@ -165,18 +167,20 @@ def _run_in_turn(
     objective: Objective,
     plan: Plan,
     batches: Sequence[Batch],
-    scale: Tensor,
+    scales: Tensor,
     before: Before = lambda index: None,
     do: Callable[[int, Callable[[], Tensor]], Tensor] | None = None,
 ) -> Tensor:
-    """Runs forward and backward of one micro-batch after another. Returns the sum of their losses."""
-    loss = torch.zeros((), dtype=torch.float64, device=scale.device)
+    """Runs forward and backward of one micro-batch after another, with losses times `scales` (`training_total`).
+    Returns the sum of their losses.
+    """
+    loss = torch.zeros((), dtype=torch.float64, device=scales.device)
 
     def compute(index: int) -> Tensor:
         before(index)
         with watching_reads(model):
-            total = training_total(objective, model, batches[index])
-        (total * scale.to(total.dtype)).backward()
+            total = training_total(objective, model, batches[index], scales)
+        (total * scales[0].to(total.dtype)).backward()
         return total.detach()
 
     for index in range(len(batches)):
@@ -194,16 +198,13 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], mesh: Mesh, objective: 
     measure = objective.measure or objective.total
     shape = (len(objective.measures),) if objective.measure else ()
     batches = [own_part(batch, model, mesh, objective) for batch in batches]
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
+    with in_mode(model, training=False), torch.no_grad():
         pipeline = pipeline_of(model)
         if pipeline is not None:
             total = _evaluate_pipeline(pipeline, Work(batches, measure, shape=shape), mesh)
         else:
             total = torch.stack([_measured(model, batch, measure, mesh) for batch in batches]).sum(0)
             all_reduce(total, mesh["losses"]).wait()
-    model.train(was_training)
     count = torch.stack([objective.count(batch) for batch in batches]).sum().double()
     all_reduce(count, mesh["tokens"]).wait()
     return total / count
