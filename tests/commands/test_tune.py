@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 from commands_for_tests import caller
 from runs_for_tests import make_run, write_run_file
 
+from weft.commands import tune
 from weft.commands.tune import Measurement, choose, in_words, measure_rounds, near_fastest, with_ranks
 from weft.errors import ConfigError
+from weft.launch.fork_server import ForkServer
+from weft.run_file import FROZEN_SUFFIX, Run, load_run
 
 
 def measured(*rates: float) -> list[Measurement]:
@@ -67,6 +71,34 @@ def test_the_global_batch_stays(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="a batch of 16 does not divide over 6 ranks"):
         with_ranks(run, 3)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["numbers.on_bad=repeat"],
+        ["numbers.on_bad=rollback"],
+        ["roles.validator=1", "roles.loader=1", "train.evaluate_every=5", "train.patience=2"],
+    ],
+    ids=str,
+)
+def test_what_is_measured_is_a_run_that_can_be_read(
+    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without evaluations and checkpoints, which some keys need."""
+    measured_runs: list[Run] = []
+
+    def start_ranks(fork_server: ForkServer, run: Run, arguments: object) -> int:
+        path = tmp_path / f"run{FROZEN_SUFFIX}"
+        path.write_text(run.to_json())
+        measured_runs.append(load_run(path))
+        return 7
+
+    monkeypatch.setattr(tune, "start_ranks", start_ranks)
+    run = make_run(write_run_file(tmp_path), "run", "plan.data=2", "train.device=cpu", *more)
+    found = tune.measure(cast(ForkServer, None), run, 1, 5, 1)
+    assert found.refused == "training ended with status 7"
+    assert (measured_runs[0].roles.loader, measured_runs[0].roles.validator) == (run.roles.loader, 0)
 
 
 @pytest.mark.processes

@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -189,6 +190,72 @@ def test_no_restart_after_a_signal_to_stop(capfd: pytest.CaptureFixture[str]) ->
     assert "start again" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("when", ["it is decided", "ranks start"])
+def test_a_step_that_only_memory_holds_is_loaded_and_saved_before_a_stop(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A signal to stop while a restart is decided, or before the new ranks can handle it: SIGTERM would end these."""
+
+    def main() -> None:
+        if attempt() == 0:
+            begin_step(7)
+            if rank() == 1:
+                die()
+            time.sleep(DEADLINE_SECONDS)
+        if rank() == 1:  # the last to begin: until then none may be asked
+            wait_for(tmp_path / "began")
+        asked = tmp_path / f"asked{rank()}"
+        signal.signal(signal.SIGTERM, lambda *_: publish(asked))
+        begin_step(7)
+        publish(tmp_path / "began")
+        wait_for(asked)
+
+    asks = [0]
+
+    def newest() -> ResumePoint:
+        asks[0] += 1
+        if asks[0] == 2 and when == "it is decided":
+            signal.raise_signal(signal.SIGTERM)
+        return ResumePoint(7, "memory", saved_step=5) if asks[0] == 2 else ResumePoint()
+
+    def start_and_send(self: ForkServer, *arguments: Any) -> list[int]:
+        if asks[0] == 2 and when == "ranks start":
+            signal.raise_signal(signal.SIGTERM)
+        return start(self, *arguments)
+
+    start = ForkServer.start
+    monkeypatch.setattr(ForkServer, "start", start_and_send)
+    assert run(main, newest=newest) == 0
+    assert {path.name for path in tmp_path.glob("asked*")} == {"asked0", "asked1"}
+    said = capfd.readouterr().err
+    assert "All ranks start again (restart 1 of at most 2 within 600 s) and go on after step 7, from memory" in said
+    assert (
+        "weft: SIGTERM: step 7 is only in memory, so the ranks load it, go on, save and stop; Ctrl-C once more kills "
+        "them\n" in said
+    )
+    assert "is saved" not in said
+
+
+def test_no_restart_is_promised_where_none_is_left(capfd: pytest.CaptureFixture[str]) -> None:
+    def main() -> None:
+        begin_step(7)
+        if rank() == 1:
+            die()
+        time.sleep(DEADLINE_SECONDS)
+
+    asks = [0]
+
+    def newest() -> ResumePoint:
+        asks[0] += 1
+        if asks[0] == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return ResumePoint(7, "memory", saved_step=5) if asks[0] == 2 else ResumePoint()
+
+    assert run(main, Restarts(0, 600), newest) == 128 + signal.SIGKILL
+    assert asks[0] == 2
+    assert "only in memory" not in capfd.readouterr().err
+
+
 def test_ranks_whose_agent_is_killed_save_and_stop(tmp_path: Path) -> None:
     def main() -> None:
         def save(*_: object) -> None:
@@ -328,6 +395,16 @@ def test_a_rank_that_hangs_is_named_and_all_start_again(
     ), said
     stacks = next(tmp_path.glob("hang-*.txt")).read_text()
     assert stacks.count("in work_and_hang") == 2
+
+
+def test_stacks_that_cannot_be_written_end_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    hangs = partial(Status.phase, doing="loading data")
+    with ForkServer(lambda arguments: work_and_hang(hangs, tmp_path)) as fork_server:
+        stacks = tmp_path / "file" / "run"
+        assert start_local(fork_server, 2, [], {}, Restarts(1, 600, hang_seconds=1.2), stacks=stacks) == 0
+    said = capfd.readouterr().err
+    assert f"; their stacks cannot be written to {stacks} (Not a directory), in step 3. All ranks start again" in said
 
 
 def test_a_hang_that_comes_again_ends_the_job(capfd: pytest.CaptureFixture[str]) -> None:

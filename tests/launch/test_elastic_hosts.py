@@ -54,8 +54,9 @@ def paced_step(*arguments, **named):
 
 def counted_resume(*arguments):
     global steps
-    steps, state = resume(*arguments)
-    return steps, state
+    resumed = resume(*arguments)
+    steps = resumed.step
+    return resumed
 
 def noted_handle(self, number, frame):
     asked.append(number)

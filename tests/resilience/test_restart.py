@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from sampled_for_tests import some_soak
 
 from weft.checkpoint import load, steps
 from weft.checkpoint.manifest import MANIFEST, seal
+from weft.launch.fork_server import ForkServer
 from weft.launch.local_ranks import LocalError
 
 pytestmark = pytest.mark.processes
@@ -57,6 +59,28 @@ def kill_all(layout: str, kills: list[tuple[int, int]], folder: Path, capfd: pyt
 @pytest.mark.parametrize("layout", some_soak(RESTARTED_LAYOUTS, "data 2 x shard 2"))
 def test_a_killed_rank_changes_nothing(layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     kill_all(layout, SAMPLE[layout], tmp_path, capfd)
+
+
+def test_a_stop_during_a_restart_saves_what_only_memory_holds(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["plan.data=2", *OVERRIDES, "train.steps=5000", "checkpoint.every=5000"]
+    run_file = write_run_file(tmp_path)
+    run = make_run(run_file, "stopped", *overrides)
+    starts, start = [0], ForkServer.start
+
+    def start_and_stop(self: ForkServer, *arguments: Any) -> list[int]:
+        starts[0] += 1
+        if starts[0] == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return start(self, *arguments)
+
+    with patch.object(ForkServer, "start", start_and_stop):
+        train_under_agent(run_file, run, overrides, Kill(1, 4, 5))
+    (saved,) = steps(run.folder / "checkpoints")
+    assert 3 < saved < 5000
+    assert re.search(r"weft: SIGTERM: step \d is only in memory, so the ranks load it", capfd.readouterr().err)
+    assert len(losses(run.folder)) == saved  # each step once
 
 
 HANGS = {

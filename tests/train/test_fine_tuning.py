@@ -8,6 +8,7 @@ import copy
 import json
 import math
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from chats_for_tests import (
     EXPECTED,
     EXPECTED_PAIRS,
     SEQUENCE,
+    TEMPLATE,
     add_lora_of_peft,
     examples,
     mean_loss,
@@ -42,7 +44,7 @@ from weft.checkpoint import Checkpoint
 from weft.commands.evaluate import evaluate_folder
 from weft.commands.export import export
 from weft.data.chat import ChatRenderer, PairPacker
-from weft.data.chat_template import ChatTemplate, load_template
+from weft.data.chat_template import ChatTemplate, load_template, training_time
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import CheckpointError, ConfigError, DataError
 from weft.launch.environment import RankInfo
@@ -240,6 +242,23 @@ def test_rows_hold_conversations_as_documents_with_answers_as_labels(tmp_path: P
     assert texts[1].endswith(f"b{end}<user>c<assistant>d!")
 
 
+def test_a_template_with_a_date_makes_the_same_data_on_any_day(tmp_path: Path) -> None:
+    """Rows that were packed with the date of their day are not used again."""
+    write_model(tmp_path / "model", "Llama")
+    template = tmp_path / "dated.jinja"
+    template.write_text("{{ strftime_now('%d %b %Y') }}" + TEMPLATE)
+    run = load_run(write_run_file(tmp_path, tmp_path / "model"), [f"data.template={template}"])
+    row = prepare_data(run).train.get(torch.arange(1).numpy())[0][0]
+    assert run.tokenizer.decode(torch.where(row < 0, ~row, row).numpy()).startswith("26 Jul 2024")
+    serves, learns = (
+        load_template(str(template), str(tmp_path / "model"), now) for now in (datetime.now, training_time)
+    )
+    assert serves is not None
+    assert learns is not None
+    assert serves.render([]).startswith(datetime.now().strftime("%d %b %Y"))
+    assert learns.fingerprint != serves.fingerprint
+
+
 def test_a_completion_beside_messages_adds_no_target(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     renderer = ChatRenderer(load_tokenizer(tmp_path), load_template(None, str(tmp_path)))
@@ -281,7 +300,12 @@ def test_bad_conversations_are_refused_in_a_line(tmp_path: Path) -> None:
 def test_bad_tuning_is_refused_in_a_line(tmp_path: Path) -> None:
     write_model(tmp_path / "model", "Llama")
     run_file = write_run_file(tmp_path, tmp_path / "model")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "adapter_config.json").write_text('{"target_modules": ["q_proj"]}')
+    (tmp_path / "half" / "adapter_model.bin").touch()
+    half = f'lora={{adapter="{tmp_path}/half"}}'
     for override, words in (
+        (half, r"adapter_model\.safetensors does not exist; adapter_model\.bin is pickled and never opened"),
         ('train.freeze=["model.embedding*"]', r"no parameter of the model matches 'model\.embedding\*'; did you mean"),
         ('train.freeze=["*"]', "leaves nothing to train"),
         ('lora={targets=["qproj"]}', "no linear of a block is named 'qproj'; the blocks have down_proj"),

@@ -93,6 +93,9 @@ def test_when_to_compile(run: Any) -> None:
     with pytest.raises(ConfigError, match=r"train.compile = true, but with tile = 2"):
         wants_compile(tiled, cpu)
     assert not wants_compile(replace(tiled, train=run.train), CUDA)
+    over_all = replace(run.plan, data=2, statistics="batch")
+    assert not wants_compile(replace(run, plan=over_all), CUDA)
+    assert wants_compile(replace(run, plan=replace(over_all, statistics="rank")), CUDA)
 
 
 def test_images_are_compiled_with_what_lies_around_blocks() -> None:

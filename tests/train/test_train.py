@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -29,6 +31,7 @@ from weft.step.examples import example_inputs
 from weft.step.train_step import evaluate
 from weft.train import loop, setup
 from weft.train.batches import prepare_data
+from weft.train.metrics import MetricsLog
 
 pytestmark = pytest.mark.processes
 
@@ -280,6 +283,30 @@ def test_after_a_crash_every_step_is_logged_once(run_file: Path) -> None:
     found = events(run.folder, "evaluation")
     assert [(e["step"], e["loss"]) for e in found] == [(e["step"], e["loss"]) for e in evaluations]
     assert read_tensorboard(run.folder, "step/loss") == pytest.approx(dict(enumerate(whole, 1)))
+
+
+def test_metrics_that_cannot_be_written_anew_are_kept(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a full disk, with lines of steps that are done again, the last of which is incomplete."""
+    run = make_run(run_file, "no room")
+    run.folder.mkdir()
+    lines = [json.dumps({"kind": "step", "step": step}) + "\n" for step in (1, 2, 3)]
+    path = run.folder / "metrics.jsonl"
+    path.write_text("".join(lines) + '{"kind": "st')
+
+    def write(self: Path, text: str, **options: Any) -> int:
+        self.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", write)
+        log = MetricsLog(run, 2)
+    log.write("step", 3, {})
+    log.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 3]
+    assert "metrics.jsonl cannot be written anew (No space left on device): it keeps lines after step 2" in caplog.text
+    assert not list(run.folder.glob("*.tmp"))
 
 
 def test_a_finished_run_is_left_alone(run_file: Path) -> None:

@@ -133,10 +133,14 @@ def measure(fork_server: ForkServer, run: Run, ranks_per_device: int, steps: int
     every = max(1, steps // NUM_READINGS)
     total = (math.ceil(warm_up / every) + NUM_READINGS) * every
     with TemporaryDirectory(prefix="weft-tune-", ignore_cleanup_errors=True) as folder:
-        train = replace(run.train, steps=total, log_every=every, evaluate_every=None, warmup_steps=0, decay_steps=None)
-        train = replace(train, schedule="constant", timeline=None, profile=None, patience=None)
+        train = replace(run.train, timeline=None, profile=None, patience=None, schedule="constant", decay_steps=None)
+        train = replace(train, steps=total, log_every=every, evaluate_every=None, warmup_steps=0)
         checkpoint = replace(run.checkpoint, every=None, memory_every=None)
+        numbers, roles = run.numbers, replace(run.roles, validator=0)  # there are no evaluations
+        if numbers.on_bad in ("repeat", "rollback"):  # and no checkpoints to go back to
+            numbers = replace(numbers, on_bad="skip")
         changed = replace(changed, folder=Path(folder) / "run", train=train, checkpoint=checkpoint)
+        changed = replace(changed, numbers=numbers, roles=roles)
         status = start_ranks(fork_server, changed, lambda file: ["train", str(file), "--json"])
         if status:
             return Measurement(ranks_per_device, refused=f"training ended with status {status}")

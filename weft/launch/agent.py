@@ -55,12 +55,19 @@ class Restarts:
 class ResumePoint:
     """Where ranks that start now resume: the step of the newest complete checkpoint, and where it is stored.
 
-    A job without steps says in `words` what its ranks do after a restart.
+    A job without steps says in `words` what its ranks do after a restart. `saved_step` is the newest step on disk, if
+    the checkpoint is in memory.
     """
 
     step: int = 0
     where: str = "the beginning: there is no checkpoint yet"
     words: str | None = None
+    saved_step: int | None = None
+
+    @property
+    def is_only_in_memory(self) -> bool:
+        """Whether the end of the job would lose the step."""
+        return self.saved_step is not None and self.step > self.saved_step
 
 
 def start_local(
@@ -83,27 +90,25 @@ def start_local(
     names the rank, and the status is that rank's, or 128 + the number of its signal. `newest` returns where a restart
     resumes. Stacks of ranks that hang go to a file in the folder `stacks`. With `shadowed` ranks, one may be lost
     without a restart. The last `num_roles` ranks do not train. The first SIGTERM, SIGHUP, SIGQUIT or Ctrl-C in this
-    process sends SIGTERM to the ranks and leaves them 10 minutes to save; a second Ctrl-C kills them. `stopping` says
-    in words what they do after the first. `has_worked` tells, of ranks that count no steps, whether this start did what
-    it is for, so that another one may succeed after an error.
+    process sends SIGTERM to the ranks (see `StopSignal`), which have 10 minutes to save; a second Ctrl-C kills them.
+    `stopping` says in words what they do after the first. `has_worked` tells, of ranks that count no steps, whether
+    this start did what it is for, so that another one may succeed after an error.
     """
-    run_id = LOCAL_RUN_ID_PREFIX + uuid.uuid4().hex
+    job = LOCAL_RUN_ID_PREFIX + uuid.uuid4().hex
     num_training = num_ranks - num_roles
-    # Not fewer where there are other roles: sums of floats depend on the number of threads.
-    threads = {"OMP_NUM_THREADS": str(max(1, _num_cores() // num_training))}
+    threads = {"OMP_NUM_THREADS": str(max(1, _num_cores() // num_training))}  # sums depend on it, so not by all ranks
     ended_at: list[float] = []
 
-    def is_training() -> bool:
-        return any(read_page(Path(name), rank) is not None for rank in range(num_ranks))
+    def train(ranks: int) -> list[bool]:
+        return [read_page(Path(name), rank) is not None for rank in range(ranks)]
 
-    with tempfile.TemporaryDirectory(prefix="weft-") as name, StopSignal.watching(is_training, stopping) as stop:
-        own = {"TORCHELASTIC_RUN_ID": run_id, FOLDER_VARIABLE: name}
+    watching = StopSignal.watching(lambda: any(train(num_ranks)), stopping)
+    with tempfile.TemporaryDirectory(prefix="weft-") as name, watching as stop:
+        start = newest()
         while True:
-            clear(Path(name))
-            began_at = newest().step
             kills = memory_kills()
-            count = {"TORCHELASTIC_RESTART_COUNT": str(len(ended_at))}
-            pids = fork_server.start(num_ranks, arguments, {**threads, **os.environ, **own, **count, **environ})
+            own = {"TORCHELASTIC_RUN_ID": job, "TORCHELASTIC_RESTART_COUNT": str(len(ended_at)), FOLDER_VARIABLE: name}
+            pids = fork_server.start(num_ranks, arguments, {**threads, **os.environ, **own, **environ})
             watchdog = Watchdog(Path(name), num_training, Deadline(restarts.hang_seconds, restarts.step_seconds))
             lost_ranks = LostRankTracker(Path(name), num_training, watchdog, shadowed)
             again = fork_server.start_again
@@ -111,18 +116,32 @@ def start_local(
             codes, hang = _watch(fork_server, pids, stop, watchdog, lost_ranks, roles)
             if hang is None and not any(codes.values()):
                 return 0
-            if hang is not None and stacks is not None:
-                hang += f"; their stacks are in {collect_stacks(Path(name), num_ranks, stacks)}"
-            attempt = _FailedAttempt.of(Path(name), codes, num_ranks, began_at, hang, memory_kills() > kills)
-            if stop.order is signal.SIGTERM and attempt.was_killed and not is_training():
-                return stop.end_before_first_step(began_at)
-            now = time.monotonic()
-            recent = [at for at in ended_at if at > now - restarts.window_seconds]
-            if stop.order is not None or not attempt.may_succeed_again(has_worked()) or len(recent) >= restarts.limit:
+            hang = _with_stacks(hang, Path(name), num_ranks, stacks)
+            attempt = _FailedAttempt.of(Path(name), codes, num_ranks, start.step, hang, memory_kills() > kills)
+            if stop.order is signal.SIGTERM and attempt.was_killed and not any(train(num_ranks)):
+                return stop.end_before_first_step(start.step)
+            recent = [at for at in ended_at if at > time.monotonic() - restarts.window_seconds]
+            retry = attempt.may_succeed_again(has_worked()) and len(recent) < restarts.limit
+            clear(Path(name))
+            start = newest()
+            stop.hold_back(start.step if retry and start.is_only_in_memory else None, lambda: all(train(num_training)))
+            if stop.order is not None or not retry:
                 say(attempt.final_message(restarts if recent and stop.order is None else None))
                 return attempt.status
-            ended_at.append(now)
-            say(attempt.restart_message(newest(), len(recent) + 1, restarts))
+            ended_at.append(time.monotonic())
+            say(attempt.restart_message(start, len(recent) + 1, restarts))
+
+
+def _with_stacks(hang: str | None, folder: Path, num_ranks: int, target: Path | None) -> str | None:
+    """Collects the stacks of ranks that hang in the folder `target`. Returns the description of the hang, and where
+    they are, or why they cannot be written there.
+    """
+    if hang is None or target is None:
+        return hang
+    try:
+        return f"{hang}; their stacks are in {collect_stacks(folder, num_ranks, target)}"
+    except OSError as error:  # a full disk does not end the job
+        return f"{hang}; their stacks cannot be written to {target} ({error.strerror or error})"
 
 
 def _watch(

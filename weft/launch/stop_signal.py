@@ -25,8 +25,8 @@ def say(text: str) -> None:
 class StopSignal:
     """The stop signal that was sent to the ranks: none, then SIGTERM, then SIGKILL.
 
-    `is_training` returns whether a rank has begun a step. SIGTERM ends ranks that have not: they have nothing to save.
-    `doing` says what the others do.
+    `is_training` returns whether a rank has begun a step. SIGTERM ends ranks that have not: they have nothing to save,
+    unless they are to load a step that is only in memory (`hold_back`). `doing` says what the others do.
     """
 
     def __init__(self, is_training: Callable[[], bool], doing: str = "save and stop") -> None:
@@ -35,8 +35,10 @@ class StopSignal:
         self._is_training = is_training
         self._asked_by = signal.SIGTERM
         self._pids: list[int] = []
-        self._asked_at = 0.0
+        self._asked_at: float | None = None
         self._is_announced = False
+        self._may_send: Callable[[], bool] | None = None
+        self._held_step: int | None = None
 
     @staticmethod
     @contextmanager
@@ -58,9 +60,21 @@ class StopSignal:
         self._pids = list(pids)
         self._send()
 
+    def hold_back(self, step: int | None, may_send: Callable[[], bool]) -> None:
+        """Hold SIGTERM back until `may_send()`, because `step`, which the next ranks load, is only in memory and would
+        be lost. Until then `order` is None, also if a signal came before this call. No step: nothing is held back.
+        """
+        self._may_send, self._held_step = None if step is None else may_send, step
+        if self._is_held() and self.order is signal.SIGTERM:
+            self.order = None
+            self._announce_held()
+
     def poll(self) -> None:
         """Call often while all ranks run. Kills ranks that were asked to stop and did not save in `SAVE_SECONDS`."""
-        if self.order is not signal.SIGTERM:
+        if self._asked_at is not None and self.order is None and not self._is_held():
+            self._asked_at = time.monotonic()
+            self._set_order(signal.SIGTERM)
+        if self.order is not signal.SIGTERM or self._asked_at is None:
             return
         passed = time.monotonic() - self._asked_at
         if passed > ENDS_SECONDS:
@@ -70,8 +84,11 @@ class StopSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self.order is None:
+        if self._asked_at is None:
             self._asked_at, self._asked_by = now, signal.Signals(number)
+            if self._is_held():
+                self._announce_held()
+                return
             self._set_order(signal.SIGTERM)
             if self._is_training():
                 self._announce()
@@ -85,6 +102,16 @@ class StopSignal:
             return UNFINISHED
         say(f"weft: stopped by {self._asked_by.name}; there was nothing to save")
         return 128 + self._asked_by
+
+    def _is_held(self) -> bool:
+        return self._may_send is not None and not self._may_send()
+
+    def _announce_held(self) -> None:
+        self._is_announced = True
+        say(
+            f"weft: {self._asked_by.name}: step {self._held_step} is only in memory, so the ranks load it, go on, save "
+            f"and stop; Ctrl-C once more kills them"
+        )
 
     def _announce(self) -> None:
         if not self._is_announced:

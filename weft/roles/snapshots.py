@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -162,6 +162,11 @@ class SnapshotSender:
                 self._busy = {number: step for number, step in self._busy.items() if step != result.step}
                 found.append(result)
         return found
+
+    @property
+    def outstanding(self) -> Collection[int]:
+        """The steps whose measures have not come yet, on training rank 0."""
+        return self._busy.values()
 
     @property
     def has_validators(self) -> bool:

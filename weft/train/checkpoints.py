@@ -31,6 +31,7 @@ class Checkpoints(TrainingPart):
         self.saver: Saver = make_saver(run, state.mesh)
         self._state, self._guard, self._policy = state, guard, policy
         self._last_save = (0, 0.0)  # its step, and when it began
+        self._is_only_in_memory = False  # is the state one that was loaded from memory, and is not on disk?
         self._memory = memory_copies(run, state.run_id, state.mesh, rank_info, state.say)
         # State in host memory is not copied there a second time: it is written while training waits.
         self._is_asynchronous = run.checkpoint.asynchronous and not run.plan.memory.keeps_state_on_host
@@ -38,9 +39,11 @@ class Checkpoints(TrainingPart):
     def resume(self) -> int:
         """Loads the newest checkpoint, if there is one. Returns the step to continue from."""
         state = self._state
-        state.step, saved = resume(state, self._memory, state.say)
-        self._policy.load(saved.get("numbers", {}), self._guard)
-        if state.run.numbers.on_bad in ("repeat", "rollback") and not saved:  # a bad step needs one to go back to
+        resumed = resume(state, self._memory, state.say)
+        state.step, self._is_only_in_memory = resumed.step, resumed.is_only_in_memory
+        self._policy.load(resumed.saved.get("numbers", {}), self._guard)
+        if state.run.numbers.on_bad in ("repeat", "rollback") and not resumed.saved:
+            # A bad step needs one to go back to.
             self.saver.save(state.step, self._pieces(), self._values(state.step), asynchronous=False)
         return state.step
 
@@ -49,8 +52,9 @@ class Checkpoints(TrainingPart):
         state = self._state
         state.status.phase(GOING_BACK)
         is_far = bad.follows == "rollback"
-        state.step, saved = go_back(state, self.saver, self._memory, state.say, far=is_far)
-        self._policy.went_back(bad, state.step, saved.get("numbers", {}), self._guard)
+        resumed = go_back(state, self.saver, self._memory, state.say, far=is_far)
+        state.step, self._is_only_in_memory = resumed.step, resumed.is_only_in_memory
+        self._policy.went_back(bad, state.step, resumed.saved.get("numbers", {}), self._guard)
         return state.step
 
     def pauses_after(self, step: int) -> bool:
@@ -59,22 +63,27 @@ class Checkpoints(TrainingPart):
 
     def after_step(self, step: int, stops: bool) -> bool:
         run, status = self._state.run, self._state.status
+        self._is_only_in_memory = False  # the run goes on from it, and saves its last step
         if self._memory is not None and step % (run.checkpoint.memory_every or 1) == 0:
             # The first copy locks pages, which may take long: no deadline holds for RESERVING.
             status.phase("copying to memory" if self._memory.has_saved else RESERVING)
             self._memory.save(step, self._pieces(), self._values(step))
         if not is_due(step, run.checkpoint.every, run.train.steps) and not stops:
             return False
-        status.phase(SAVING)
+        self._save(step, is_last=step == run.train.steps or stops)
+        return True
+
+    def _save(self, step: int, is_last: bool) -> None:
+        self._state.status.phase(SAVING)
         self._last_save = (step, time.monotonic())
         pieces = self._pieces()
         self._policy.saved()
-        is_last = step == run.train.steps or stops
         save_or_tell(self.saver, step, pieces, self._values(step), self._is_asynchronous, is_last)
-        return True
 
     def end(self) -> None:
         self._state.status.phase(SAVING)
+        if self._is_only_in_memory:  # it was loaded, and no step was done since
+            self._save(self._state.step, is_last=True)
         self.saver.wait(published=True)
         step, began = self._last_save
         seconds = time.monotonic() - began

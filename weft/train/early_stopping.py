@@ -8,28 +8,38 @@ start to the next.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+from weft.mesh import Mesh
 from weft.run_file import Run
+from weft.train.agreement import first_says
 
 MARK = "stopped-early.json"  # in the run's folder: the step at which the run stopped, and why
 
 
 class EarlyStopping:
-    """Judges the held-out losses of a run, in the order in which they are known."""
+    """Judges the held-out losses of a run that goes on at a step, in the order in which they are known."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, step: int) -> None:
         self._patience, self._folder = run.train.patience, run.folder
+        self._judged: list[tuple[int, float, int]] = []  # what `judge` was given
         self._best: tuple[float, int] | None = None  # loss and step
         self._num_worse = 0
         self.reason: str | None = None
         if self._patience is not None:
-            for event in _evaluations(run.folder / "metrics.jsonl"):  # of the same run before a restart
-                self.judge(event["step"], event["loss"], event.get("known_at_step", event["step"]))
+            for event in _events(run.folder / "metrics.jsonl"):  # of the same run before a restart
+                if event["kind"] == "evaluation":
+                    self.judge(event["step"], event["loss"], event.get("known_at_step", event["step"]))
+                elif event["kind"] == "numbers" and "left_out" in event:
+                    self.went_back(event["step"])
+            self.went_back(step)  # a full disk may have kept lines of later steps
 
     def judge(self, step: int, loss: float, known_at: int) -> None:
-        """Takes the held-out loss of a step, which is known at a later step or the same."""
+        """Takes the held-out loss of a step, known at that step or a later one. NaN is worse than any number."""
+        self._judged.append((step, loss, known_at))
+        loss = math.inf if math.isnan(loss) else loss
         if self._best is None or loss < self._best[0]:
             self._best, self._num_worse = (loss, step), 0
             return
@@ -41,6 +51,13 @@ class EarlyStopping:
                 f"the held-out loss has not fallen below {best:.4f} (step {at}) in {self._num_worse} evaluations "
                 f"(train.patience); the last is that of step {step}{lag}"
             )
+
+    def went_back(self, step: int) -> None:
+        """The run has gone back to a step: evaluations of later ones do not count."""
+        kept = [one for one in self._judged if one[0] <= step]
+        self._judged, self._best, self._num_worse, self.reason = [], None, 0, None
+        for one in kept:
+            self.judge(*one)
 
     def wants_stop(self) -> bool:
         """Should the run stop?"""
@@ -62,7 +79,13 @@ def stopped_early(run: Run, step: int) -> str | None:
     return str(found["why"]) if is_same and run.train.patience is not None else None
 
 
-def _evaluations(path: Path) -> list[dict[str, Any]]:
-    """The evaluations that a run has logged."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [event for event in map(json.loads, lines) if event["kind"] == "evaluation"]
+def has_stopped_early(run: Run, step: int, mesh: Mesh) -> bool:
+    """Has the run stopped early at this step? Rank 0 tells, because another host may see an old mark, or none."""
+    if run.train.patience is None:
+        return False
+    return bool(first_says(stopped_early(run, step) or "" if mesh.is_first else "", mesh["world"]))
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    """What a run has logged."""
+    return list(map(json.loads, path.read_text(encoding="utf-8").splitlines())) if path.exists() else []

@@ -119,4 +119,7 @@ def _freeze_for_job(run_file: Path, overrides: Sequence[str], environ: Mapping[s
 def newest_source(run: Run, copies: Path | None) -> ResumePoint:
     """The checkpoint from which ranks that start now would resume."""
     found = found_checkpoints(run.folder / "checkpoints", complete_steps(copies) if copies is not None else [])
-    return ResumePoint(found[0].step, str(found[0].path or "memory")) if found else ResumePoint()
+    if not found:
+        return ResumePoint()
+    saved_step = max((one.step for one in found if one.path is not None), default=0)
+    return ResumePoint(found[0].step, str(found[0].path or "memory"), saved_step=saved_step)

@@ -16,7 +16,7 @@ from weft.health.rank_status import Status
 from weft.launch.environment import RankInfo
 from weft.launch.folder_lock import locked
 from weft.launch.role_ranks import TRAIN, JobRank, job_rank
-from weft.resilience.bad_numbers import Guard, Policy
+from weft.resilience.bad_numbers import Bad, Guard, Policy
 from weft.resilience.corruption import checks_of
 from weft.resilience.takeover import take_over_losses
 from weft.run_file import Run
@@ -26,8 +26,8 @@ from weft.step.train_step import train_step
 from weft.train.agreement import agree_on_run
 from weft.train.batches import TrainingData, prepare_data
 from weft.train.checkpoints import Checkpoints
-from weft.train.early_stopping import stopped_early
-from weft.train.parts import make_parts
+from weft.train.early_stopping import has_stopped_early
+from weft.train.parts import Evaluation, make_parts
 from weft.train.prefetch import make_batches
 from weft.train.recording import CommunicationProfile
 from weft.train.role_advice import RoleAdvice
@@ -92,7 +92,7 @@ def _train(run: Run, rank: JobRank, data: TrainingData, reporter: Reporter, step
             parts = make_parts(state, evaluation, checkpoints, CommunicationProfile(state), results.log, advice)
             timeout = timedelta(seconds=run.train.timeout_seconds)
             sections = take_over_losses(state.model, mesh, checkpoints.saver, rank_info, lambda: state.step, timeout)
-            stop = Stop(mesh, sections, evaluation.wants_stop, stopped_early(run, state.step) is not None)
+            stop = Stop(mesh, sections, evaluation.wants_stop, has_stopped_early(run, state.step, mesh))
             objective, model, optimizer = task_of(run).objective, state.model, state.optimizer
             while state.step < run.train.steps and not stop.agreed:
                 status.step_begins(state.step)
@@ -112,8 +112,7 @@ def _train(run: Run, rank: JobRank, data: TrainingData, reporter: Reporter, step
                 waits = parts.pauses_after(state.step) or stop.agreed
                 bad = results.add(state.step, result, given, waits)
                 if bad is not None:
-                    checkpoints.go_back(bad)
-                    results.went_back(bad, state.step)
+                    _go_back(bad, checkpoints, results, evaluation, stop)
                 elif parts.after_step(state.step, stop.agreed):
                     results.skip_time(state.step)
             parts.end()
@@ -123,6 +122,14 @@ def _train(run: Run, rank: JobRank, data: TrainingData, reporter: Reporter, step
             evaluation.mark(state.step)
         is_finished = stop.is_early or state.step >= run.train.steps
         return Outcome(state.step, is_finished, results.loss, evaluation.means.get("loss"))
+
+
+def _go_back(bad: Bad, checkpoints: Checkpoints, results: StepResults, evaluation: Evaluation, stop: Stop) -> None:
+    """Loads the state before a bad step. What followed from the steps since then does not count any more."""
+    step = checkpoints.go_back(bad)
+    results.went_back(bad, step)
+    evaluation.went_back(step)
+    stop.went_back()
 
 
 def _say_nothing(message: str) -> None:

@@ -233,5 +233,14 @@ def _forget_after(path: Path, step: int) -> None:
     kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
     if kept != lines:
         temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
-        temporary.replace(path)
+        try:
+            temporary.write_text("".join(kept), encoding="utf-8")
+            temporary.replace(path)
+        except OSError as error:  # the run goes on: nothing is lost
+            whole = sum(len(line.encode()) for line in lines if line.endswith("\n"))
+            with suppress(OSError):
+                os.truncate(path, whole)  # an incomplete last line would spoil the next one
+            with suppress(OSError):
+                temporary.unlink()
+            reason = error.strerror or error
+            logger.warning("weft: %s cannot be written anew (%s): it keeps lines after step %d", path, reason, step)

@@ -167,11 +167,16 @@ class Evaluation(TrainingPart):
         self._objective = task_of(state.run).objective
         self.means: dict[str, float] = {}
         self.seconds, self.count = 0.0, 0  # spent on evaluations, and their number
-        self.early = None if log is None else EarlyStopping(state.run)  # on rank 0, which decides
+        self.early = None if log is None else EarlyStopping(state.run, state.step)  # on rank 0, which decides
 
     def wants_stop(self) -> bool:
         """Has rank 0 found that the run should stop early?"""
         return self.early is not None and self.early.wants_stop()
+
+    def went_back(self, step: int) -> None:
+        """The run has gone back to a step."""
+        if self.early is not None:
+            self.early.went_back(step)
 
     def mark(self, step: int) -> None:
         """Notes that the run has stopped early at this step, if it has."""

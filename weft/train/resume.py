@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,29 +61,40 @@ def newest_first(folder: Path, on_disk: Sequence[int], in_memory: Sequence[int])
     return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.path is None), reverse=True)
 
 
-def resume(state: TrainState, memory: MemoryCopies | None, say: Callable[[str], None]) -> tuple[int, Mapping[str, Any]]:
+@dataclass(frozen=True)
+class Resumed:
+    """The step to continue from, and the other values of its checkpoint; `saved` is empty if there is none.
+
+    `is_only_in_memory`: the disk does not have the step.
+    """
+
+    step: int = 0
+    saved: Mapping[str, Any] = field(default_factory=dict)
+    is_only_in_memory: bool = False
+
+
+def resume(state: TrainState, memory: MemoryCopies | None, say: Callable[[str], None]) -> Resumed:
     """Loads the newest undamaged checkpoint, if there is one.
 
-    Returns the step to continue from, and the checkpoint's other values. Rank 0 lists the checkpoints, because another
-    host may see an old listing of a shared folder.
+    Rank 0 lists the checkpoints, because another host may see an old listing of a shared folder.
     """
     folder, world = state.run.folder / "checkpoints", state.mesh["world"]
-    step, saved = 0, dict[str, Any]()
+    resumed = Resumed()
     damage: DamagedError | None = None
     damaged: list[Path] = []
     on_disk: list[int] = json.loads(first_says(json.dumps(steps(folder) if state.mesh.is_first else []), world))
     for found in newest_first(folder, on_disk, memory.steps() if memory is not None else []):
         saved, damage = _try(found, state, memory)
         if all_agree(damage is None, world):
-            step = found.step
-            say(f"resumed at step {step} from {found.path or 'memory'}")
+            resumed = Resumed(found.step, saved, found.path is None and found.step not in on_disk)
+            say(f"resumed at step {found.step} from {found.path or 'memory'}")
             break
         damage = damage or DamagedError(f"step {found.step}: another rank could not read its part")
         say(f"{damage}; older copies and checkpoints are tried")
         if found.path is not None:
             damaged.append(found.path)
     if memory is not None:
-        memory.forget_after(step)
+        memory.forget_after(resumed.step)
     if damage is not None:
         raise CheckpointError(
             f"no checkpoint in {folder} is whole; the last that was tried: {damage}. To start anew, choose another "
@@ -93,29 +104,26 @@ def resume(state: TrainState, memory: MemoryCopies | None, say: Callable[[str], 
         say(f"the damaged {path} is kept as {DAMAGED_PREFIX}{path.name}")
         if state.mesh.is_first:
             _put_aside(path)
-    return step, saved
+    return resumed
 
 
 def go_back(
     state: TrainState, saver: Saver, memory: MemoryCopies | None, say: Callable[[str], None], far: bool
-) -> tuple[int, Mapping[str, Any]]:
-    """Loads the newest saved state during training; if `far`, the newest checkpoint on disk.
-
-    Returns the step to continue from, and the checkpoint's other values, as `resume` does.
-    """
+) -> Resumed:
+    """Loads the newest saved state during training; if `far`, the newest checkpoint on disk."""
     settle_or_tell(saver, partial(all_agree, world=state.mesh["world"]))
     if memory is not None:
         with suppress(CheckpointError, RuntimeError):  # the next save works without that copy
             memory.wait()
-    step, saved = resume(state, None if far else memory, say)
-    if not saved:
+    resumed = resume(state, None if far else memory, say)
+    if not resumed.saved:
         raise CheckpointError(
             f"there is no checkpoint in {state.run.folder / 'checkpoints'} to go back to (numbers.on_bad = "
             f"'{state.run.numbers.on_bad}'); run again to go on from memory, or from the beginning"
         )
     if memory is not None and far:
-        memory.forget_after(step)
-    return step, saved
+        memory.forget_after(resumed.step)
+    return resumed
 
 
 def _try(

@@ -57,6 +57,14 @@ class Stop:
             all_reduce(flag, self._mesh["world"], "max").wait()
         return [float(flag.item())]
 
+    def went_back(self) -> None:
+        """The run has gone back: votes to stop early were of evaluations that do not count any more. A signal is voted
+        on again.
+        """
+        self._read()
+        if self.is_early:
+            self.agreed = self.is_early = False
+
     def close(self) -> None:
         """Restores the signal handlers."""
         self._read()

@@ -26,6 +26,11 @@ class Validation(Evaluation):
     def __init__(self, state: TrainState, log: MetricsLog | None, sender: SnapshotSender) -> None:
         super().__init__(state, log)
         self._sender, self._is_first = sender, state.mesh.is_first
+        self._outdated: set[int] = set()  # steps that the run went back over, and whose measures have not come
+
+    def went_back(self, step: int) -> None:
+        super().went_back(step)
+        self._outdated |= {one for one in self._sender.outstanding if one > step}
 
     def after_step(self, step: int, stops: bool) -> bool:
         state, config = self._state, self._state.run.train
@@ -54,6 +59,11 @@ class Validation(Evaluation):
                 self._state.say(
                     f"{result.validator} was lost; step {result.step} is not evaluated, and training goes on"
                 )
+                self._outdated.discard(result.step)
+                continue
+            if result.step in self._outdated:
+                self._outdated.remove(result.step)
+                self._state.say(f"step {result.step} is not evaluated: its snapshot is of before the run went back")
                 continue
             means = dict(zip(self._objective.measures, result.measures, strict=True))
             self.means = means
