@@ -151,7 +151,7 @@ def test_a_cpu_that_was_not_measured_and_options_without_a_price_are_refused(
         (("--cache", "int4"), "--cache is not priced on a CPU"),
         (("--stream-weights", 2), "--stream-weights is not priced on a CPU"),
         (("--speculate", "ngram"), "--speculate is not priced on a CPU"),
-        (("--precision", "bf16"), "weft serve, which computes in fp32 on a CPU, as the weights are saved; leave it"),
+        (("--precision", "bf16"), "--precision bf16 differs from the saved weights (fp32), in whose precision"),
         (("--prompt", 2000, "--output", 49), "2000 and --output 49 are 2049 tokens, and mpt-125m is made for 2048 ("),
         (("--weights", ""), "--weights is given as empty text; give a value, or leave it out"),
         (("--weights", "int3"), "--weights int3 is unknown"),

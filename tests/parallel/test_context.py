@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -84,6 +84,26 @@ def windowed_mistral() -> nn.Module:
     sizes: dict[str, Any] = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 5}
     return Logits(transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, **heads)))
+
+
+class Again(nn.ModuleList):
+    """Layers of which the first comes again behind the last."""
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        yield from super().__iter__()
+        yield self[0]
+
+
+def repeated() -> nn.Module:
+    model: Any = SHIPPED["tied"]()
+    model.model.layers = Again(list(model.model.layers))
+    return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("plan", [over(2), over(2, "all-to-all", memory=Memory("full"))], ids=Plan.describe_axes)
+@pytest.mark.sampled(1)
+def test_an_attention_that_is_called_twice(plan: Plan) -> None:
+    check("", plan, make=repeated).require()
 
 
 class Logits(nn.Module):
@@ -315,6 +335,38 @@ def test_attention_that_drops() -> None:
     assert reason(make, over(2)) == (
         "context = 2, but 'transformer.h.0.attn.core' drops attention weights; set its dropout (attn_pdrop) to 0"
     )
+
+
+class Wrapped(nn.Module):
+    """Calls a model without positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = SHIPPED["tied"]()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.model(tokens)
+        return logits
+
+
+class WrappedWithPositions(Wrapped):
+    def forward(self, tokens: Tensor, **others: Tensor) -> Tensor:
+        logits: Tensor = self.model(tokens, **others)
+        return logits
+
+
+def test_a_model_that_takes_no_positions() -> None:
+    assert reason(Wrapped, over(2)).startswith(
+        "context = 2 tells each rank the positions of its tokens in the sequence, and the forward of Wrapped has no "
+        "argument 'positions'; add it"
+    )
+    refuse(profile(WrappedWithPositions()), over(2))
+
+
+def test_the_bytes_of_a_model_that_cannot_be_counted_are_refused() -> None:
+    plan = over(2)
+    with pytest.raises(PlanError, match="context = 2 follows from the attentions that a forward calls"):
+        cost(profile(SHIPPED["tied"]()), plan, split_batch(plan, 8, 16))
 
 
 def test_a_model_that_is_not_given_tokens() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,14 +13,22 @@ import pytest
 import torch
 from runs_for_tests import events, losses, make_run, train_on_ranks, write_run_file
 from torch import Tensor, nn
-from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import weft
 import weft.parallel.expert.dispatch
 from weft.errors import PlanError
 from weft.models import DecoderConfig, GPT2Config, build, initialise
+from weft.models.experts import SparseMLP
 from weft.models.router import Router
-from weft.parallel.apply import refuse
+from weft.parallel.apply import cost, refuse
 from weft.plan import Context, Memory, Pipe, Plan, Shard, split_batch
 from weft.plan import Tensor as TensorAxis
 from weft.profiling import profile
@@ -162,6 +171,20 @@ def make_qwen() -> nn.Module:
 
 
 @pytest.mark.processes
+def test_gemma_4_is_proved() -> None:
+    """It has norms without a weight, and `top_k_experts`."""
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "head_dim": 8, "global_head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    others = {"vocab_size_per_layer_input": 32, "hidden_size_per_layer_input": 0, "use_cache": False}
+    experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8}
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma4TextConfig(**sizes, **heads, **others, **experts, layer_types=kinds)
+    tokens = torch.randint(0, 32, (4, 16))
+    given = {"input_ids": tokens, "labels": tokens}
+    verify(lambda: Gemma4ForCausalLM(config), lambda step: given, Plan(expert=2)).require()
+
+
+@pytest.mark.processes
 def test_unedited_models_of_transformers_are_proved() -> None:
     verify(make_mixtral, batch, Plan(expert=2), steps=1).require()
     verify(make_qwen, batch, Plan(expert=2, shard=Shard(2, 3), memory=Memory("full")), steps=2).require()
@@ -174,6 +197,43 @@ def make_unknown() -> nn.Module:
     forward = experts.forward
     experts.forward = lambda *args: 2 * forward(*args)
     return model  # type: ignore[no-any-return]
+
+
+class Again(nn.ModuleList):
+    """Layers of which the first comes again behind the last."""
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        yield from super().__iter__()
+        yield self[0]
+
+
+def make_repeated() -> nn.Module:
+    model: Any = make()
+    model.model.layers = Again(list(model.model.layers))
+    return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.processes
+def test_experts_that_are_called_twice_send_twice() -> None:
+    verify(make_repeated, batch, Plan(expert=2, memory=Memory("full")), steps=1).require()
+
+
+def make_named() -> nn.Module:
+    """Its experts are given their arguments by name, in another order."""
+    model: Any = make_qwen()
+    for layer in model.model.layers:
+        layer.mlp.experts.register_forward_pre_hook(_by_name, with_kwargs=True, prepend=True)
+    return model  # type: ignore[no-any-return]
+
+
+def _by_name(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    hidden, *others = args
+    return (), {**dict(zip(("top_k_weights", "top_k_index"), others[::-1], strict=True)), "hidden_states": hidden}
+
+
+@pytest.mark.processes
+def test_experts_take_their_arguments_by_name() -> None:
+    verify(make_named, batch, Plan(expert=2), steps=1).require()
 
 
 @pytest.mark.processes
@@ -197,6 +257,42 @@ def test_a_lost_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "loss" in {check.what for check in report.checks if not check.passed}
 
 
+class OtherName(SparseMLP):
+    """Its experts have a name by which weft does not know them."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
+        self.mixture = self.experts
+        del self.experts
+
+    def forward(self, hidden: Tensor, keys: Tensor | None = None) -> Tensor:
+        weights, experts = self.gate(hidden)
+        out = self.through(hidden.flatten(0, -2), weights, self._order(experts, hidden, keys), self.mixture)
+        return out.view_as(hidden)
+
+
+def make_other_name() -> nn.Module:
+    model: Any = make()
+    for layer in model.model.layers:
+        layer.mlp = OtherName(CONFIG)
+    return model  # type: ignore[no-any-return]
+
+
+def make_without_number() -> nn.Module:
+    """Nothing says how many experts a token goes to."""
+    model: Any = make()
+    model.config = None
+    for layer in model.model.layers:
+        layer.mlp.gate = nn.Linear(CONFIG.hidden_size, CONFIG.num_experts)
+    return model  # type: ignore[no-any-return]
+
+
+def test_the_bytes_of_a_model_that_cannot_be_counted_are_refused() -> None:
+    plan = Plan(expert=2)
+    with pytest.raises(PlanError, match="expert = 2 follows from the rows that a forward sends to experts"):
+        cost(profile(make()), plan, split_batch(plan, 4, 16))
+
+
 @pytest.mark.parametrize(
     ("model", "plan", "message"),
     [
@@ -206,6 +302,8 @@ def test_a_lost_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
             Plan(expert=2),
             "GPT2 has no layer of experts",
         ),
+        (make_other_name, Plan(expert=2), r"whose name has 'expert'.* and 'model.layers.0.mlp.mixture' is not such"),
+        (make_without_number, Plan(expert=2), r"neither 'model.layers.0.mlp.experts', .* says to how many experts a t"),
         (make_unknown, Plan(expert=2), r"layers.1.mlp.experts' \(MixtralExperts\) has stacked experts, but does not"),
     ],
 )

@@ -264,3 +264,11 @@ def test_codes_are_held_twice_and_the_head_stays_beside_a_graph() -> None:
     assert held_bytes(tied, "float32", 0, None, "fp16") == plain + 2 * 2 * head
     assert held_bytes(tied, "float32", 0, None, GRAPH) == plain
     assert held_bytes(tied, "float32", 10) == plain + LAYERS * 2 * 2 * 32 * 4 * 10
+
+
+def test_tokens_outside_of_a_sliding_window_are_not_read() -> None:
+    near = replace(LLAMA, architecture="mistral", sliding_window=50)
+    rates = made_up_rates()
+    found = predict_decode(near, rates, "float32", 100)
+    assert found == predict_decode(near, rates, "float32", 50) == predict_decode(LLAMA, rates, "float32", 50)
+    assert found.read_bytes < predict_decode(LLAMA, rates, "float32", 100).read_bytes

@@ -22,7 +22,7 @@ from weft.models.vision import AmoebaNetDConfig, ResNetConfig, UNetConfig
 from weft.parallel.apply import cost
 from weft.plan import Branch, Memory, Pipe, Plan, Tile, split_batch
 from weft.planner.image_chain import chain
-from weft.planner.image_model import ImageModel, planned_images
+from weft.planner.image_model import COMPILED, ImageModel, planned_images
 from weft.planner.image_step import balanced
 from weft.planner.kernels import LAUNCH_SECONDS, MEMORY_SHARE, Kernels
 from weft.planner.question import Question, parse_constraints
@@ -225,6 +225,15 @@ def test_memory_is_near_what_the_strategies_state() -> None:
 # --- the search
 
 
+def test_what_runs_under_the_view_is_priced_uncompiled() -> None:
+    compiled = planned_images(SMALL, ImageShape(SIZE, SIZE, 3), "fp32", load("lassen:2"), COMPILED)
+    plan = Plan(data=2, statistics="batch", micro_batch=1)
+    for is_equal, one in ((True, plan), (False, replace(plan, statistics="rank", exact=False))):
+        times = {model.steps.step(one, 1).seconds for model in (compiled, small())}
+        held = {model.held(one, 1).saved_bytes for model in (compiled, small())}
+        assert (len(times) == 1, len(held) == 1) == (is_equal, is_equal)
+
+
 def test_the_best_grid_and_hand_over_are_found() -> None:
     question = Question(8, 1, "fp32", parse_constraints(["no pipe"]), ImageShape(SIZE, SIZE, 3))
     found = search(small(), question)
@@ -242,6 +251,16 @@ def test_data_is_allowed_with_other_norms_or_if_asked() -> None:
     assert not search(small(), question).best
     assert search(small(), replace(question, exact=False)).best[0].plan.exact is False
     assert search(small(norm="group"), question).best[0].plan.data == 8
+
+
+def test_data_is_allowed_with_statistics_over_the_batch() -> None:
+    asked = parse_constraints(["data=8", "rows=1", "columns=1"])
+    question = Question(8, 1, "fp32", asked, ImageShape(SIZE, SIZE, 3))
+    refused = search(small(), question)
+    assert not refused.best
+    assert any("--where statistics=batch" in reason for _, reason in refused.refused)
+    over_all = replace(question, constraints=(*asked, *parse_constraints(["statistics=batch"])))
+    assert search(small(), over_all).best[0].plan.statistics == "batch"
 
 
 def test_branches_are_searched() -> None:

@@ -18,7 +18,7 @@ from weft.models import DecoderConfig, write_config
 from weft.models.catalog import load_model
 from weft.plan import Context, Pipe, Plan, Tensor
 from weft.planner.kernels import LAUNCH_SECONDS
-from weft.planner.lean_kernels import MORE_KERNELS, decode_reads
+from weft.planner.lean_kernels import MORE_KERNELS, decode_reads, packed_product, prompt_attention
 from weft.planner.serving import ServingModel, ServingWorkload
 from weft.planner.serving_search import predict_serving, search_serving, serving_plans
 from weft.planner.serving_speculation import price_speculation
@@ -29,10 +29,13 @@ from weft.serve.cache.loki_cache import LokiFormat
 from weft.serve.cache.paged_attention import PagedBatch
 from weft.serve.calibration.loki_calibration import save
 from weft.serve.scheduling.speculation import MAX_DRAFTS
+from weft.serve.weights.weight_formats import weight_format
 
-MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks/results/serve-gpu.json").read_text())
-LEAN = json.loads((Path(__file__).parents[2] / "benchmarks/results/lean-gpu.json").read_text())
-LARGER = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "larger-than-gpu.json").read_text())
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+MEASURED, LEAN, LARGER, PROMPTS = (
+    json.loads((RESULTS / f"{name}.json").read_text())
+    for name in ("serve-gpu", "lean-gpu", "larger-than-gpu", "lean-prompts")
+)
 LLAMA_8B = DecoderConfig(  # of benchmarks/serve_gpu.py
     vocab_size=128256,
     hidden_size=4096,
@@ -397,3 +400,66 @@ def test_a_model_larger_than_the_gpu_decodes_as_measured() -> None:
         for number in (1, 16, 64):
             found = model.simulate([(16, 12)] * number, 1 << 16).tokens_per_second
             assert found == pytest.approx(run[f"{number} requests"]["tokens_per_second"], rel=0.1)
+
+
+def test_prompts_are_predicted_as_measured_on_an_h200_also_over_a_cache_of_four_bits() -> None:
+    config = replace(LLAMA_8B, max_position_embeddings=1 << 16)
+    for cache in (None, "int4"):
+        model = ServingModel(config, load("h200:1x1"), Plan(), "bf16", cache=cache)
+        for row in PROMPTS["engine"]:
+            predicted = model.simulate([(row["tokens"], 1)], model.cache_tokens).seconds
+            assert predicted == pytest.approx(row["seconds"][cache or "plain"], rel=0.1), (cache, row["tokens"])
+
+
+def test_tokens_outside_of_a_sliding_window_are_not_priced() -> None:
+    whole = replace(LLAMA_8B, architecture="mistral", max_position_embeddings=1 << 16)
+    kernels = ServingModel(whole, load("h200:1x1"), Plan(), "bf16").kernels
+    models = [
+        ServingModel(replace(whole, sliding_window=window), load("h200:1x1"), Plan(), "bf16") for window in (None, 1024)
+    ]
+    full, near = models
+    assert near.decode_seconds(30_000) == near.decode_seconds(1024) == full.decode_seconds(1024)
+    assert near.draft_check_seconds(4, 30_000) < full.draft_check_seconds(4, 30_000)
+    loaded = [one.simulate([(8192, 8)], one.cache_tokens) for one in models]
+    assert loaded[1].seconds < loaded[0].seconds
+    assert loaded[1].floor_seconds < loaded[0].floor_seconds
+    scores = [prompt_attention(kernels, PlainFormat(), 5, 12, window, (1, 2))[1] / 8 for window in (None, 9, 3, 12)]
+    assert scores == [7 * 5 + 12.5, 7 * 2 + 2 + 9 * 3, 15, 7 * 5 + 12.5]
+
+
+def test_groups_without_a_kernel_are_priced_as_decoded() -> None:
+    kernels = ServingModel(LLAMA_8B, load("h200:1x1"), Plan(), "bf16").kernels
+    int4 = weight_format("int4")
+    with_kernel, without = (packed_product(kernels, int4, 1, inner, 4096)[0] for inner in (704, 688))
+    assert without > 3 * with_kernel  # groups of 16 inputs
+    float8 = weight_format("fp8")
+    assert packed_product(kernels, float8, 1, 344, 4096)[0] > packed_product(kernels, float8, 1, 352, 4096)[0]
+
+
+def test_experts_that_are_not_priced_are_refused_and_those_of_several_ranks_have_plain_routers() -> None:
+    mixtral = replace(LLAMA_8B, architecture="mixtral", num_experts=8, num_experts_per_tok=2)
+    for more, what in (
+        ({"residual_experts": True}, "residual_experts = true is served, and not priced"),
+        ({"num_experts": 0, "num_experts_per_layer": (4, 8) * 16}, r"layers of \[4, 8\] experts is served"),
+    ):
+        with pytest.raises(ConfigError, match=what):
+            ServingModel(replace(mixtral, **more), load("h200:1x1"), Plan(), "bf16")  # type: ignore[arg-type]
+    one, two = (
+        ServingModel(mixtral, load("h200:1x2"), Plan(expert=number), "bf16", "int4")._step(0, 1, 16, (), 1).by_cause
+        for number in (1, 2)
+    )
+    assert two["other kernels"] > one["other kernels"]
+
+
+def test_drafts_over_a_cache_of_four_bits_attend_as_decodes() -> None:
+    model = ServingModel(LLAMA_8B, load("h200:1x1"), Plan(), "bf16", cache="int4")
+    five = model._step(0, 5, 5 * 8000, (), 5, may_be_graph=False).seconds
+    assert model.draft_check_seconds(4, 8000) == five > model.decode_seconds(8000)
+
+
+def test_decodes_in_float32_are_no_graphs() -> None:
+    causes = [
+        ServingModel(LLAMA_8B, load("h200:1x1"), Plan(), precision)._step(0, 1, 16, (), 1).by_cause
+        for precision in ("bf16", "fp32")
+    ]
+    assert ["waiting for the host" in one for one in causes] == [False, True]

@@ -284,6 +284,27 @@ def test_all_that_enters_the_block_at_a_hand_over_is_handed_over_once() -> None:
     assert sorted(third) == sorted([*found, *handed[2:]])
 
 
+class ChangedInPlace(nn.Module):
+    """Changes an image in place between two functions that need it whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(8, shared.NUM_CLASSES)
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = self.convolution(value)
+        before = value.flatten(2).mean(-1)
+        value.mul_(2).add_(1)
+        out: Tensor = self.head(torch.cat([before, value.flatten(2).mean(-1)], 1))
+        return out
+
+
+@pytest.mark.parametrize("hand_over", ["gather", "batch"])
+@pytest.mark.sampled(1)
+def test_an_image_that_was_changed_in_place_is_handed_over_again(hand_over: Any) -> None:
+    verify(ChangedInPlace, images(8, 8), over(1, 2, hand_over=hand_over)).require()
+
+
 def test_a_stream_of_no_more_pixels_is_handed_over_where_it_is_first_taken() -> None:
     class Skip(Streams):
         def forward(self, images: Tensor) -> Tensor:

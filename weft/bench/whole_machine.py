@@ -23,6 +23,11 @@ PEAKS = ("fp32", "bf16")
 SIZES = tuple(4**power for power in range(3, 12))
 
 
+def num_devices(device: str) -> int:
+    """The ranks that measure this machine: one for each GPU, or for each core of the CPU and at least two."""
+    return len(gpus()) if device == "cuda" else max(2, num_cpu_cores())
+
+
 def measure_machine(
     num_ranks: int | None,
     device: DeviceType,
@@ -37,7 +42,7 @@ def measure_machine(
     """
     if device == "cuda" and num_ranks is None and len(gpus()) < 2:
         raise ConfigError("a machine with one GPU has no links between GPUs; give --ranks 2 to let ranks share it")
-    ranks = num_ranks or (len(gpus()) if device == "cuda" else max(2, num_cpu_cores()))
+    ranks = num_ranks or num_devices(device)
     names = tuple(name for name, one in OPERATIONS.items() if one.formula is not None)
     given_nodes, axes = nodes or (None, None)
     options = LinkOptions(names, SIZES, limit_seconds)

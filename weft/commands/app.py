@@ -39,7 +39,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help: rich would double the time that it takes
-    help="Plans, proves and runs the training of networks too large for one device.",
+    help="Plans, proves, runs and serves networks too large for one device.",
     epilog="Example: weft init run.toml; weft plan run.toml; weft train run.toml",
 )
 

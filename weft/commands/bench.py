@@ -42,7 +42,7 @@ Nodes = Annotated[
     ),
 ]
 ServeOption = Annotated[bool, typer.Option("--serve", help="time decodes on the CPU too, for weft plan --serve")]
-JsonOption = Annotated[bool, typer.Option("--json", help="print JSON instead of text")]
+JsonOption = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 @bench_app.command(
@@ -71,13 +71,15 @@ def links_command(
     from weft.bench.operations import OPERATIONS
     from weft.bench.ranks import bench_links
     from weft.bench.report import series_of, svg_plot
+    from weft.launch.environment import detect
 
     names = tuple(OPERATIONS) if operations is None else tuple(operations.split(","))
     if pinned:
         _refuse_pinned(device)
     options = LinkOptions(names, parse_sizes(sizes), seconds, validate, pinned)
     num_ranks, groups = (ranks, None) if axes is None else _group_axes(axes)
-    levels = None if nodes is None else _level_axes(nodes, num_ranks)
+    started = detect(os.environ)
+    levels = None if nodes is None else _level_axes(nodes, num_ranks if started is None else started.num_ranks)
     found: dict[str, list[LinkRow]] = {}
     for transport in _transports(backend, device):
         with transport:
@@ -180,14 +182,16 @@ def machine_command(
         raise ConfigError(f"--serve measures decodes on a CPU, not with --device {device}; leave out one of them")
     from weft.bench.cluster_file import cluster_text
     from weft.bench.report import describe_link
-    from weft.bench.whole_machine import measure_machine
-    from weft.cluster.topology import num_cpu_cores
+    from weft.bench.whole_machine import measure_machine, num_devices
     from weft.launch.environment import detect
 
     started = detect(os.environ)
     if (started is None or started.rank == 0) and not write.parent.is_dir():  # other ranks write nothing
         raise ConfigError(f"--write {write}: the folder {write.parent} does not exist; make it, or name another")
-    axes = None if nodes is None else (nodes, _level_axes(nodes, ranks or max(2, num_cpu_cores())))
+    axes = None
+    if nodes is not None:
+        num_ranks = started.num_ranks if started is not None else ranks or num_devices(_device(device))
+        axes = (nodes, _level_axes(nodes, num_ranks))
     found, where = measure_machine(ranks, _device(device), seconds, time.strftime("%Y-%m-%d"), axes)
     if where.rank != 0:
         return

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.commands.result_file import write_result
+from weft.commands.result_file import refuse_place, write_result
 from weft.errors import BAD_INPUT, ConfigError, LocalError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def bench_serve_command(
     seed: Annotated[int, typer.Option(help="of arrivals, lengths and prompts")] = 0,
     api_key: Annotated[str | None, typer.Option(help="of the server", envvar="WEFT_API_KEY")] = None,
     out: Annotated[Path, typer.Option(help="write OUT.json and OUT.svg")] = Path("bench-serve"),
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Drive a server with requests at random times (Poisson) at rising rates: time to first token, per token, tokens/s.
 
@@ -47,6 +47,7 @@ def bench_serve_command(
     from weft.serve.load import LoadOptions
     from weft.serve.load_report import HEAD, svg, table_row
 
+    places = _places(out)
     options = LoadOptions(rate, rates, requests, prompt_tokens, answer_tokens, seconds, seed)
 
     def tell(result: RateResult) -> None:
@@ -60,9 +61,22 @@ def bench_serve_command(
     found = {"model": model, "options": asdict(options), "rates": [asdict(one) for one in results]}
     title = f"{model}: prompts of {prompt_tokens}, answers of {answer_tokens} tokens in the mean"
     text = json.dumps(found, indent=2)
-    write_result(out.with_suffix(".json"), text + "\n")
-    write_result(out.with_suffix(".svg"), svg(results, title))
-    print(text if as_json else f"wrote {out.with_suffix('.json')} and {out.with_suffix('.svg')}")
+    for place, written in zip(places, (text + "\n", svg(results, title)), strict=True):
+        write_result(place, written)
+    print(text if as_json else f"wrote {places[0]} and {places[1]}")
+
+
+def _places(out: Path) -> tuple[Path, Path]:
+    """The files that --out names: OUT.json and OUT.svg, also if OUT is one of them. Raises ConfigError if they cannot
+    stand there.
+    """
+    name = out.stem if out.suffix in (".json", ".svg") else out.name
+    if not name:
+        raise ConfigError(f"--out {out} names no file; give the path of OUT.json and OUT.svg without .json")
+    found = out.with_name(f"{name}.json"), out.with_name(f"{name}.svg")
+    for place in found:
+        refuse_place(place)
+    return found
 
 
 @contextmanager

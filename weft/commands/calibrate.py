@@ -26,7 +26,7 @@ def calibrate_command(
     dense_below: Annotated[int, typer.Option(help="decodes of fewer tokens attend to all", min=1)] = 1024,
     tokenizer: Annotated[str | None, typer.Option(help="bytes or a tokenizer.json, for HF folders without one")] = None,
     device: DeviceOption = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a sentence")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Find the axes of a model's keys on a text, for a cache that attends to chosen tokens (Loki)."""
     refuse_place(out)

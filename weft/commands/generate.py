@@ -39,7 +39,7 @@ def generate_command(
     head: HeadOption = None,
     stream_weights: StreamOption = 0,
     resident_blocks: ResidentOption = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Continue a prompt with a trained model, on one process."""
     kind = chosen_device(device)

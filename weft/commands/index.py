@@ -23,7 +23,7 @@ def index_command(
     degree: Annotated[int, typer.Option(help="edges of a token in the graph", min=2)] = 32,
     rows: Annotated[int, typer.Option(help="tokens of the text that are searched for", min=1)] = 1000,
     tokenizer: Annotated[str | None, typer.Option(help="bytes or a tokenizer.json, for HF folders without one")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of sentences")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Build a graph over a model's output matrix, by which a CPU finds the likeliest tokens (FGD)."""
     refuse_place(out)

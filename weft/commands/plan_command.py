@@ -32,6 +32,9 @@ WriteJobOption = Annotated[
 ]
 WhatIfOption = Annotated[bool, typer.Option("--what-if", help="say what more bandwidth, memory or nodes would change")]
 RolesOption = Annotated[bool, typer.Option("--roles", help="say which ranks that do not train would pay")]
+PlannedCache = Annotated[
+    str | None, typer.Option(help="with --serve: keys and values as int4, int4-32, int4-128, loki=FILE, or both")
+]
 TimelineOption = Annotated[
     bool,
     typer.Option("--timeline", help="draw the pipeline's schedule, here or to the FILE.svg (.png, .txt) given"),
@@ -68,7 +71,7 @@ def plan_command(
     weights: Annotated[str | None, typer.Option(help="with --serve: fp8, int8, int4, int4-128, fp16, int8-row")] = None,
     head: Annotated[str | None, typer.Option(help="with --serve on a CPU: as for --weights, or graph=FILE")] = None,
     precision: Annotated[str | None, typer.Option(help="with --serve on a CPU: that of the saved weights")] = None,
-    cache: Annotated[str | None, typer.Option(help="with --serve: keys and values as int4, loki=FILE, or both")] = None,
+    cache: PlannedCache = None,
     stream_weights: Annotated[int, typer.Option(help="with --serve: blocks copied ahead from host memory", min=0)] = 0,
     resident_blocks: Annotated[int, typer.Option(help="with --stream-weights: blocks kept on the device", min=0)] = 0,
     speculate: Annotated[str | None, typer.Option(help="with --serve: ngram, layers=K or FOLDER")] = None,

@@ -57,8 +57,8 @@ def refuse_options(ways: dict[str, Any], drafts: tuple[str, float] | None) -> No
             raise ConfigError(f"{option} is not priced on a CPU; leave it out, or plan for a GPU")
     if ways["precision"] not in (None, ways["saved"]):
         raise ConfigError(
-            f"--precision {ways['precision']} is no option of weft serve, which computes in {ways['saved']} on a CPU, "
-            f"as the weights are saved; leave it out, or give --weights or --head, as fp16, int8-row, int8 or int4"
+            f"--precision {ways['precision']} differs from the saved weights ({ways['saved']}), in whose precision "
+            f"weft serve computes on a CPU; leave it out, or give --weights or --head: fp16, int8-row, int8 or int4"
         )
 
 

@@ -28,18 +28,26 @@ EXAMPLE = "Example: weft serve runs/quickstart --port 8000, then: curl http://12
 RankOverrides = Annotated[
     list[str] | None,
     typer.Argument(
-        help="ranks: plan.tensor.x=2 plan.pipe=2 plan.data=2; plan.context=2 splits each request's cache",
+        help="serve on several ranks: plan.tensor.x=2 plan.pipe=2 plan.data=2; plan.context=2 splits each request's "
+        "cache",
         show_default=False,
     ),
 ]
-HostOption = Annotated[str, typer.Option(help="the address to listen on; others than this machine's need a key")]
+HostOption = Annotated[
+    str, typer.Option(help="address to listen on; one that other machines can reach needs --api-key")
+]
 KeysOption = Annotated[
     list[str] | None,
-    typer.Option(help="what clients must send; several: each has a prefix cache of its own", envvar="WEFT_API_KEY"),
+    typer.Option(
+        help="key that clients must send; repeat for several keys, each with its own prefix cache",
+        envvar="WEFT_API_KEY",
+    ),
 ]
 AdaptersOption = Annotated[
     list[str] | None,
-    typer.Option(help="name=FOLDER of PEFT; requests choose it as their model", show_default=False),
+    typer.Option(
+        help="NAME=FOLDER of a PEFT adapter; a request selects it by giving NAME as its model", show_default=False
+    ),
 ]
 RunningOption = Annotated[
     int | None, typer.Option(help="requests computed at once; if not given, 256 on a GPU, 64 on CPUs", min=1)
@@ -51,13 +59,17 @@ BudgetOption = Annotated[
 CacheOption = Annotated[
     int | None,
     typer.Option(
-        help="blocks of 16 tokens (--cache int4: 64, or so many as it says) of the key-value cache of a rank; what "
-        "fits if not given",
+        help="blocks of the key-value cache on each rank, of 16 tokens (--cache int4: 64, int4-32: 32, int4-128: 128); "
+        "default: what running requests can use and memory holds",
         min=1,
     ),
 ]
 SwapOption = Annotated[
-    int, typer.Option(help="such blocks in host memory, for requests that others push out; 0: compute again", min=0)
+    int,
+    typer.Option(
+        help="blocks in host memory for requests that go back to the queue; 0: their keys and values are recomputed",
+        min=0,
+    ),
 ]
 SpeculateOption = Annotated[
     str | None,
@@ -85,26 +97,39 @@ KeysValuesOption = Annotated[
 HeadOption = Annotated[
     str | None,
     typer.Option(
-        help="on a CPU: fp16, int8-row, int8 or int4, the head's weight in fewer bits; or the graph=FILE of weft "
-        "index, by which the likeliest tokens are found; changes answers",
+        help="on a CPU: fp16, int8-row, int8, int4 or int4-128 for the head's weight, or graph=FILE or "
+        "approximate-graph=FILE of weft index to search the likeliest tokens; changes answers",
         show_default=False,
     ),
 ]
 SumsOption = Annotated[
     str,
     typer.Option(
-        help="how ranks add up partial results: library, one-shot, two-shot, symmetric-one-shot or symmetric-two-shot "
-        "(on GPUs that read each other's memory), or measured at the start"
+        help="how ranks sum partial results: library, one-shot, two-shot, symmetric-one-shot, symmetric-two-shot "
+        "(GPUs that read each other's memory), or measured (time all at start, use the fastest)"
     ),
 ]
 StreamOption = Annotated[
     int,
-    typer.Option(help="keep weights in host memory, and copy those of so many blocks ahead; 0: on the device", min=0),
+    typer.Option(
+        help="keep block weights in host memory and copy them this many blocks ahead; 0: keep them on the device",
+        min=0,
+    ),
 ]
 ResidentOption = Annotated[
     int,
-    typer.Option(help="with --stream-weights: so many of each rank's blocks stay on the device, between others", min=0),
+    typer.Option(help="with --stream-weights: this many blocks of each rank stay on the device", min=0),
 ]
+ContextOption = Annotated[
+    int | None,
+    typer.Option(help="maximum tokens of prompt and answer together; default: the model's context", min=1),
+]
+CalibrationOption = Annotated[
+    Path | None,
+    typer.Option(help="text file to calibrate the rounding of --weights int4, int4-128 or int8"),
+]
+SecondsOption = Annotated[float, typer.Option(help="seconds for a whole answer; later ones get 504", min=0.1)]
+DrainOption = Annotated[float, typer.Option(help="seconds to finish requests after SIGTERM or Ctrl-C", min=0.0)]
 ShareOption = Annotated[
     bool, typer.Option("--share-gpus", help="ranks share GPUs if there are more ranks; for tests only, as it is slow")
 ]
@@ -116,14 +141,14 @@ def serve_command(
     host: HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one", min=0, max=65535)] = 8000,
     api_key: KeysOption = None,
-    name: Annotated[str | None, typer.Option(help="of the model, for clients; the folder's if not given")] = None,
+    name: Annotated[str | None, typer.Option(help="model name for clients; default: the folder's name")] = None,
     device: DeviceOption = "auto",
     follow: Annotated[bool, typer.Option("--follow", help="take newer checkpoints of a run that trains")] = False,
     tokenizer: Annotated[str | None, typer.Option(help="bytes or a tokenizer.json, for HF folders without one")] = None,
     chat_template: Annotated[Path | None, typer.Option(help="a Jinja file; the model's own if not given")] = None,
     adapter: AdaptersOption = None,
     merge_adapter: Annotated[Path | None, typer.Option(help="a folder of PEFT, added to the weights")] = None,
-    context: Annotated[int | None, typer.Option(help="most tokens of prompt and answer; as trained", min=1)] = None,
+    context: ContextOption = None,
     max_running: RunningOption = None,
     max_waiting: Annotated[int, typer.Option(help="requests in the queue; beyond, clients get 429", min=0)] = 256,
     token_budget: BudgetOption = None,
@@ -136,12 +161,12 @@ def serve_command(
     stream_weights: StreamOption = 0,
     resident_blocks: ResidentOption = 0,
     sums: SumsOption = "library",
-    calibration: Annotated[Path | None, typer.Option(help="a text by which int4 and int8 are rounded better")] = None,
+    calibration: CalibrationOption = None,
     share_gpus: ShareOption = False,
-    body_bytes: Annotated[int, typer.Option(help="of a request; beyond, clients get 413", min=1)] = 4 << 20,
-    request_seconds: Annotated[float, typer.Option(help="until an answer is whole", min=0.1)] = 600.0,
-    drain_seconds: Annotated[float, typer.Option(help="to finish requests after SIGTERM", min=0.0)] = 30.0,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a sentence")] = False,
+    body_bytes: Annotated[int, typer.Option(help="maximum bytes of a request; larger ones get 413", min=1)] = 4 << 20,
+    request_seconds: SecondsOption = 600.0,
+    drain_seconds: DrainOption = 30.0,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Serve a model over HTTP with OpenAI's API, and a page to chat at /. Ends on Ctrl-C or SIGTERM."""
     _refuse_address(host, api_key or [])

@@ -178,13 +178,22 @@ def _refuse_rounded(plan: Plan) -> str | None:
 def _refuse_renormalising(profile: Profile, plan: Plan) -> str | None:
     """Returns why embeddings that change their weights in forward (`max_norm`) do not fit; None if they do."""
     num_token_ranks = plan.num_batch_ranks * plan.context.degree
-    if num_token_ranks == 1 or profile.model is None:
+    if not needs_units(plan) or profile.model is None:
         return None
+    streamed = tuple(f"{block}." for block in streamed_blocks(profile.all, plan))
     for name, module in profile.model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None:
+            continue
+        if num_token_ranks > 1:
             return (
                 f"the embedding '{name}' has max_norm, which changes the rows of a rank's own tokens in forward, and "
                 f"{num_token_ranks} ranks (data × shard × context) have different tokens; normalise its result instead"
+            )
+        if module.weight.requires_grad and (has_separate_slice(plan) or f"{name}.".startswith(streamed)):
+            return (
+                f"the embedding '{name}' has max_norm, which changes its weights in forward, and with precision = "
+                f"'{plan.precision}' and memory.weights = {plan.memory.weights:g} forward has a copy of those that "
+                f"the optimizer updates, which would lose the change; normalise its result instead"
             )
     return None
 

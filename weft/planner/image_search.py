@@ -111,10 +111,11 @@ class ImageSearch(Search):
         if plan.pipe.schedule == "gems" and num_micro_batches % 2 and num_micro_batches > 1:
             return False
         mixer = self.model.profile.batch_mixers
-        if plan.num_batch_ranks > 1 and plan.exact and mixer:
+        if plan.num_batch_ranks > 1 and plan.exact and mixer and plan.statistics == "rank":
             self._refused.setdefault(
                 f"layer '{mixer[0]}' takes statistics over the batch, which they split; use norm = \"group\" or "
-                f"GroupNorm, or --where exact=false for statistics of each rank",
+                f"GroupNorm, --where statistics=batch for statistics over all ranks, or --where exact=false for those "
+                f"of each rank",
                 "data and shard",
             )
             return False

@@ -60,8 +60,8 @@ class ImageSteps(StepModel):
         return replace(self, software=replace(self.software, fused=False, compiled=False))
 
     def _runs_uncompiled(self, plan: Plan) -> bool:
-        """Tiles and branches run uncompiled, even if all else is compiled."""
-        return self.software.compiled and plan.tile.degree * plan.branch.degree > 1
+        """Tiles, statistics over the batch and branches run uncompiled, even if all else is compiled."""
+        return self.software.compiled and (plan.is_viewed or plan.branch.degree > 1)
 
     def part(self, part: BlockWork, plan: Plan, micro_batch: float) -> Seconds:
         if self._runs_uncompiled(plan):
@@ -79,7 +79,7 @@ class ImageSteps(StepModel):
     def section_seconds(self, plan: Plan) -> list[Seconds]:
         """Seconds of one micro-batch in each section."""
         assert plan.micro_batch is not None
-        key = (inner_settings(plan), plan.memory.recompute)
+        key = (inner_settings(plan), plan.memory.recompute, self._runs_uncompiled(plan))
         if key not in self._seconds_of:
             sections = self.sections.under(plan.tile)
             found = [self.inside(one.part, plan, plan.micro_batch * one.images) for one in sections]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 
+from weft.architectures import DecoderConfig, TransformerConfig
 from weft.errors import ConfigError
 from weft.planner.kernels import LAUNCH_SECONDS, Kernels
 from weft.serve.cache.four_bit_cache import FourBitFormat
@@ -44,6 +45,9 @@ EARLY_SECONDS, COMPARISON_SECONDS = 1e-6, 1.3e-10
 GROUPED_MATMUL_RATE, GROUPED_MATMUL_SECONDS, EXPERT_KERNELS, MANY_PACKED_KERNELS = 0.70, 11.5e-6, 15, 14
 ORDER_KERNELS = 8  # of torch's functions that put rows in order
 PAGE_RATE = {32: 0.72, 64: 0.88, 128: 0.75}  # the same share of attention over pages of 4 bits, by their tokens
+# The share of FlashAttention-2's rate at which prompts attend to such pages (one layer on an H200, 2,048 tokens that
+# attend to 32,768 and 131,072).
+PROMPT_RATE = {32: 0.38, 64: 0.59, 128: 0.71}
 # Bytes that plain functions move for each weight that is decoded, of codes and of so many numbers; and for each input
 # that is rounded to float8.
 DECODED_CODE_BYTES, DECODED_NUMBERS, ROUNDING_BYTES = 4, 5, 16
@@ -68,7 +72,8 @@ def packed_product(kernels: Kernels, form: WeightFormat, rows: int, inner: int, 
     """Seconds of a matmul with a weight in fewer bits, and the bytes of the weight."""
     stored = weight_bytes(form, columns, inner)
     is_half = kernels.item_bytes == 2  # as the kernels take inputs
-    if rows <= MAX_KERNEL_ROWS and is_half:
+    assert isinstance(form, Grouped | RowFp8), "other formats are for CPUs"
+    if rows <= MAX_KERNEL_ROWS and is_half and form.has_kernel(inner):
         bits = form.bits if isinstance(form, Grouped) else 8
         is_token = rows == 1 and inner * bits <= 8 * MAX_TOKEN_BYTES
         rates = TOKEN_RATE if is_token else GROUPED_RATE
@@ -76,7 +81,9 @@ def packed_product(kernels: Kernels, form: WeightFormat, rows: int, inner: int, 
         num_bytes = stored + kernels.item_bytes * rows * (inner + columns)
         launch = TOKEN_LAUNCH_SECONDS if is_token else LAUNCH_SECONDS
         return max(2 * rows * inner * columns / kernels.peak, num_bytes / rate) + launch, stored
-    if isinstance(form, RowFp8) and is_half:  # the product of float8 has twice the rate; inputs are rounded for it
+    if (
+        isinstance(form, RowFp8) and is_half and inner % 16 == 0 == columns % 16
+    ):  # the product of float8 has twice the rate; inputs are rounded for it
         rounding = ROUNDING_BYTES * rows * inner / kernels.bytes_per_second
         return kernels.product(rows, inner, columns) / 2 + rounding, stored
     moved = kernels.item_bytes  # float8 is widened alone: its scale is applied to results
@@ -86,8 +93,18 @@ def packed_product(kernels: Kernels, form: WeightFormat, rows: int, inner: int, 
     return kernels.product(rows, inner, columns) + decoding, stored
 
 
-def refuse_experts(kernels: Kernels, form: WeightFormat | None, sizes: ServedSizes) -> None:
-    """Raise ConfigError for experts in fewer bits on a GPU that computes in 32 bits, for which there are no kernels."""
+def refuse_experts(config: TransformerConfig, kernels: Kernels, form: WeightFormat | None, sizes: ServedSizes) -> None:
+    """Raise ConfigError for layers of experts that differ or have a dense MLP beside their experts, and for experts in
+    fewer bits on a GPU that computes in 32 bits, for which there are no kernels.
+    """
+    if isinstance(config, DecoderConfig) and any(sizes.expert_layers):
+        numbers = {number for number in config.num_experts_per_layer if number}
+        if len(numbers) > 1 or config.residual_experts:
+            given = "residual_experts = true" if config.residual_experts else f"layers of {sorted(numbers)} experts"
+            raise ConfigError(
+                f"{given} is served, and not priced: the planner prices layers of experts that are equal and have no "
+                f"dense MLP beside them; measure it with weft bench serve"
+            )
     if form is not None and kernels.item_bytes != 2 and any(sizes.expert_layers):
         raise ConfigError(
             f"--weights in fewer bits is not priced for models with experts in {kernels.precision}, in which a "
@@ -182,6 +199,21 @@ def decode_reads(
     passes = CHOOSING_PASSES + num_heads // num_key_heads  # each query's scores are read once
     chosen = math.ceil(num_programs / num_processors) * num_processors * passes * SCORE_BYTES * num_cached / num_decodes
     return (read + written + chosen) / kernels.bytes_per_second, read
+
+
+def prompt_attention(
+    kernels: Kernels, form: CacheFormat, computed: int, end: int, window: int | None, heads: tuple[int, int]
+) -> tuple[float, float]:
+    """Seconds of the attention of a prompt's last `computed` of `end` tokens in one layer, and its FLOPs. `heads` are
+    heads and their size.
+    """
+    num_heads, head_dim = heads
+    start, most = end - computed, end if window is None else window
+    full = min(max(most - start, 0), computed)  # tokens that attend to all before them
+    scores = num_heads * (full * (start + full / 2) + (computed - full) * most)
+    seconds = kernels.attention(8 * head_dim * scores, 2 * scores, min(end, most))[0]
+    rate = PROMPT_RATE[form.group] if isinstance(form, FourBitFormat) else 1.0
+    return seconds / rate, 4 * head_dim * scores
 
 
 def _chosen_share(choice: LokiChoice, length: float) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from weft.architectures import TransformerConfig
@@ -25,6 +25,7 @@ from weft.planner.lean_kernels import (
     decode_reads,
     expert_products,
     packed_product,
+    prompt_attention,
     refuse_experts,
     routing_seconds,
     small_kernels,
@@ -137,7 +138,10 @@ class ServingModel:
         refuse_model(config)
         self.config, self.cluster, self.plan = config, cluster, plan
         self.sizes = ServedSizes.of(config)
-        self.kernels = Kernels(cluster.node.device, software_for_text(cluster), precision)
+        software = software_for_text(cluster)
+        if software.attention == "flash3":  # of training: the engine has FlashAttention-2, and kernels of its own
+            software = replace(software, attention="flash2")
+        self.kernels = Kernels(cluster.node.device, software, precision)
         stages = [dict.fromkeys(plan.degrees, 0) | {"pipe": index} for index in range(plan.pipe.degree)]
         places = {stage_of(RankPlace(plan, one)): RankPlace(plan, one) for one in stages}
         self._layer_kinds = [
@@ -148,7 +152,7 @@ class ServingModel:
         device = "cpu" if is_cpu(cluster) else "cuda"
         self._format = None if weights is None else weight_format(weights, device)
         self._expert_format = None if has_codes else self._format
-        refuse_experts(self.kernels, self._expert_format, self.sizes)
+        refuse_experts(config, self.kernels, self._expert_format, self.sizes)
         self._weight_bytes = [
             part_bytes(config, places[stage], self.kernels.item_bytes, self._format, not has_codes)
             for stage in range(plan.pipe.degree)
@@ -229,11 +233,16 @@ class ServingModel:
         decodes = [chunk for chunk in chunks if chunk.end - chunk.start == 1]
         prompts = tuple((chunk.end - chunk.start, chunk.end) for chunk in chunks if chunk.end - chunk.start > 1)
         num_sampled = sum(chunk.samples for chunk in chunks)
-        return self._step(stage, len(decodes), sum(chunk.end for chunk in decodes), prompts, num_sampled)
+        num_cached = sum(self._num_seen(chunk.end) for chunk in decodes)
+        return self._step(stage, len(decodes), num_cached, prompts, num_sampled)
+
+    def _num_seen(self, length: int) -> int:
+        """The tokens that a decode of a request with so many tokens attends to."""
+        return length if self.sizes.window is None else min(length, self.sizes.window)
 
     def decode_seconds(self, length: int, num_layers: int | None = None) -> float:
         """Seconds of a decode of one request with so many tokens, by all layers or the first of them and the head."""
-        seconds = self._step(0, 1, length, (), 1).seconds
+        seconds = self._step(0, 1, self._num_seen(length), (), 1).seconds
         if num_layers is None:
             return seconds
         head = self.kernels.product(1, self.sizes.hidden, self.sizes.vocab)
@@ -243,9 +252,9 @@ class ServingModel:
         """Seconds of a step of one request that computes a token and so many drafts, and samples after each."""
         if num_drafts == 0:
             return self.decode_seconds(length)
-        if self._cache_format.answers_choose:  # each is a decode of its own, and the step no CUDA graph
+        if self._cache_format.name != "plain":  # each attends as a decode of its own, and the step is no CUDA graph
             number = 1 + num_drafts
-            return self._step(0, number, number * length, (), number, may_be_graph=False).seconds
+            return self._step(0, number, number * self._num_seen(length), (), number, may_be_graph=False).seconds
         return self._step(0, 0, 0, ((1 + num_drafts, length + num_drafts),), 1 + num_drafts).seconds
 
     def _step(
@@ -262,31 +271,19 @@ class ServingModel:
         num_tokens = num_decodes + sum(computed for computed, _ in prompts)
         layers = sizes.stage_layers(plan, stage)
         is_last = stage == plan.pipe.degree - 1
-        matmul, small, flops, num_read = 0.0, 0.0, 0.0, 0.0
-        for has_experts, number in self._layer_kinds[stage].items():
-            small += number * has_experts * routing_seconds(kernels, self._expert_format, num_tokens, sizes)
-            for rows, inner, columns, times, are_experts in self._products(num_tokens, has_experts):
-                if are_experts:
-                    given = (self._expert_format, num_tokens, rows, inner, columns, times)
-                    seconds, stored = expert_products(kernels, *given)
-                else:
-                    seconds, stored = self._product(max(1, round(rows)), inner, columns)
-                matmul, num_read = matmul + number * seconds, num_read + number * stored
-                flops += 2 * number * times * rows * inner * columns
-        if is_last and num_sampled:
-            columns = -(-sizes.vocab // x)
-            matmul += kernels.product(num_sampled, sizes.hidden // plan.tensor.y, columns)
-            flops += 2 * num_sampled * sizes.hidden * columns
-            num_read += kernels.item_bytes * sizes.hidden * columns // plan.tensor.y
+        matmul, flops, num_read = self._matmuls(stage, num_tokens, num_sampled * is_last)
+        routing = self._expert_format if plan.expert == 1 else None  # among several ranks, by plain functions
+        small = self._layer_kinds[stage][True] * routing_seconds(kernels, routing, num_tokens, sizes)
         heads = (sizes.num_heads // x, sizes.key_heads(x), sizes.head_dim)
         attention, cache = (
             len(layers) * one / plan.context.degree
             for one in decode_reads(kernels, self._cache_format, num_decodes, num_cached, heads)
         )
-        for computed, end in prompts:
-            scores = sizes.num_heads // x * computed * (end - computed / 2) * len(layers) / plan.context.degree
-            attention += kernels.attention(8 * sizes.head_dim * scores, 2 * scores, end)[0]
-            flops += 4 * sizes.head_dim * scores
+        for chunk in prompts:
+            given = (*chunk, sizes.window, (sizes.num_heads // x, sizes.head_dim))
+            seconds, own = prompt_attention(kernels, self._cache_format, *given)
+            attention += len(layers) * seconds / plan.context.degree
+            flops += len(layers) * own / plan.context.degree
         moved = num_tokens * len(layers) * kernels.item_bytes * (4 * sizes.hidden + 3 * sizes.inner // x)
         moved += SAMPLING_PASSES * 4 * num_sampled * sizes.vocab * is_last
         of_context = SPLIT_KERNELS * (plan.context.degree > 1)
@@ -309,10 +306,31 @@ class ServingModel:
             read = max(read, streamed.floor_seconds)
         return _StageStep(by_cause, max(read, flops / kernels.peak))
 
+    def _matmuls(self, stage: int, num_tokens: int, num_sampled: int) -> tuple[float, float, float]:
+        """Seconds and FLOPs of a stage's products, and the bytes of weights that they read."""
+        sizes, kernels = self.sizes, self.kernels
+        total, flops, num_read = 0.0, 0.0, 0.0
+        for has_experts, number in self._layer_kinds[stage].items():
+            for rows, inner, columns, times, are_experts in self._products(num_tokens, has_experts):
+                if are_experts:
+                    given = (self._expert_format, num_tokens, rows, inner, columns, times)
+                    seconds, stored = expert_products(kernels, *given)
+                else:
+                    seconds, stored = self._product(max(1, round(rows)), inner, columns)
+                total, num_read = total + number * seconds, num_read + number * stored
+                flops += 2 * number * times * rows * inner * columns
+        if num_sampled:
+            inner, columns = sizes.hidden // self.plan.tensor.y, -(-sizes.vocab // self.plan.tensor.x)
+            total += kernels.product(num_sampled, inner, columns)
+            flops += 2 * num_sampled * sizes.hidden * columns
+            num_read += kernels.item_bytes * inner * columns
+        return total, flops, num_read
+
     def _is_graph(self, num_tokens: int, has_prompts: bool) -> bool:
         """Is a step without drafts a CUDA graph?"""
         form, has_ranks = self._cache_format, self.plan.num_ranks > self.plan.data
         is_recorded = form.name == "plain" and num_tokens <= MAX_TOKENS if has_prompts else form.has_kernel
+        is_recorded = is_recorded and self.kernels.item_bytes == 2
         return is_recorded and not has_ranks and not self._streamed
 
     def _product(self, rows: int, inner: int, columns: int) -> tuple[float, int]:

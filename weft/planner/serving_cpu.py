@@ -51,6 +51,7 @@ class _Layers:
     shapes: tuple[tuple[Shape, ...], ...]
     head: Shape
     cache_bytes: int = 0
+    window: int | None = None  # of the newest tokens, to which a token attends
     num_queries: int = 1  # that share a key head
     num_units: int = 0  # of the state of a recurrent layer
     has_table: bool = False
@@ -78,7 +79,8 @@ def predict_decode(
     by_layer = [sum(kept_bytes(kept, *shape) for shape in shapes) for shapes in model.shapes]
     row_bytes = kept_bytes(head_kept, 1, model.head[1])
     head_bytes = round(graph.num_scored * row_bytes + 8 * graph.num_edges) if graph else model.head[0] * row_bytes
-    cached = model.cache_bytes * length * len(model.shapes)
+    seen = length if model.window is None else min(length, model.window)
+    cached = model.cache_bytes * seen * len(model.shapes)
     read = sum(by_layer) + head_bytes + cached
     times = rates.layer(model.kind, dtype)
     products = sum(_product(rates, kept, shape, read) for shapes in model.shapes for shape in shapes)
@@ -87,7 +89,7 @@ def predict_decode(
     small += (len(by_layer) - 1) * times.layer(layer_bytes, model.num_units)
     attention = 0.0
     if model.cache_bytes:
-        each = rates.attention_seconds(dtype, model.num_queries, model.cache_bytes * length)
+        each = rates.attention_seconds(dtype, model.num_queries, model.cache_bytes * seen)
         attention = each * len(by_layer)
     if graph is None:
         last = {"the head": _product(rates, head_kept, model.head, read)}
@@ -202,7 +204,7 @@ def _layers(config: LanguageConfig, dtype: str) -> _Layers:
     cached = 2 * sizes.num_key_heads * sizes.head_dim * ITEM_BYTES[dtype]
     kind: LayerKind = "decoder" if isinstance(config, DecoderConfig) else "gpt2"
     queries = sizes.num_heads // sizes.num_key_heads
-    return _Layers(kind, (shapes,) * sizes.num_layers, (sizes.vocab, sizes.hidden), cached, queries)
+    return _Layers(kind, (shapes,) * sizes.num_layers, (sizes.vocab, sizes.hidden), cached, sizes.window, queries)
 
 
 def _recurrent_layers(config: RecurrentConfig, dtype: str) -> _Layers:

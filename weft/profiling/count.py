@@ -81,7 +81,7 @@ def count(
         layers=tally.layers,
         layer_calls={name: tuple(calls) for name, calls in tally.layer_calls.items()},
         read_outside=frozenset(tally.read_outside),
-        attentions=tally.attentions,
+        attentions={name: tuple(calls) for name, calls in tally.attentions.items()},
         stream_numel=math.prod(tally.stream_shape) if tally.stream_shape else 0,
         stream_shape=tally.stream_shape,
         units=tally.units,
@@ -128,7 +128,7 @@ class Tally(TorchDispatchMode):
         self.units: dict[str, Flops] = {}
         self.blocks: dict[str, _Counts] = {"": _Counts(calls=1, in_backward=True)}
         self.layer_calls: dict[str, list[LayerShape]] = {}
-        self.attentions: dict[str, Heads] = {}
+        self.attentions: dict[str, list[Heads]] = {}
         self.given: dict[str, Any] = {}  # block -> (args, kwargs) of its first call, with `TensorMetadata` for tensors
         self.stream_shape: tuple[int, ...] = ()
         self.checkpoints: dict[str, CheckpointKind] = {}  # the user's own, around blocks
@@ -187,7 +187,7 @@ class Tally(TorchDispatchMode):
             handles.append(module.register_forward_hook(partial(self._leave_node, name)))
         for name, module in model.named_modules():  # before the hooks of blocks: a block may itself be such a layer
             if _is_product(module) or isinstance(module, nn.Embedding) or is_norm(module):
-                handles.append(module.register_forward_pre_hook(partial(self._begin, name)))
+                handles.append(module.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True))
                 handles.append(module.register_forward_hook(partial(self._measure, name), with_kwargs=True))
             if isinstance(module, CausalAttention):
                 handles.append(module.register_forward_pre_hook(lambda inner, args: see(inner, *args)))
@@ -285,11 +285,11 @@ class Tally(TorchDispatchMode):
 
     # --- layers
 
-    def _begin(self, name: str, module: nn.Module, args: Any) -> None:
+    def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.saved.since = 0
         self._inside = name
         if _is_product(module):
-            self.flow.enter(name, tensors_of(args))
+            self.flow.enter(name, tensors_of((args, kwargs)))
         if returns_loss(module):
             self._last_layer = name
 
@@ -300,7 +300,7 @@ class Tally(TorchDispatchMode):
         dim = -1 - num_spatial_dims(module)
         width = 1 if isinstance(module, nn.Embedding) else value.shape[dim]
         in_rows = value.numel() // width
-        weight: Any = module.weight
+        weight: Any = getattr(module, "weight", None)  # some norms have none
         out = output.shape[dim] if output.dim() else len(weight)  # a head that returns a loss has no dims
         rows = output.numel() // out if output.dim() else in_rows
         calls = self.layer_calls.setdefault(name, [])
@@ -319,7 +319,7 @@ class Tally(TorchDispatchMode):
         batch, num_heads, sequence, head_dim = query.shape
         needs_gradient = any(tensor.requires_grad for tensor in (query, key, value))
         heads = Heads(batch, num_heads, key.shape[1], sequence, max(head_dim, value.shape[-1]), needs_gradient)
-        self.attentions[names[id(module)]] = heads
+        self.attentions.setdefault(names[id(module)], []).append(heads)
 
 
 def _is_product(module: nn.Module) -> bool:

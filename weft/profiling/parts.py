@@ -238,7 +238,7 @@ class Profile:
 
     `batch_mixers` names layers whose result depends on other samples of the batch. `layers` are the linears,
     convolutions, embeddings and norms by name, as they were called last, and `layer_calls` has every call.
-    `read_outside` names parameters of layers that other code uses, too.
+    `attentions` has every call of each attention. `read_outside` names parameters of layers that other code uses, too.
     `stream_shape` is the shape of the first block's input and
     `stream_numel` its number of elements. `units` has the FLOPs of each block and of each part of the root (embedding,
     norm, head); operations between units count for the unit before them.
@@ -252,7 +252,7 @@ class Profile:
     layers: Mapping[str, LayerShape] = field(default_factory=dict)
     layer_calls: Mapping[str, tuple[LayerShape, ...]] = field(default_factory=dict)
     read_outside: frozenset[str] = frozenset()
-    attentions: Mapping[str, Heads] = field(default_factory=dict)
+    attentions: Mapping[str, tuple[Heads, ...]] = field(default_factory=dict)
     stream_numel: int = 0
     stream_shape: tuple[int, ...] = ()
     units: Mapping[str, Flops] = field(default_factory=dict)

@@ -19,7 +19,14 @@ PARAMETER_CUTS = Annotation[Mapping[str, Cut]]("parameter_cuts")
 # On a stage's model: the stages of each parameter that several stages hold, by name.
 SHARED_BY_STAGES = Annotation[Mapping[str, tuple[int, ...]]]("shared_by_stages")
 # Attribute names of configs and routers for the number of experts that each token is sent to.
-PER_TOKEN_NAMES = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k", "moe_top_k")
+PER_TOKEN_NAMES = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "experts_per_token",
+    "top_k",
+    "top_k_experts",
+    "moe_top_k",
+)
 
 ParameterUses = list[tuple[nn.Module, str]]
 

@@ -164,7 +164,7 @@ def _pairs(profile: Profile) -> bool:
 def _part(profile: Profile, block: Block, splits: Mapping[str, Split]) -> BlockWork:
     inside = f"{block.name}."
     products = _products(profile, splits, lambda name: name == block.name or name.startswith(inside))
-    heads = [heads for name, heads in profile.attentions.items() if name.startswith(inside)]
+    heads = [heads for name, calls in profile.attentions.items() if name.startswith(inside) for heads in calls]
     inner, outer = _by_place(block.traffic_by_layer, splits)
     scores = sum(one.batch * one.num_heads * one.sequence**2 for one in heads)
     keys = sum(one.batch * one.num_key_heads * one.sequence * one.head_dim for one in heads)

@@ -39,7 +39,7 @@ from weft.spatial.tile_layout import BatchShare, Grid, LayoutNotes, TileLayout, 
 from weft.spatial.wide_tiles import forget
 from weft.spatial.windows import NO_EXTRA, Extra, NeedsWhole, Unsupported
 
-_HANDED_OVER = Annotation[Tensor]("handed_over")  # on a tile: what it was handed over as
+_HANDED_OVER = Annotation[tuple[Tensor, int]]("handed_over")  # on a tile: what it was handed over as, at which version
 Position = tuple[str, int]  # a unit ("" for the root), and the number of a layer in it
 
 
@@ -54,15 +54,23 @@ def hand_over(tensor: Tensor) -> Tensor:
 
 
 def handed_over(tensor: Tensor) -> Tensor:
-    """Return what a tile was handed over as, kept for as long as the tile lives; the tensor itself if it was not."""
+    """Return what a tile was handed over as, kept for as long as the tile lives; the tensor itself if it was not, or if
+    it was changed in place since then.
+    """
     found = _HANDED_OVER.get(tensor)
-    return tensor if found is None else found
+    return tensor if found is None or found[1] != _version(tensor) else found[0]
 
 
 def forget_handed_over(tensors: Iterable[Tensor]) -> None:
     """Drop what tensors that outlive the forward were handed over as."""
     for tensor in tensors:
         _HANDED_OVER.pop(tensor)
+
+
+def _version(tensor: Tensor) -> int:
+    """Return a number that every change in place raises. Tensors of torch.inference_mode() count no changes."""
+    with torch._C.DisableTorchFunction():
+        return 0 if tensor.is_inference() else tensor._version
 
 
 class View(TorchFunctionMode):
@@ -190,9 +198,11 @@ class View(TorchFunctionMode):
         """
         if self.is_staged or self.position[0] or not isinstance(layout_of(tensor), TileLayout):
             return self._hand_over(tensor)
-        if _HANDED_OVER.get(tensor) is None:
-            _HANDED_OVER.set(tensor, self._hand_over(tensor))
-        return handed_over(tensor)
+        whole = handed_over(tensor)
+        if whole is tensor:
+            whole = self._hand_over(tensor)
+            _HANDED_OVER.set(tensor, (whole, _version(tensor)))
+        return whole
 
     def _hand_over(self, tensor: Tensor) -> Tensor:
         """Convert a tile to whole images or a share of the batch.

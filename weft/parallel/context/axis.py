@@ -73,6 +73,12 @@ class ContextAxis(Strategy):
                 f"along the sequence (weft.models' CausalAttention, or transformers' attention interface); use context "
                 f"= 1"
             )
+        if not models and not _takes_positions(profile.model):
+            return (
+                f"context = {degree} tells each rank the positions of its tokens in the sequence, and the forward of "
+                f"{type(profile.model).__name__} has no argument 'positions'; add it, and hand it to the part of the "
+                f"model that knows positions (weft.models' GPT2 and Decoder take it), or use context = 1"
+            )
         if (reason := refuse_split_sequences(profile.model, f"context = {degree}")) is not None:
             return reason
         if any(isinstance(module, LatentAttention) for module in profile.model.modules()):
@@ -91,7 +97,7 @@ class ContextAxis(Strategy):
         return self._refuse_heads(profile, plan)
 
     def _refuse_heads(self, profile: Profile, plan: Plan) -> str | None:
-        for name, heads in profile.attentions.items():
+        for name, (heads, *_) in profile.attentions.items():
             local = heads.num_heads // plan.tensor.x
             if plan.context.kind == "all-to-all" and local % plan.context.degree:
                 return (
@@ -118,9 +124,14 @@ class ContextAxis(Strategy):
     def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
         if plan.context.degree == 1:
             return Cost()
+        if not profile.counted:
+            raise PlanError(
+                f"the traffic of context = {plan.context.degree} follows from the attentions that a forward calls, and "
+                f"that of this model depends on values, so it cannot be counted; use context = 1"
+            )
         pairs: list[tuple[Key, int]] = [*buffer_traffic(self, profile, plan, split)]
         size = COMPUTE_DTYPE[plan.precision].itemsize
-        for name, heads in profile.attentions.items():
+        for name, heads in ((name, one) for name, calls in profile.attentions.items() for one in calls):
             local, keys = heads.num_heads // plan.tensor.x, max(1, heads.num_key_heads // plan.tensor.x)
             tokens = heads.sequence // plan.context.degree
             if plan.context.kind == "ring":
@@ -174,6 +185,12 @@ class ContextAxis(Strategy):
             if "context" not in flat.layout.apart:
                 flat.sum_over.append(axis)
         return model
+
+
+def _takes_positions(model: nn.Module) -> bool:
+    """May `positions` be passed by name to the model's forward?"""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return any(one.name == "positions" or one.kind is one.VAR_KEYWORD for one in parameters)
 
 
 def _divide(block: Block, degree: int) -> Block:

@@ -36,6 +36,7 @@ from typing import Any
 
 from torch import nn
 
+from weft.errors import PlanError
 from weft.mesh import Mesh
 from weft.parallel.cut_parameters import cut_parameters
 from weft.parallel.expert import features
@@ -51,7 +52,7 @@ from weft.parallel.expert.layers import (
     row_parts,
 )
 from weft.parallel.expert.routing import refuse_split_sequences, split_routers
-from weft.parallel.expert.traffic import COUNT_BYTES, GATHER_KEY, layer_traffics
+from weft.parallel.expert.traffic import COUNT_BYTES, GATHER_KEY, layer_traffics, refuse_uncounted
 from weft.plan import BatchSplit, Plan
 from weft.profiling import PARAMETER_CUTS, Block, Profile
 from weft.profiling.software import BlockPass, Software
@@ -93,6 +94,8 @@ class ExpertAxis(Strategy):
                 return f"{given}, but {reason}; use expert = 1, and data or shard"
             if expert_degree(plan, num_experts) is None:
                 return f"{given} does not divide the {num_experts} experts of '{name}'; use a divisor of {num_experts}"
+        if (reason := refuse_uncounted(profile, layers)) is not None:
+            return f"{given}, but {reason}; or use expert = 1, and data or shard"
         fewest = min(map(num_experts_of, layers.values()))
         if fewest < degree and plan.pipe.degree > 1:
             return (
@@ -120,6 +123,11 @@ class ExpertAxis(Strategy):
         assert profile.model is not None
         if not _is_active(profile.model, plan):
             return Cost()
+        if not profile.counted and expert_layers(profile.model):
+            raise PlanError(
+                f"the traffic of {_given(plan)} follows from the rows that a forward sends to experts, and that of "
+                f"this model depends on values, so it cannot be counted; use expert = 1, and data or shard"
+            )
         calls = [call for traffic in layer_traffics(profile, plan) for call in traffic.calls(traffic.num_rows)]
         return Cost(tally(calls * split.accumulation))
 

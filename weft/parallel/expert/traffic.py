@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from weft.comm.ledger import Key
@@ -10,6 +10,7 @@ from weft.models.router import Router
 from weft.parallel.expert.layers import expert_axis, expert_degree, expert_layers, row_parts
 from weft.plan import Plan
 from weft.profiling import Block, Profile
+from weft.profiling.structure import PER_TOKEN_NAMES
 from weft.sharding.layout import COMPUTE_DTYPE
 
 COUNT_BYTES = 8  # of the number of rows for one expert
@@ -20,8 +21,9 @@ SCORES_KEY: Key = ("y", "all_reduce")
 
 @dataclass(frozen=True)
 class ExpertTraffic:
-    """The collectives of one layer in one micro-batch. A rank's experts are sent `num_rows` rows of `row_bytes`.
+    """The collectives of one layer in one micro-batch, in which the model calls it `num_calls` times.
 
+    In each call a rank's experts are sent `num_rows` rows of `row_bytes`.
     `key` is the all-to-all of rows, over `num_ranks` ranks. `is_even`: all experts have equally many rows, so no counts
     are sent. Forward runs `num_forwards` times. `has_row_gradient`, `has_result_gradient`: gradients of the rows, and
     of the experts' results, are sent in backward. `over_x`, `over_y`: into how many parts ranks of x and y split their
@@ -30,6 +32,7 @@ class ExpertTraffic:
     """
 
     name: str
+    num_calls: int
     key: Key
     num_ranks: int
     num_experts: int
@@ -44,8 +47,11 @@ class ExpertTraffic:
     score_bytes: int
     weight_bytes: int
 
-    def calls(self, num_arrived: int) -> Iterator[tuple[Key, int]]:
-        """Yields each collective with its bytes, if `num_arrived` rows arrive at this rank."""
+    def calls(self, num_arrived: int) -> list[tuple[Key, int]]:
+        """Returns each collective with its bytes, if `num_arrived` rows arrive at this rank in each call."""
+        return [*self._of_one_call(num_arrived)] * self.num_calls
+
+    def _of_one_call(self, num_arrived: int) -> Iterator[tuple[Key, int]]:
         if self.num_ranks > 1:
             if not self.is_even:
                 yield from [(self.key, COUNT_BYTES * self.num_experts)] * self.num_forwards
@@ -85,20 +91,43 @@ def layer_traffics(profile: Profile, plan: Plan) -> Iterator[ExpertTraffic]:
             has_weight_gradient = has_row_gradient or (block.in_backward and _is_trained(block, f"{router}."))
             yield ExpertTraffic(
                 experts.name,
+                block.calls,
                 (expert_axis(plan, experts.num_experts), "all_to_all"),
                 expert_degree(plan, experts.num_experts) or 1,
                 experts.num_experts,
                 experts.capacity is not None,
-                experts.num_rows(batch, tokens // batch) // (over_x * over_y) * block.calls,
+                experts.num_rows(batch, tokens // batch) // (over_x * over_y),
                 hidden * size,
                 2 if is_again else 1,
                 has_row_gradient,
                 has_row_gradient or (block.in_backward and _is_trained(block, f"{experts.name}.")),
                 over_x,
                 over_y,
-                tokens * experts.num_experts * max(4, size) * has_router * block.calls,
-                tokens * experts.per_token * max(4, size) * has_router * has_weight_gradient * block.calls,
+                tokens * experts.num_experts * max(4, size) * has_router,
+                tokens * experts.per_token * max(4, size) * has_router * has_weight_gradient,
             )
+
+
+def refuse_uncounted(profile: Profile, layers: Iterable[str]) -> str | None:
+    """Returns why the rows that a layer of experts sends cannot be counted before a run; None if all can be."""
+    known = {
+        experts.name: experts
+        for block in profile.blocks
+        for experts in block.experts
+        if any(parameter.name.startswith(f"{experts.name}.") for parameter in block.parameters)
+    }
+    for name in layers:
+        if name not in known:
+            return (
+                f"weft counts the rows of experts that lie in one block of the model and whose name has 'expert' and "
+                f"not 'shared' in it, and '{name}' is not such a layer; name it 'experts', inside a block"
+            )
+        if known[name].per_token is None:
+            return (
+                f"neither '{name}', nor the module around it or the modules beside it, nor the model's config says to "
+                f"how many experts a token goes; set one of {', '.join(PER_TOKEN_NAMES)} there, to a whole number"
+            )
+    return None
 
 
 def _hidden_size(block: Block, name: str) -> int:

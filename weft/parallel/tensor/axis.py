@@ -134,7 +134,9 @@ def split_model(model: nn.Module, pairing: Pairing, plan: Plan, mesh: Mesh) -> N
 
 
 class _Applier:
-    """Replaces forwards and adds hooks. Modules, their names and classes stay."""
+    """Replaces forwards and adds hooks. Modules, their names and classes stay, and so does the name of the argument of
+    torch's own layers, `input`, by which a model may pass it.
+    """
 
     def __init__(self, model: nn.Module, pairing: Pairing, plan: Plan, mesh: Mesh) -> None:
         self.model, self.pairing = model, pairing
@@ -206,14 +208,14 @@ class _Applier:
             module = self.model.get_submodule(parent)
             _replace_forward(module, SharedInput(parent, module.forward, columns).forward)
 
-    def _convolution(self, module: Any, split: Split, value: Tensor) -> Tensor:
+    def _convolution(self, module: Any, split: Split, input: Tensor) -> Tensor:
         if self.rng is not None and split.kind in ("column", "row"):
             self.rng.enter(INNER if split.kind == "column" else WHOLE)
         kinds = {"gathered": convolution.gathered, "column": convolution.column, "row": convolution.row}
-        return kinds[split.kind](module, self.x, self.y, value)
+        return kinds[split.kind](module, self.x, self.y, input)
 
-    def _embedding(self, name: str, module: nn.Embedding, begin: int, tokens: Tensor) -> Tensor:
-        rows = split_embedding(module, tokens, begin)
+    def _embedding(self, name: str, module: nn.Embedding, begin: int, input: Tensor) -> Tensor:
+        rows = split_embedding(module, input, begin)
         if self.rng is not None:
             self.rng.enter(WHOLE)
         if name != self.chain.ends.embedding:

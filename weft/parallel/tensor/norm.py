@@ -18,17 +18,18 @@ ALONE = Axis("y", 1, 0, None, Ledger())
 _PLAIN: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # results of `is_plain_norm`
 
 
-def split_norm(module: Any, axis: Axis, hidden: Tensor) -> Tensor:
+def split_norm(module: Any, axis: Axis, input: Tensor) -> Tensor:
     """Returns the LayerNorm or RMSNorm of this rank's features, computed in float32 at least."""
-    wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-    size = hidden.shape[-1] * axis.degree
+    wide = input.to(torch.promote_types(input.dtype, torch.float32))
+    size = input.shape[-1] * axis.degree
     if isinstance(module, nn.LayerNorm):
         wide = wide - _sum_over(wide.sum(-1, keepdim=True), axis) / size
     variance = _sum_over(wide.square().sum(-1, keepdim=True), axis) / size
-    eps = getattr(module, "eps", None) or getattr(module, "variance_epsilon", None) or torch.finfo(hidden.dtype).eps
-    normed = (wide * torch.rsqrt(variance + eps)).to(hidden.dtype)
-    out = normed if module.weight is None else normed * module.weight
-    return out if getattr(module, "bias", None) is None else out + module.bias
+    eps = getattr(module, "eps", None) or getattr(module, "variance_epsilon", None) or torch.finfo(input.dtype).eps
+    normed = (wide * torch.rsqrt(variance + eps)).to(input.dtype)
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    out = normed if weight is None else normed * weight
+    return out if bias is None else out + bias
 
 
 def is_plain_norm(module: nn.Module) -> bool:

@@ -34,7 +34,7 @@ class SequenceSplitter:
         model.get_submodule(first).register_forward_pre_hook(self._before_first, with_kwargs=True, prepend=True)
         model.get_submodule(last).register_forward_hook(self._after_last)
         if self.ends.norm is not None:
-            model.get_submodule(self.ends.norm).register_forward_hook(self._after_norm)
+            model.get_submodule(self.ends.norm).register_forward_hook(self._after_norm, with_kwargs=True)
 
     def reset(self) -> None:
         """Start a new forward."""
@@ -83,8 +83,8 @@ class SequenceSplitter:
         hidden = gather(hidden, self.axis, SEQUENCE_DIM)
         return (hidden, *out[1:]) if isinstance(out, tuple) else hidden
 
-    def _after_norm(self, _: nn.Module, args: Any, out: Tensor) -> None:
-        self.check_input(args[0], f"'{self.ends.norm}'")
+    def _after_norm(self, _: nn.Module, args: Any, kwargs: Any, out: Tensor) -> None:
+        self.check_input((*args, *kwargs.values())[0], f"'{self.ends.norm}'")
         self.expected = out
 
     def _pass(self, end: str) -> None:

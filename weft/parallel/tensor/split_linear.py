@@ -22,7 +22,10 @@ from weft.parallel.tensor.sequence_stream import SequenceSplitter
 
 
 class SplitLinear:
-    """A linear that is split over x and y. It has one forward for each kind of `Split`, named by the kind."""
+    """A linear that is split over x and y. It has one forward for each kind of `Split`, named by the kind.
+
+    Their argument is named `input`, as that of nn.Linear: a model may pass it by name.
+    """
 
     def __init__(
         self,
@@ -49,11 +52,11 @@ class SplitLinear:
             None  # those of `weights`, set by `SharedInput` before the module's forward runs
         )
 
-    def column(self, value: Tensor) -> Tensor:
+    def column(self, input: Tensor) -> Tensor:
         """Forward of a linear that is split by outputs and followed by a row."""
         given, products = self.given, self.products
         self.given = self.products = None
-        if products is None or given is not value:
+        if products is None or given is not input:
             if self.has_parent and self.stream is not None:
                 raise PlanError(
                     f"'{self.split.module}' was called twice, or given something else than '{self.split.parent}' was, "
@@ -61,31 +64,31 @@ class SplitLinear:
                 )
             if self.rng is not None:
                 self.rng.enter(INNER)
-            products = self._enter(value)
+            products = self._enter(input)
         return self._add_bias(leave(self._add_update(products), self.y))
 
-    def row(self, value: Tensor) -> Tensor:
+    def row(self, input: Tensor) -> Tensor:
         """Forward of a linear that is split by inputs; its results are summed over x."""
         if self.rng is not None:
             self.rng.enter(WHOLE if self.stream is None else PART)
         if self.stream is not None:
-            out = out_of_region(value, self.module.weight, self.transposed, self.x, self.y, self.stream)
+            out = out_of_region(input, self.module.weight, self.transposed, self.x, self.y, self.stream)
         else:
-            products = into_region(value, self.weights, self.transposed, self.y)
+            products = into_region(input, self.weights, self.transposed, self.y)
             out = leave(self._add_update(products), self.x)
         out = self._add_bias(out)
         return gather(out, self.y, -1) if self.is_whole else out
 
-    def gathered(self, value: Tensor) -> Tensor:
+    def gathered(self, input: Tensor) -> Tensor:
         """Forward of a linear that is split by outputs, which are gathered over x."""
-        out = gather(self._add_bias(leave(self._add_update(self._enter(value)), self.y)), self.x, -1)
+        out = gather(self._add_bias(leave(self._add_update(self._enter(input)), self.y)), self.x, -1)
         return out if self.stream is None else scatter(out, self.x, SEQUENCE_DIM)
 
-    def head(self, value: Tensor) -> Tensor:
+    def head(self, input: Tensor) -> Tensor:
         """Forward of the head. It is split by outputs (the classes), which stay split."""
         if self.stream is not None:
-            self.chain.check_input(value, f"'{self.split.module}'")
-        return self._add_bias(leave(self._add_update(self._enter(value)), self.y))
+            self.chain.check_input(input, f"'{self.split.module}'")
+        return self._add_bias(leave(self._add_update(self._enter(input)), self.y))
 
     def _enter(self, value: Tensor) -> Sequence[Tensor]:
         return into_region(self.own(value), self.weights, self.transposed, self.x, self.stream)
