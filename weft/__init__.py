@@ -1,4 +1,4 @@
-"""Weft plans, proves and runs the training of networks too large for one device.
+"""Weft plans, proves, runs and serves networks too large for one device.
 
 plan = weft.Plan(data=2, shard=weft.Shard(degree=4, stage=3))
 weft.verify(model_fn, batch_fn, plan).require()   # equals the unsplit model, or says where it does not

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable
@@ -117,7 +118,7 @@ SHARDED = ["plan.data=2", "plan.shard={degree=2, stage=1}", "plan.micro_batch=4"
     ids=["beside shard", "curvature rank", "curvature rank that is not waited for"],
 )
 def test_kfac_on_ranks_that_share_the_gpu(overrides: list[str], tmp_path: Path) -> None:
-    """Its losses are those of one process, but for inverses that come late."""
+    """Its losses are those of one process. Where nobody waits for inverses, losses depend on when these come."""
     run, usual = (
         write_run(tmp_path),
         ["plan.exact=false", "plan.precision=fp32", "train.share_gpus=true", "--no-verify"],
@@ -125,8 +126,9 @@ def test_kfac_on_ranks_that_share_the_gpu(overrides: list[str], tmp_path: Path) 
     succeeded(weft("train", run, *overrides, *usual))
     found = losses(tmp_path / "text")
     assert len(found) == 8
-    assert found[8] < found[1]
+    assert all(map(math.isfinite, found.values()))
     if "async" not in overrides[-1]:
+        assert found[8] < found[1]
         alone = ["plan.micro_batch=16", "train.kfac={mode='inline'}", f"folder={tmp_path / 'alone'}"]
         succeeded(weft("train", run, *alone, *usual))
         assert list(found.values()) == pytest.approx(list(losses(tmp_path / "alone").values()), rel=1e-3)
