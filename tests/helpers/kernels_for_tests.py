@@ -611,6 +611,15 @@ def filters() -> dict[str, dict[str, float]]:
             "differ": float((drawn != plain)[temperature[:, 0] > 0].sum()),
             "alike without filters": float((free == plain).sum() > 13),
         }
+    # A top_p next to 1: by rounding, 40 tokens have less than this share of their sum. They are left all the same.
+    filter_kernel._CHUNK = 64
+    logits = torch.stack([torch.randn(64, generator=torch.Generator().manual_seed(seed)) for seed in (57, 242, 615)])
+    one = torch.ones(3, 1)
+    lowest, last = filter_kernel.filter_by_kernel(logits, one, 40 * one, 0.99999994 * one, (1e-38 * one).log())
+    bits = logits.view(torch.int32)
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    is_left = (order > lowest[:, None]) | ((order == lowest[:, None]) & (torch.arange(64) <= last[:, None]))
+    found["left of top_k by top_p"] = {"differ": float((is_left.sum(1) - 40).abs().max())}
     return found
 
 

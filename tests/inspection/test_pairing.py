@@ -703,10 +703,10 @@ class LayerScale(UnitLength):
 
 
 def test_norms_are_split_over_y_only_if_they_compute_what_weft_would() -> None:
-    assert is_plain_norm(nn.LayerNorm(WIDTH))
-    assert is_plain_norm(nn.RMSNorm(WIDTH, eps=1e-3))
-    assert not is_plain_norm(PlusOne(WIDTH))
-    assert not is_plain_norm(nn.LayerNorm((4, WIDTH)))
+    assert is_plain_norm(nn.LayerNorm(WIDTH), WIDTH)
+    assert is_plain_norm(nn.RMSNorm(WIDTH, eps=1e-3), WIDTH)
+    assert not is_plain_norm(PlusOne(WIDTH), WIDTH)
+    assert not is_plain_norm(nn.LayerNorm((4, WIDTH)), WIDTH)
 
 
 def test_transformers_norms() -> None:
@@ -714,8 +714,8 @@ def test_transformers_norms() -> None:
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     assert all(is_norm(norm) for norm in (LlamaRMSNorm(WIDTH), GemmaRMSNorm(WIDTH)))
-    assert is_plain_norm(LlamaRMSNorm(WIDTH))
-    assert not is_plain_norm(GemmaRMSNorm(WIDTH))
+    assert is_plain_norm(LlamaRMSNorm(WIDTH), WIDTH)
+    assert not is_plain_norm(GemmaRMSNorm(WIDTH), WIDTH)
 
 
 def test_other_modules_are_split_over_y_only_if_they_treat_each_feature_alone() -> None:

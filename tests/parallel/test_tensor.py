@@ -871,6 +871,40 @@ def test_what_mixes_features_is_refused_over_y() -> None:
     assert TensorAxes().refuse(profile(model()), grid(2)) is None
 
 
+class DoubleRMSNorm(nn.Module):
+    """A norm without a weight that weft does not know."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return 2 * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-5)
+
+
+class WithNormsOfHeads(nn.Module):
+    """Norms without a weight of a token's features, and of a part of them."""
+
+    def __init__(self, norm: nn.Module, heads: int = 1) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.mlp, self.heads = nn.Embedding(32, WIDTH), norm, shared.MLP(), heads
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden: Tensor = self.embedding(tokens)
+        normed = self.norm(hidden.unflatten(-1, (self.heads, -1))).flatten(-2)
+        return hidden + self.mlp(normed)
+
+
+def test_norms_without_a_weight_over_y() -> None:
+    def refusal(norm: nn.Module, heads: int = 1) -> str | None:
+        own = profile(WithNormsOfHeads(norm, heads), lambda: (torch.ones(2, 4, dtype=torch.long),))
+        assert TensorAxes().refuse(own, grid(2)) is None
+        return TensorAxes().refuse(own, grid(1, 2))
+
+    assert refusal(nn.RMSNorm(WIDTH, elementwise_affine=False)) is None
+    assert "'norm' (DoubleRMSNorm) works on, and it is neither" in str(refusal(DoubleRMSNorm()))
+    assert refusal(nn.RMSNorm(WIDTH // 2, elementwise_affine=False), heads=2) == (
+        f"tensor.y = 2 splits the {WIDTH} features between layers, and 'norm' (RMSNorm), which has no weight, norms "
+        f"{WIDTH // 2}: weft cannot tell whether these are split; use y = 1"
+    )
+
+
 def test_labels_are_refused() -> None:
     def rank(index: int) -> str:
         plan = grid(2)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.processes
         ("packed", 28),
         ("four_bits", 5),
         ("four_bit_prompts", 9),
-        ("filters", 2),
+        ("filters", 3),
         ("chosen", 3),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from serve_for_tests import LIMIT_SECONDS, NO_CERTIFICATES, RepeatingEngine, Served, serving, wait_for
 
 from weft.serve.http.guard import ServerLimits
-from weft.serve.scheduling.request import GeneratedToken, Request, TokenLogprobs
+from weft.serve.scheduling.request import GeneratedToken, Request, RequestError, TokenLogprobs
+from weft.serve.worker import EngineWorker
 
 EMBED = ("/v1/embeddings", {"input": "ab"})
 SCORE = ("/v1/completions", {"prompt": "ab", "echo": True, "logprobs": 1, "max_tokens": 0})
@@ -76,6 +78,37 @@ def test_texts_that_wait_fill_the_queue(path: str, body: dict[str, Any]) -> None
         engine.go_on.set()
         assert [one.result(LIMIT_SECONDS).status_code for one in held] == [200, 200]
         assert served.post(path, body).status_code == 200
+        assert served.worker.num_requests == 0
+
+
+def test_places_are_held_between_the_texts_of_a_client() -> None:
+    """Whatever comes meanwhile, a client whose texts have begun gets all of them."""
+
+    worker = EngineWorker(RepeatingEngine(), max_requests=1)
+
+    async def client() -> None:
+        worker.start()
+        with worker.holding(1):
+            for _ in range(2):
+                assert len(await worker.embed((1, 2), "mean"))
+                with pytest.raises(RequestError, match="holds 1 requests of at most 1 and was asked for 1 more"):
+                    worker.require_room(1)
+        worker.require_room(1)
+        worker.close()
+
+    asyncio.run(asyncio.wait_for(client(), LIMIT_SECONDS))
+    assert worker.join(LIMIT_SECONDS)
+
+
+def test_a_prompt_that_is_scored_holds_the_places_of_its_answers() -> None:
+    engine = NotingEngine()
+    engine.go_on.clear()
+    with ThreadPoolExecutor(1) as pool, serving(engine, max_requests=2) as served:
+        several = post(pool, served, SCORE[0], {**SCORE[1], "prompt": ["ab", "cd"], "max_tokens": 1})
+        wait_for(lambda: engine.order == ["text"])
+        assert served.post("/v1/completions", {"prompt": "y"}).status_code == 429
+        engine.go_on.set()
+        assert several.result(LIMIT_SECONDS).status_code == 200
         assert served.worker.num_requests == 0
 
 

@@ -113,7 +113,7 @@ class StepRun:
         return {(action.stage, action.replica): action for action in backwards}
 
     def run_list(self, steps: Sequence[Action | Message]) -> None:
-        """Run a list of actions and messages; without `scale`, only its forwards."""
+        """Run a list of actions and messages; without `scales`, only its forwards."""
         for step in steps:
             if isinstance(step, Message):
                 if self.work.scales is None and step.direction == "backward":

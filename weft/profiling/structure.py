@@ -122,10 +122,12 @@ def _find_experts(model: nn.Module, block: str) -> Iterator[Experts]:
 def _per_token(model: nn.Module, experts: str) -> int | None:
     """Returns how many experts a token is sent to; None if it is not stated.
 
-    It is an attribute of the module of experts, of its parent, of a sibling (the router), or of the model's config.
+    It is an attribute of the module of experts, of its parent, of a sibling (the router), or of the config of one of
+    these or of the model.
     """
     parent = model.get_submodule(experts.rpartition(".")[0])
-    for holder in (model.get_submodule(experts), parent, *parent.children(), getattr(model, "config", None)):
+    near = (model.get_submodule(experts), parent, *parent.children())
+    for holder in (*near, *(getattr(module, "config", None) for module in (*near, model))):
         for name in PER_TOKEN_NAMES:
             value = getattr(holder, name, None)
             if type(value) is int:

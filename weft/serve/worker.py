@@ -97,7 +97,7 @@ class EngineWorker:
         self._streams: dict[str, TokenStream] = {}  # by the name of a request that has not ended
         self._inbox: deque[_EngineCall[Any]] = deque()
         self._texts: deque[_EngineCall[Any]] = deque()  # to be embedded or scored
-        self._num_texts = 0  # for which a client waits
+        self._num_held = 0  # places of clients whose texts are computed
         self._wake = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -114,8 +114,8 @@ class EngineWorker:
 
     @property
     def num_requests(self) -> int:
-        """Requests that have not ended, and texts that are to be embedded or scored."""
-        return len(self._streams) + self._num_texts
+        """Requests that have not ended, and places that are held while texts are embedded or scored."""
+        return len(self._streams) + self._num_held
 
     @property
     def refusal(self) -> UnavailableError | None:
@@ -153,6 +153,18 @@ class EngineWorker:
                 f"{number} more; try again later",
             )
 
+    @contextmanager
+    def holding(self, number: int) -> Iterator[None]:
+        """Holds places of requests, so that a client whose texts are computed one after the other is refused at once or
+        not at all. Raises RequestError or UnavailableError.
+        """
+        self.require_room(number)
+        self._num_held += number
+        try:
+            yield
+        finally:
+            self._num_held -= number
+
     async def submit(self, requests: Sequence[Request]) -> TokenStream:
         """Give requests to the engine: all or, if it refuses one, none. Raises RequestError or UnavailableError."""
         self.require_room(len(requests))
@@ -170,21 +182,17 @@ class EngineWorker:
         return await asyncio.wrap_future(self._ask(self._inbox, function))
 
     async def embed(self, tokens: Sequence[int], pool: Pool) -> NDArray[np.float32]:
-        """Returns the embedding of a text. Raises RequestError or UnavailableError."""
+        """Returns the embedding of a text; the client holds a place. Raises RequestError or UnavailableError."""
         return await self._text(lambda: self._engine.embed(tokens, pool).float().cpu().numpy())
 
     async def score(self, request: Request) -> list[TokenLogprobs]:
-        """Returns the log-probabilities of a prompt. Raises RequestError or UnavailableError."""
+        """Returns the log-probabilities of a prompt, as `embed` does."""
         return await self._text(lambda: self._engine.score(request))
 
     async def _text(self, function: Callable[[], T]) -> T:
-        """Returns what a function returns that computes a text. It waits as a request does."""
-        self.require_room(1)
-        self._num_texts += 1
-        try:
-            return await asyncio.wrap_future(self._ask(self._texts, function))
-        finally:
-            self._num_texts -= 1
+        """Returns what a function returns that computes a text."""
+        self.require_room(0)
+        return await asyncio.wrap_future(self._ask(self._texts, function))
 
     async def replace_weights(self, weights: nn.Module | Path) -> None:
         """Compute with the weights of another model of the same shape, or of a checkpoint, from the next step on."""

@@ -33,8 +33,9 @@ def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     error = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0))
     if error:
         raise PlanError(
-            f"CUDA does not pin {size:,} bytes of host memory (error {error}); lower plan.memory.offload, "
-            f"activations or weights, or raise the limit of locked memory (ulimit -l)"
+            f"CUDA does not pin {size:,} bytes of host memory (error {error}); keep less there (to train, plan.memory."
+            f"offload, activations or weights; to serve, --swap-blocks or --stream-weights), or raise the limit of "
+            f"locked memory (ulimit -l)"
         )
     pages.address = tensor.data_ptr()
     return tensor.view(dtype)

@@ -32,18 +32,18 @@ def split_norm(module: Any, axis: Axis, input: Tensor) -> Tensor:
     return out if bias is None else out + bias
 
 
-def is_plain_norm(module: nn.Module) -> bool:
-    """Does a norm with parameters compute what `split_norm` does? Some add one to the weight, or norm more dims."""
+def is_plain_norm(module: nn.Module, width: int) -> bool:
+    """Does a norm of `width` features compute what `split_norm` does? Some add one to the weight, or norm more dims."""
     if module not in _PLAIN:
-        _PLAIN[module] = _equals_split_norm(module)
+        _PLAIN[module] = _equals_split_norm(module, width)
     return _PLAIN[module]
 
 
-def _equals_split_norm(module: nn.Module) -> bool:
+def _equals_split_norm(module: nn.Module, width: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     try:
         copy = random_copy(module, generator)
-        value = torch.randn(2, 4, next(copy.parameters()).shape[-1], dtype=torch.float64, generator=generator)
+        value = torch.randn(2, 4, width, dtype=torch.float64, generator=generator)
         with torch.no_grad():
             return torch.allclose(copy(value), split_norm(copy, ALONE, value), rtol=TOLERANCE, atol=TOLERANCE)
     except Exception:  # anything that the user's code may raise

@@ -40,7 +40,7 @@ def refuse_sizes(profile: Profile, pairing: Pairing, plan: Plan) -> str | None:
             return reason
     if plan.pipe.degree > 1 and (reason := _refuse_bias_of_heads(profile.model, pairing)):
         return reason
-    if plan.tensor.y > 1 and (reason := _refuse_over_y(profile.model, pairing, plan.tensor.y)):
+    if plan.tensor.y > 1 and (reason := _refuse_over_y(profile, pairing, plan.tensor.y)):
         return reason
     return _refuse_sequence(profile, pairing, plan) if plan.tensor.sequence else None
 
@@ -82,8 +82,10 @@ def _refuse_bias_of_heads(model: nn.Module, pairing: Pairing) -> str | None:
     return None
 
 
-def _refuse_over_y(model: nn.Module, pairing: Pairing, y: int) -> str | None:
+def _refuse_over_y(profile: Profile, pairing: Pairing, y: int) -> str | None:
     """Checks that all modules on the residual stream can compute parts of the features, which y splits."""
+    assert profile.model is not None
+    model = profile.model
     routed = routed_parameters(model)
     if not pairing.is_whole and set(pairing.kept) - routed:
         whole = _whole(pairing, routed)
@@ -100,17 +102,47 @@ def _refuse_over_y(model: nn.Module, pairing: Pairing, y: int) -> str | None:
             return f"tensor.y = {y} does not divide the {parameter.shape[-1]} features of '{name}'; use a divisor"
         module = model.get_submodule(owner)
         is_leaf = next(module.children(), None) is None and owner not in pairing.embeddings
-        if is_leaf and not (is_plain_norm(module) if is_norm(module) else is_feature_wise(module)):
-            return (
-                f"tensor.y = {y} splits the features that '{owner}' ({type(module).__name__}) works on, and it is "
-                f"neither a LayerNorm or RMSNorm as weft knows them nor does it treat each feature alone; use y = 1"
-            )
+        is_plain = is_plain_norm(module, parameter.shape[-1]) if is_norm(module) else is_feature_wise(module)
+        if is_leaf and not is_plain:
+            return _other_norm(owner, module, y)
+    if (reason := _refuse_norms_without_weights(profile, pairing, y)) is not None:
+        return reason
     if not pairing.embeddings:
         return (
             f"tensor.y = {y} splits the features of what goes from layer to layer, which begins with an nn.Embedding, "
             f"and the model has none: what it is given is whole; use y = 1"
         )
     return None
+
+
+def _refuse_norms_without_weights(profile: Profile, pairing: Pairing, y: int) -> str | None:
+    """Checks that norms without parameters are plain norms of the features between layers. Those of single heads are
+    not told from them by a weight, and would be summed over y.
+    """
+    assert profile.model is not None
+    model = profile.model
+    features = {model.get_parameter(f"{name}.weight").shape[-1] for name in pairing.embeddings}
+    features = {profile.stream_shape[-1]} if profile.stream_shape else features
+    for name, layer in profile.layers.items():
+        module = model.get_submodule(name)
+        if not is_norm(module) or next(module.parameters(), None) is not None:
+            continue
+        if features and layer.in_features not in features:
+            return (
+                f"tensor.y = {y} splits the {min(features)} features between layers, and '{name}' "
+                f"({type(module).__name__}), which has no weight, norms {layer.in_features}: weft cannot tell whether "
+                f"these are split; use y = 1"
+            )
+        if not is_plain_norm(module, layer.in_features):
+            return _other_norm(name, module, y)
+    return None
+
+
+def _other_norm(name: str, module: nn.Module, y: int) -> str:
+    return (
+        f"tensor.y = {y} splits the features that '{name}' ({type(module).__name__}) works on, and it is neither a "
+        f"LayerNorm or RMSNorm as weft knows them nor does it treat each feature alone; use y = 1"
+    )
 
 
 def _refuse_embedding(model: nn.Module, name: str, y: int) -> str | None:

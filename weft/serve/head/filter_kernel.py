@@ -111,8 +111,10 @@ def _filter(
             of_mass, above, own = _lowest(logits_ptr, temperature, highest, num_tokens, wanted, CHUNK, True)
             # The first token whose probability with those before it reaches top_p is the last one.
             needed = tl.maximum(tl.ceil((wanted - above) / own), 1.0)
-            left = tl.where(of_mass == lowest, tl.minimum(left, needed), needed)
-            lowest = of_mass
+            # By rounding, what top_k leaves may fall short of `wanted`: top_p never leaves more than it.
+            needed = tl.where(of_mass == lowest, tl.minimum(left, needed), needed)
+            left = tl.where(of_mass >= lowest, needed, left)
+            lowest = tl.maximum(lowest, of_mass)
         least = tl.max(_order(tl.zeros([CHUNK], tl.float32) + (highest + log_min_p)), 0)
         left = tl.where(least > lowest, 2e9, left)
         lowest = tl.maximum(lowest, least)

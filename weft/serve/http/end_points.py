@@ -146,11 +146,12 @@ class Api:
         inputs = await asyncio.to_thread(prompts_of, body.input, self._model, "input")
         rows = []
         async with asyncio.timeout(self._limits.request_seconds):
-            for index, tokens in enumerate(inputs):
-                vector = await unless_disconnected(request.receive, self._worker.embed(tokens, body.pool))
-                packed = base64.b64encode(vector.astype("<f4").tobytes()).decode()
-                value = packed if body.encoding_format == "base64" else vector.tolist()
-                rows.append(json_text({"object": "embedding", "index": index, "embedding": value}))
+            with self._worker.holding(1):
+                for index, tokens in enumerate(inputs):
+                    vector = await unless_disconnected(request.receive, self._worker.embed(tokens, body.pool))
+                    packed = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+                    value = packed if body.encoding_format == "base64" else vector.tolist()
+                    rows.append(json_text({"object": "embedding", "index": index, "embedding": value}))
         count = sum(map(len, inputs))
         used = {"prompt_tokens": count, "total_tokens": count}
         about = {"object": "list", "model": self._model.name, "usage": used}

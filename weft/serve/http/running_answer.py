@@ -52,13 +52,17 @@ class RunningAnswer:
     async def start(self) -> None:
         """Give the engine the requests. Raises RequestError or UnavailableError."""
         requests = [one for one in self._asked.requests if one.max_tokens > 0]
-        self._worker.require_room(len(requests))  # before prompts are scored
-        for request in self._asked.requests if self._asked.scores_prompts else ():
+        if self._asked.scores_prompts:
+            with self._worker.holding(max(1, len(requests))):
+                await self._score_prompts()
+        self._stream = await self._worker.submit(requests)
+
+    async def _score_prompts(self) -> None:
+        for request in self._asked.requests:
             if request.tokens not in self._prompts:
                 found = [None, *await self._worker.score(request)]
                 pairs = zip(request.tokens, found, strict=True)
                 self._prompts[request.tokens] = [GeneratedToken(request.name, *pair) for pair in pairs]
-        self._stream = await self._worker.submit(requests)
 
     def close(self) -> None:
         """Cancel what is not finished."""

@@ -32,7 +32,7 @@ from weft.serve.model.streamed_model import StreamedModel, Streaming, stream_mod
 from weft.serve.parallel.rank_part import cuts_of, own_key_heads, own_layers
 from weft.serve.scheduling.grammar import Grammars
 from weft.serve.scheduling.request import TokenLogprobs
-from weft.serve.scheduling.speculation import EarlyLayers
+from weft.serve.scheduling.speculation import MAX_DRAFTS, EarlyLayers
 from weft.serve.weights.packed_linear import PackedLinear
 from weft.serve.weights.streamed_weights import StreamedWeights
 
@@ -249,8 +249,8 @@ class ModelPart:
         linears = [module for module in self.paged.body.modules() if isinstance(module, nn.Linear)]
         widest = max(linear.weight.shape[0] for linear in linears)
         free -= 16 * options.token_budget * widest + 24 * options.max_running * self.paged.vocab_size
-        if options.speculate is not None:  # a step may sample after each of its tokens: logits, and copies of 4 bytes
-            free -= 8 * options.token_budget * self.paged.vocab_size
+        if options.speculate is not None:  # a step samples after drafts too: logits, and copies of 4 bytes
+            free -= 8 * min(options.token_budget, (1 + MAX_DRAFTS) * options.num_rows) * self.paged.vocab_size
         bytes_per_block = self.paged.bytes_per_token * options.block_size
         if isinstance(options.speculate, nn.Module):  # the draft model's cache has as many blocks, each whole
             bytes_per_block += PagedModel(options.speculate, 1).bytes_per_token * block_size
