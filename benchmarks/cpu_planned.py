@@ -297,7 +297,7 @@ def write(found: dict[str, list[tuple[float, float]]], given: argparse.Namespace
     """Write what there is so far."""
     rows = summary(found)
     if given.searches:
-        kept = json.loads(RESULT.read_text())["rows"]
+        kept = json.loads(given.out.read_text())["rows"]
         rows = [row for row in kept if row["what"] not in found] + rows
     result = {
         "benchmark": "cpu_planned",
@@ -312,7 +312,7 @@ def write(found: dict[str, list[tuple[float, float]]], given: argparse.Namespace
         "within_10_percent": sum(abs(row["error"]) <= 0.1 for row in rows),
         "rows": rows,
     }
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    given.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 @torch.inference_mode()
@@ -324,6 +324,7 @@ def main() -> None:
     parser.add_argument("--least", type=float, nargs=2, default=(), help="the least times of the probes of --quiet")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--searches", action="store_true", help="measure searches anew; other rows stay as they were")
+    parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--measure-machine", metavar="FILE", help="only measure the machine, and write its figures")
     given = parser.parse_args()
     torch.set_num_threads(1)

@@ -13,6 +13,7 @@ from weft.models.attention import RMSNorm
 from weft.models.router import Router
 from weft.serve.cache.layer_cache import MAX_WHOLE_DECODES
 from weft.serve.cache.paged_attention import PagedBatch, angles_at
+from weft.serve.weights.cpu_vector_product import TAKES_VECTORS, plain_linear
 from weft.serve.weights.packed_linear import PackedLinear
 from weft.serve.weights.plain_norm import plain_norm
 from weft.serve.weights.weight_formats import FEW_ROWS
@@ -35,12 +36,12 @@ def normed(hidden: Tensor, norm: nn.Module) -> Tensor:
 
 def product(hidden: Tensor, layer: nn.Linear) -> Tensor:
     """hidden @ weight.T, without the layer's bias."""
-    return layer.product(hidden) if isinstance(layer, PackedLinear) else F.linear(hidden, layer.weight)
+    return layer.product(hidden) if isinstance(layer, PackedLinear) else plain_linear(hidden, layer, None)
 
 
 def linear(hidden: Tensor, layer: nn.Linear) -> Tensor:
     """layer(hidden) of [tokens, in], with the updates of the tokens' adapters if the layer has `updates`."""
-    out: Tensor = layer(hidden)
+    out = layer(hidden) if isinstance(layer, PackedLinear) else plain_linear(hidden, layer, layer.bias)
     updates = getattr(layer, "updates", None)
     added = None if updates is None else updates.of(hidden)
     return out if added is None else out + added
@@ -59,7 +60,7 @@ def norm_linear(hidden: Tensor, norm: nn.Module, layer: nn.Linear, is_gated: boo
         from weft.serve.model.fused_kernel import row_linear_by_kernel
 
         return row_linear_by_kernel(hidden, layer.weight, layer.bias, norm=norm, is_gated=is_gated)
-    out = F.linear(normed(hidden, norm), layer.weight, layer.bias)
+    out = plain_linear(normed(hidden, norm), layer, layer.bias)
     return gated(out) if is_gated else out
 
 
@@ -73,9 +74,9 @@ def add_linear(residual: Tensor, hidden: Tensor, layer: nn.Linear) -> Tensor:
         from weft.serve.model.fused_kernel import row_linear_by_kernel
 
         return row_linear_by_kernel(hidden, layer.weight, layer.bias, residual)
-    if layer.bias is None:
+    if layer.bias is None and not TAKES_VECTORS.get(layer):
         return residual.addmm_(hidden, layer.weight.T)
-    return residual + F.linear(hidden, layer.weight, layer.bias)
+    return residual + plain_linear(hidden, layer, layer.bias)
 
 
 def gated(gate_up: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ from weft.serve.model.split_layers import (
     summed,
 )
 from weft.serve.parallel.rank_part import refuse_model
+from weft.serve.weights.cpu_vector_product import TAKES_VECTORS, takes_vectors
 from weft.serve.weights.packed_experts import PackedStack
 from weft.serve.weights.packed_linear import PackedLinear, end_to_end, join_packed
 from weft.serve.weights.streamed_weights import StreamedWeights
@@ -195,21 +196,30 @@ class PagedModel:
         return [(block.layer, *block.linears) for block in self.blocks]
 
     def arrange_for_cpu(self, agree: Callable[[list[int]], list[int]]) -> None:
-        """Keep weights in fewer bits as a CPU's products take them. Call it again when weights have changed.
+        """Choose a CPU's products, and keep weights in fewer bits as they take them. Call it again when weights have
+        changed.
 
-        `agree` is given the most rows of each weight's product with codes, and returns those that are used.
+        `agree` is given, for each weight, the most rows of its product with codes, or whether one row is multiplied as
+        a vector. It returns what is used.
         """
-        packed = list(self._packed())
+        packed, plain = list(self._packed()), [one for one in self._linears() if not isinstance(one, PackedLinear)]
         for one in packed:
             one.arrange_for_cpu(self.dtype)
-        for one, max_rows in zip(packed, agree([one.max_rows for one in packed]), strict=True):
+        used = agree([*(one.max_rows for one in packed), *(int(takes_vectors(one)) for one in plain)])
+        for one, max_rows in zip(packed, used, strict=False):
             one.limit_rows(max_rows)
+        for linear, is_vector in zip(plain, used[len(packed) :], strict=True):
+            TAKES_VECTORS.set(linear, bool(is_vector))
+
+    def _linears(self) -> Iterator[nn.Linear]:
+        """All linears but those of experts, in an order that all ranks with the same blocks share."""
+        for linear in (*(one for block in self.blocks for one in block.linears), self.model.lm_head):
+            if isinstance(linear, nn.Linear):  # only the last stage has a head
+                yield linear
 
     def _packed(self) -> Iterator[PackedLinear | PackedStack]:
         """The weights in fewer bits that are multiplied, in an order that all ranks with the same blocks share."""
-        for linear in (*(one for block in self.blocks for one in block.linears), self.model.lm_head):
-            if isinstance(linear, PackedLinear):
-                yield linear
+        yield from (one for one in self._linears() if isinstance(one, PackedLinear))
         for module in self.body.modules():
             if isinstance(module, PackedStack):
                 yield module

@@ -48,7 +48,7 @@ def most_rows(by_codes: Product, plain: Product, num_in: int, dtype: torch.dtype
 
     def is_faster(num_rows: int) -> bool:
         hidden = torch.ones(num_rows, num_in, dtype=dtype)
-        return _seconds(lambda: by_codes(hidden)) < _seconds(lambda: plain(hidden))
+        return least_seconds(lambda: by_codes(hidden)) < least_seconds(lambda: plain(hidden))
 
     return most_of(ROWS, is_faster)
 
@@ -84,7 +84,7 @@ def packed_function(name: str) -> Callable[..., Tensor]:
     return partial(function.redispatch, torch._C.DispatchKeySet(torch._C.DispatchKey.CPU))
 
 
-def _seconds(compute: Callable[[], Tensor]) -> float:
+def least_seconds(compute: Callable[[], Tensor]) -> float:
     """The least of at least three times, and of more if they are short."""
     best, start, number = float("inf"), time.perf_counter(), 0
     while number < 3 or (number < 20 and time.perf_counter() - start < 0.01):

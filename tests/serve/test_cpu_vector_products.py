@@ -1,0 +1,121 @@
+"""Products of one row as a vector on a CPU: against exact products, where they are used, and that ranks agree."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from parallel_serving_for_tests import LIMIT_SECONDS, part_of
+from serving_for_tests import GREEDY, tiny_model
+from torch import Tensor, nn
+
+from weft.launch.local_ranks import run_local
+from weft.mesh import Mesh
+from weft.plan import Context, Plan
+from weft.serve.engine import Engine
+from weft.serve.model import paged_model
+from weft.serve.model.fused import add_linear, linear, norm_linear, product
+from weft.serve.model.model_part import EngineOptions, ModelPart
+from weft.serve.model.ranks import ServingRanks
+from weft.serve.scheduling.request import Request
+from weft.serve.weights import cpu_vector_product
+from weft.serve.weights.cpu_vector_product import TAKES_VECTORS, is_faster, takes_vectors
+
+STEP = 2.0**-8  # of numbers in bf16
+
+
+def made(dtype: torch.dtype, bias: bool = True) -> nn.Linear:
+    layer = nn.Linear(96, 61, bias=bias).to(dtype).requires_grad_(False)
+    TAKES_VECTORS.set(layer, True)
+    return layer
+
+
+def vectors_used(function: object) -> int:
+    """How many products with vectors a call makes."""
+    with patch.object(torch, "mv", wraps=torch.mv) as mv, patch.object(torch, "addmv", wraps=torch.addmv) as addmv:
+        function()  # type: ignore[operator]
+    return int(mv.call_count + addmv.call_count)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_are_exact_but_for_their_rounding(dtype: torch.dtype, bias: bool) -> None:
+    layer, norm = made(dtype, bias), nn.LayerNorm(96).to(dtype).requires_grad_(False)
+    row, residual = torch.randn(1, 96).to(dtype), torch.randn(1, 61).to(dtype)
+    wide = layer.weight.double()
+    added = 0 if layer.bias is None else layer.bias.double()
+    exact = row.double() @ wide.T
+    ways = {
+        "product": (lambda: product(row, layer), exact),
+        "linear": (lambda: linear(row, layer), exact + added),
+        "with a norm": (lambda: norm_linear(row, norm, layer), norm(row).double() @ wide.T + added),
+        "with a residual": (lambda: add_linear(residual.clone(), row, layer), residual.double() + exact + added),
+    }
+    for name, (call, expected) in ways.items():
+        assert vectors_used(call) == 1, name
+        assert call().dtype == dtype
+        assert float((call().double() - expected).abs().max()) <= 2 * STEP * float(expected.abs().max()), name
+    row[0, 7] = 4.0
+    without = (row * (torch.arange(96) != 7)).double() @ wide.T + added  # the control: one input is left out
+    assert float((linear(row, layer).double() - without).abs().max()) > 2 * STEP * float(without.abs().max())
+
+
+def test_several_rows_and_other_linears_are_products_of_matrices() -> None:
+    layer = made(torch.bfloat16)
+    rows = torch.randn(2, 96).bfloat16()
+    assert vectors_used(lambda: linear(rows, layer)) == 0
+    assert vectors_used(lambda: linear(rows[None, :1], layer)) == 0  # [batch, 1, in]
+    TAKES_VECTORS.set(layer, False)
+    assert vectors_used(lambda: linear(rows[:1], layer)) == 0
+    assert not takes_vectors(nn.Linear(96, 61))  # float32 is not measured
+
+
+def test_the_faster_product_is_found_once() -> None:
+    seconds = iter([1.0, 2.0, 2.0, 1.0])
+    is_faster.cache_clear()
+    with patch.object(cpu_vector_product, "least_seconds", lambda compute: (compute(), next(seconds))[1]):
+        assert [is_faster(64, torch.bfloat16, threads) for threads in (1, 2, 1, 2)] == [True, False, True, False]
+    is_faster.cache_clear()
+
+
+def logits_of_decode(takes: bool) -> tuple[Tensor, int]:
+    """Logits of a decode after a prompt in bf16, and how many products with vectors the decode made."""
+    with patch.object(paged_model, "takes_vectors", lambda layer: takes):
+        engine = Engine(tiny_model("llama").bfloat16(), EngineOptions(block_size=4, num_blocks=8))
+    engine.add(Request("one", (3, 1, 4, 1, 5), 4, GREEDY))
+    engine.step()
+    found: list[Tensor] = []
+    logits = engine._part.logits
+    with patch.object(engine._part, "logits", lambda *given: (found.append(out := logits(*given)), out)[1]):
+        used = vectors_used(engine.step)
+    return found[0][0].double(), used
+
+
+def test_an_engine_decodes_one_request_by_vectors() -> None:
+    with_vectors, used = logits_of_decode(True)
+    plain, none = logits_of_decode(False)
+    model = tiny_model("llama")
+    assert (used, none) == (4 * len(model.model.layers) + 1, 0)
+    largest = float(plain.abs().max())
+    assert float((with_vectors - plain).abs().max()) <= 8 * STEP * largest
+    assert float((with_vectors.roll(1, -1) - plain).abs().max()) > 8 * STEP * largest  # the control
+
+
+@pytest.mark.processes
+def test_ranks_with_the_same_blocks_multiply_alike() -> None:
+    """Each measures for itself: vectors are used where all found them faster."""
+
+    def rank(index: int) -> list[list[bool | None]]:
+        torch.set_num_threads(1)
+        found = []
+        for answers in ((True, True), (True, False)):
+            ranks = ServingRanks(Mesh(Plan(context=Context(2))))
+            with patch.object(paged_model, "takes_vectors", lambda layer, answer=answers[index]: answer):
+                part = ModelPart(part_of("llama", ranks.place), EngineOptions(block_size=4, num_blocks=8), ranks)
+            found.append([TAKES_VECTORS.get(one) for block in part.paged.blocks for one in block.linears])
+        return found
+
+    first, second = run_local(rank, 2, LIMIT_SECONDS)
+    assert first == second
+    assert [set(one) for one in first] == [{True}, {False}]
