@@ -13,7 +13,7 @@ from weft.models.attention import RMSNorm
 from weft.models.router import Router
 from weft.serve.cache.layer_cache import MAX_WHOLE_DECODES
 from weft.serve.cache.paged_attention import PagedBatch, angles_at
-from weft.serve.weights.cpu_vector_product import TAKES_VECTORS, plain_linear
+from weft.serve.weights.cpu_vector_product import is_vector, plain_linear
 from weft.serve.weights.packed_linear import PackedLinear
 from weft.serve.weights.plain_norm import plain_norm
 from weft.serve.weights.weight_formats import FEW_ROWS
@@ -74,7 +74,9 @@ def add_linear(residual: Tensor, hidden: Tensor, layer: nn.Linear) -> Tensor:
         from weft.serve.model.fused_kernel import row_linear_by_kernel
 
         return row_linear_by_kernel(hidden, layer.weight, layer.bias, residual)
-    if layer.bias is None and not TAKES_VECTORS.get(layer):
+    if layer.bias is None:
+        if is_vector(hidden, layer):
+            return plain_linear(hidden, layer, residual[0])
         return residual.addmm_(hidden, layer.weight.T)
     return residual + plain_linear(hidden, layer, layer.bias)
 

@@ -22,9 +22,14 @@ MEASURED_BYTES = 1 << 23  # of a weight: more than the caches of a core hold
 TAKES_VECTORS = Annotation[bool]("takes vectors")
 
 
+def is_vector(hidden: Tensor, layer: nn.Linear) -> bool:
+    """Is hidden [tokens, in] one row, and multiplied as a vector?"""
+    return hidden.shape[:-1] == (1,) and TAKES_VECTORS.get(layer) is True
+
+
 def plain_linear(hidden: Tensor, layer: nn.Linear, bias: Tensor | None) -> Tensor:
     """hidden [tokens, in] @ weight.T + bias, of a linear whose weight is as it was read."""
-    if hidden.shape[:-1] == (1,) and TAKES_VECTORS.get(layer):
+    if is_vector(hidden, layer):
         out = torch.mv(layer.weight, hidden[0]) if bias is None else torch.addmv(bias, layer.weight, hidden[0])
         return out[None]
     return F.linear(hidden, layer.weight, bias)
