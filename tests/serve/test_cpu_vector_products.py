@@ -20,7 +20,7 @@ from weft.serve.model.model_part import EngineOptions, ModelPart
 from weft.serve.model.ranks import ServingRanks
 from weft.serve.scheduling.request import Request
 from weft.serve.weights import cpu_vector_product
-from weft.serve.weights.cpu_vector_product import TAKES_VECTORS, is_faster, takes_vectors
+from weft.serve.weights.cpu_vector_product import TAKES_VECTORS, is_faster
 
 STEP = 2.0**-8  # of numbers in bf16
 
@@ -68,7 +68,6 @@ def test_several_rows_and_other_linears_are_products_of_matrices() -> None:
     assert vectors_used(lambda: linear(rows[None, :1], layer)) == 0  # [batch, 1, in]
     TAKES_VECTORS.set(layer, False)
     assert vectors_used(lambda: linear(rows[:1], layer)) == 0
-    assert not takes_vectors(nn.Linear(96, 61))  # float32 is not measured
 
 
 def test_the_faster_product_is_found_once() -> None:
@@ -102,6 +101,14 @@ def test_an_engine_decodes_one_request_by_vectors() -> None:
     assert float((with_vectors.roll(1, -1) - plain).abs().max()) > 8 * STEP * largest  # the control
 
 
+def test_other_dtypes_are_not_measured() -> None:
+    with patch.object(paged_model, "takes_vectors", side_effect=AssertionError):
+        for model in (tiny_model("llama"), tiny_model("llama").double()):
+            Engine(model, EngineOptions(block_size=4, num_blocks=8))
+        with pytest.raises(AssertionError):  # the control
+            Engine(tiny_model("llama").half(), EngineOptions(block_size=4, num_blocks=8))
+
+
 @pytest.mark.processes
 def test_ranks_with_the_same_blocks_multiply_alike() -> None:
     """Each measures for itself: vectors are used where all found them faster."""
@@ -112,7 +119,8 @@ def test_ranks_with_the_same_blocks_multiply_alike() -> None:
         for answers in ((True, True), (True, False)):
             ranks = ServingRanks(Mesh(Plan(context=Context(2))))
             with patch.object(paged_model, "takes_vectors", lambda layer, answer=answers[index]: answer):
-                part = ModelPart(part_of("llama", ranks.place), EngineOptions(block_size=4, num_blocks=8), ranks)
+                model = part_of("llama", ranks.place).bfloat16()
+                part = ModelPart(model, EngineOptions(block_size=4, num_blocks=8), ranks)
             found.append([TAKES_VECTORS.get(one) for block in part.paged.blocks for one in block.linears])
         return found
 

@@ -40,7 +40,7 @@ from weft.serve.model.split_layers import (
     summed,
 )
 from weft.serve.parallel.rank_part import refuse_model
-from weft.serve.weights.cpu_vector_product import TAKES_VECTORS, takes_vectors
+from weft.serve.weights.cpu_vector_product import DTYPES, TAKES_VECTORS, takes_vectors
 from weft.serve.weights.packed_experts import PackedStack
 from weft.serve.weights.packed_linear import PackedLinear, end_to_end, join_packed
 from weft.serve.weights.streamed_weights import StreamedWeights
@@ -202,7 +202,8 @@ class PagedModel:
         `agree` is given, for each weight, the most rows of its product with codes, or whether one row is multiplied as
         a vector. It returns what is used.
         """
-        packed, plain = list(self._packed()), [one for one in self._linears() if not isinstance(one, PackedLinear)]
+        packed = list(self._packed())
+        plain = [one for one in self._linears() if one.weight.dtype in DTYPES and not isinstance(one, PackedLinear)]
         for one in packed:
             one.arrange_for_cpu(self.dtype)
         used = agree([*(one.max_rows for one in packed), *(int(takes_vectors(one)) for one in plain)])
