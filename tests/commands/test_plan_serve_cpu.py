@@ -46,6 +46,12 @@ def test_a_preset_is_priced_in_json_and_in_words(weft: Weft, machine: Path) -> N
     assert found["read_bytes_per_token"] == expected.read_bytes
     plain = weft(*given, "--precision", "fp32", "--json").json
     assert plain["read_bytes_per_token"] > found["read_bytes_per_token"]
+    half = weft(*given, "--precision", "bf16", "--json").json
+    assert (half["precision"], 2 * half["read_bytes_per_token"]) == ("bf16", plain["read_bytes_per_token"])
+    assert (
+        "weft serve FOLDER --device cpu --precision bf16 --head int8"
+        in weft(*given, "--precision", "bf16", "--head", "int8").out
+    )
     words = weft(*given, "--weights", "int4")
     assert words.status == 0
     for part in (
@@ -151,7 +157,7 @@ def test_a_cpu_that_was_not_measured_and_options_without_a_price_are_refused(
         (("--cache", "int4"), "--cache is not priced on a CPU"),
         (("--stream-weights", 2), "--stream-weights is not priced on a CPU"),
         (("--speculate", "ngram"), "--speculate is not priced on a CPU"),
-        (("--precision", "bf16"), "--precision bf16 differs from the saved weights (fp32), in whose precision"),
+        (("--precision", "fp16"), "--precision fp16 is unknown on a CPU; give fp32 or bf16"),
         (("--prompt", 2000, "--output", 49), "2000 and --output 49 are 2049 tokens, and mpt-125m is made for 2048 ("),
         (("--weights", ""), "--weights is given as empty text; give a value, or leave it out"),
         (("--weights", "int3"), "--weights int3 is unknown"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -10,10 +11,13 @@ from parallel_serving_for_tests import LIMIT_SECONDS, part_of
 from serving_for_tests import GREEDY, tiny_model
 from torch import Tensor, nn
 
+from weft.errors import ConfigError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
+from weft.models import save_folder
 from weft.plan import Context, Plan
 from weft.serve.engine import Engine
+from weft.serve.loading import Packing, load_model
 from weft.serve.model import paged_model
 from weft.serve.model.fused import add_linear, linear, norm_linear, product
 from weft.serve.model.model_part import EngineOptions, ModelPart
@@ -99,6 +103,21 @@ def test_an_engine_decodes_one_request_by_vectors() -> None:
     largest = float(plain.abs().max())
     assert float((with_vectors - plain).abs().max()) <= 8 * STEP * largest
     assert float((with_vectors.roll(1, -1) - plain).abs().max()) > 8 * STEP * largest  # the control
+
+
+def test_a_folder_is_served_in_the_precision_that_is_asked_for(tmp_path: Path) -> None:
+    save_folder(tmp_path, tiny_model("llama"))
+    for precision, dtype in ((None, torch.float32), ("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        for weights in (None, "int8"):
+            packing = Packing(weights, precision=precision)
+            model = load_model(tmp_path, "bytes", "cpu", print, packing=packing).model
+            assert {one.dtype for one in model.parameters()} == {dtype}
+    for device, precision, part in (
+        ("cuda", "bf16", "--precision bf16 is for CPUs; a GPU computes in bf16 if it can"),
+        ("cpu", "fp8", "--precision fp8 is unknown; give fp32 or bf16"),
+    ):
+        with pytest.raises(ConfigError, match=part):
+            Packing(None, precision=precision).dtype(device)
 
 
 def test_other_dtypes_are_not_measured() -> None:

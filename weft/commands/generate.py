@@ -15,6 +15,7 @@ from weft.commands.model_text import print_text
 from weft.commands.serve import (
     HeadOption,
     KeysValuesOption,
+    PrecisionOption,
     ResidentOption,
     SpeculateOption,
     StreamOption,
@@ -34,6 +35,7 @@ def generate_command(
     tokenizer: Annotated[str | None, typer.Option(help="bytes or a tokenizer.json, for HF folders without one")] = None,
     device: DeviceOption = "auto",
     speculate: SpeculateOption = None,
+    precision: PrecisionOption = None,
     weights: WeightsOption = None,
     cache: KeysValuesOption = None,
     head: HeadOption = None,
@@ -54,7 +56,7 @@ def generate_command(
 
     with Console(stderr=True).status("generating"):
         streaming = Streaming.of(stream_weights, resident_blocks, None)
-        packing = Packing(weights, head=head)
+        packing = Packing(weights, head=head, precision=precision)
         loaded = load_model(source, tokenizer, kind, _warn, packing=packing, streaming=streaming)
         model, tokens_of = loaded.model, loaded.tokenizer
         for reason in what_cpus_do(model) if kind == "cpu" else ():

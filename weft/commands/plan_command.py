@@ -70,7 +70,7 @@ def plan_command(
     output: Annotated[int, typer.Option(help="with --serve: tokens of an answer", min=1, max=1 << 16)] = 256,
     weights: Annotated[str | None, typer.Option(help="with --serve: fp8, int8, int4, int4-128, fp16, int8-row")] = None,
     head: Annotated[str | None, typer.Option(help="with --serve on a CPU: as for --weights, or graph=FILE")] = None,
-    precision: Annotated[str | None, typer.Option(help="with --serve on a CPU: that of the saved weights")] = None,
+    precision: Annotated[str | None, typer.Option(help="with --serve on a CPU: fp32 or bf16")] = None,
     cache: PlannedCache = None,
     stream_weights: Annotated[int, typer.Option(help="with --serve: blocks copied ahead from host memory", min=0)] = 0,
     resident_blocks: Annotated[int, typer.Option(help="with --stream-weights: blocks kept on the device", min=0)] = 0,

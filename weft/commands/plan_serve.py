@@ -60,7 +60,7 @@ def plan_serving(
     if is_cpu(cluster):
         refuse_options(ways, drafts)
         prompt, output = workload.lengths[0]
-        options = (ways["saved"], ways["weights"], ways["head"])
+        options = (ways["precision"] or ways["saved"], ways["saved"], ways["weights"], ways["head"])
         question = CpuQuestion(name, config, cluster, prompt + output // 2, *options, has_codes)
         plan_cpu_serving(question, console, as_json)
         return

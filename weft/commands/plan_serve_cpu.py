@@ -32,6 +32,7 @@ class CpuQuestion:
     cluster: Cluster
     length: int
     precision: str = "fp32"
+    saved: str = "fp32"  # the precision of the weights, in which weft serve computes if it is not told another
     weights: str | None = None
     head: str | None = None
     has_codes: bool = False  # the folder's own weights are nearest to the format `weights`
@@ -55,11 +56,8 @@ def refuse_options(ways: dict[str, Any], drafts: tuple[str, float] | None) -> No
     for option, value in given.items():
         if value:
             raise ConfigError(f"{option} is not priced on a CPU; leave it out, or plan for a GPU")
-    if ways["precision"] not in (None, ways["saved"]):
-        raise ConfigError(
-            f"--precision {ways['precision']} differs from the saved weights ({ways['saved']}), in whose precision "
-            f"weft serve computes on a CPU; leave it out, or give --weights or --head: fp16, int8-row, int8 or int4"
-        )
+    if ways["precision"] not in (None, *DTYPES):
+        raise ConfigError(f"--precision {ways['precision']} is unknown on a CPU; give {' or '.join(DTYPES)}")
 
 
 def plan_cpu_serving(asked: CpuQuestion, console: Console, as_json: bool) -> None:
@@ -91,7 +89,9 @@ def _sentences(asked: CpuQuestion, rates: DecodeRates, found: CpuDecode, graph: 
     ]
     if graph is not None and not graph.pays_for(1):
         lines.append("A search would read more than the dense head, so weft serve uses that one.")
-    given = {"--weights": None if asked.has_codes else asked.weights, "--head": asked.head}
+    precision = asked.precision if asked.precision != asked.saved else None
+    weights = None if asked.has_codes else asked.weights
+    given = {"--precision": precision, "--weights": weights, "--head": asked.head}
     options = "".join(f" {option} {value}" for option, value in given.items() if value)
     doubt = [] if rates.doubt is None else [f"Doubtful: {rates.doubt}."]
     return [*lines, *doubt, f"Serve it: weft serve FOLDER --device cpu{options}", NOT_PRICED]

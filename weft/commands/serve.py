@@ -87,6 +87,13 @@ WeightsOption = Annotated[
         show_default=False,
     ),
 ]
+PrecisionOption = Annotated[
+    str | None,
+    typer.Option(
+        help="fp32 or bf16, in which a CPU computes; default: as a run is saved, fp32 for Hugging Face folders",
+        show_default=False,
+    ),
+]
 KeysValuesOption = Annotated[
     str | None,
     typer.Option(
@@ -155,6 +162,7 @@ def serve_command(
     cache_blocks: CacheOption = None,
     swap_blocks: SwapOption = 0,
     speculate: SpeculateOption = None,
+    precision: PrecisionOption = None,
     weights: WeightsOption = None,
     cache: KeysValuesOption = None,
     head: HeadOption = None,
@@ -174,7 +182,14 @@ def serve_command(
     with _needs_extra():
         from weft.serve.http.guard import ServerLimits
         from weft.serve.http.run_server import ServeOptions
-    ways: dict[str, Any] = {"speculate": speculate, "weights": weights, "cache": cache, "head": head, "sums": sums}
+    ways: dict[str, Any] = {
+        "precision": precision,
+        "speculate": speculate,
+        "weights": weights,
+        "cache": cache,
+        "head": head,
+        "sums": sums,
+    }
     ways |= {"stream_weights": stream_weights, "resident_blocks": resident_blocks, "swap_blocks": swap_blocks}
     where: dict[str, Any] = {"host": host, "port": port, "device": kind, "share_gpus": share_gpus}
     where |= {"name": name, "tokenizer": tokenizer}

@@ -59,6 +59,7 @@ class _Wanted:
     streaming: Streaming | None
     texts: Texts | None
     say: Callable[[str], None]
+    dtype: torch.dtype | None  # None: as the model says
 
 
 def generate(
@@ -122,16 +123,19 @@ def load_for_generation(
     on_host: bool = False,
     streaming: Streaming | None = None,
     texts: Texts | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[nn.Module, Tokenizer, int]:
-    """Load the model, tokenizer and context length of a run folder, a checkpoint folder or a Hugging Face folder. On a
-    GPU that supports it, the model computes in bf16. `say` is told of damaged checkpoints that are left out. With a
-    `place`, the model is the part of the rank there. `weights` is the format of linears, if not the model's dtype.
+    """Load the model, tokenizer and context length of a run folder, a checkpoint folder or a Hugging Face folder.
+
+    On a GPU that supports it, the model computes in bf16, elsewhere in `dtype` or, without one, in that of
+    `computes_in`. `say` is told of damaged checkpoints that are left out. With a `place`, the model is the part of the
+    rank there. `weights` is the format of linears, if not the model's dtype.
     `on_host`: the model stays in host memory, in the dtype in which the device computes. With `streaming`, blocks are
     read to where they stay, in host memory or on the device. Weights that a Hugging Face folder has in fewer bits stay
     so (`serve/weights/folder_codes.py`); `say` is told which do not. By `texts`, the rounding of `weights` is
     corrected, block by block (`serve/calibration/corrected_blocks.py`).
     """
-    wanted = _Wanted(torch.device(device), place, weights, on_host, streaming, texts, say)
+    wanted = _Wanted(torch.device(device), place, weights, on_host, streaming, texts, say, dtype)
     if (path / "config.json").is_file():
         config = read_config(path)
         folder = FolderWeights(path, config)
@@ -197,7 +201,7 @@ def _load(
         model, cuts = build_whole(config) if place is None else build_part(config, place)
     assert not list(model.buffers()), "buffers would be left without values"
     has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
-    model.to(torch.bfloat16 if has_bf16 else dtype)
+    model.to(torch.bfloat16 if has_bf16 else wanted.dtype or dtype)
     packed: Packed | None = None
     if quantised is not None:
         for reason in make_room_for_codes(model, cuts, quantised):

@@ -29,6 +29,7 @@ from weft.serve.weights.packed_linear import pack_head
 from weft.serve.weights.weight_formats import HEAD_FORMATS, WeightFormat, weight_format
 
 Say = Callable[[str], None]
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CALIBRATION_ROWS, CALIBRATION_WIDTH, CALIBRATION_BATCH = 128, 512, 8
 
 
@@ -93,11 +94,27 @@ def load_draft(
 
 @dataclass(frozen=True)
 class Packing:
-    """Weights in fewer bits: the name of a format, the path of a text by which rounding is corrected, and --head."""
+    """How weights are kept: the name of a format of fewer bits, the path of a text by which rounding is corrected,
+    --head, and --precision.
+    """
 
     weights: str | None
     calibration: str | None = None
     head: str | None = None
+    precision: str | None = None
+
+    def dtype(self, device: torch.device | str) -> torch.dtype | None:
+        """The dtype in which the model computes; None: as its weights say. Raises ConfigError."""
+        if self.precision is None:
+            return None
+        if torch.device(device).type != "cpu":
+            raise ConfigError(
+                f"--precision {self.precision} is for CPUs; a GPU computes in bf16 if it can, else as the weights are "
+                f"saved; leave it out"
+            )
+        if self.precision not in PRECISIONS:
+            raise ConfigError(f"--precision {self.precision} is unknown; give {' or '.join(PRECISIONS)}")
+        return PRECISIONS[self.precision]
 
     def at_reading(self, device: torch.device | str) -> WeightFormat | None:
         """The format in which weights are read; None if the whole model is read first."""
@@ -178,7 +195,7 @@ def load_model(
             refuse_for_recurrent({"--weights": kept.weights, "--calibration": kept.calibration})
         weights, texts = (kept.at_reading(device), None) if place is None else kept.on_ranks(device)
         on_host = streaming is not None and (is_changed or kept.needs_whole_model)
-        given = (place, weights, on_host, None if on_host else streaming, texts)
+        given = (place, weights, on_host, None if on_host else streaming, texts, kept.dtype(device))
         model, own, context = load_for_generation(path, tokenizer, device, say, *given)
         if place is None:
             kept.correct(model, own, context)

@@ -74,6 +74,7 @@ class ServeOptions:
     adapters: Mapping[str, str] = field(default_factory=dict)  # folders by the names that requests choose
     merged_adapter: str | None = None  # the folder of one that is part of the weights
     speculate: str | None = None  # "ngram", "layers=K", or the folder of a draft model
+    precision: str | None = None  # in which a CPU computes: fp32 or bf16
     weights: str | None = None  # a format of fewer bits
     calibration: str | None = None  # the path of a text by which rounding to it is corrected
     cache: str | None = None  # a format of keys and values
@@ -93,7 +94,7 @@ class ServeOptions:
             raise ConfigError(
                 "--merge-adapter changes weights that --weights and --head round; export a merged model first"
             )
-        return Packing(self.weights, self.calibration, self.head)
+        return Packing(self.weights, self.calibration, self.head, self.precision)
 
     def engine(self, loaded: LoadedModel, max_waiting: int, device: torch.device | str) -> EngineOptions:
         cache = cache_format(self.cache)
@@ -120,6 +121,7 @@ class ServeOptions:
 def refuse_options(source: Path, options: ServeOptions, plan: Plan) -> None:
     """Raise ConfigError or PlanError for options that do not go together, with each other or with the plan."""
     sums_of(options.sums)
+    options.packing.dtype(options.device)
     if options.share_gpus and options.device == "cpu":
         raise ConfigError("--share-gpus is for --device cuda, and the device is the CPU; leave it out")
     if options.follows:
