@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 from torch import nn
 
 from weft.architectures.recurrent import RecurrentConfig
+from weft.cluster.topology import cpu_model
 from weft.models.recurrent import RecurrentModel
 from weft.serve.model.recurrent import FusedGRU, FusedLSTM, RecurrentRows, State
 
@@ -121,7 +121,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     results: dict[str, Any] = {
-        "cpu": platform.processor() or platform.machine(),
+        "cpu": cpu_model(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
         "layers": LAYERS,

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +25,7 @@ import torch
 from serve_gpu import TINY, random_model
 from torch import nn
 
+from weft.cluster.topology import cpu_model
 from weft.models import DecoderConfig
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.scheduling.request import Request, Sampling
@@ -174,7 +174,7 @@ def main() -> None:
     clock: Clock = time.process_time if given.cpu_time else time.perf_counter
     models = {"tiny": TINY} if given.tiny else MODELS if given.model is None else {given.model: MODELS[given.model]}
     results: dict[str, Any] = {
-        "cpu": platform.processor() or platform.machine(),
+        "cpu": cpu_model(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
         "threads": given.threads,
