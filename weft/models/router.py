@@ -146,6 +146,14 @@ def take_router_losses(model: nn.Module) -> Tensor | None:
     return total
 
 
+def forget_routing(model: nn.Module) -> None:
+    """Make routers forget their last forward, which may be a recompute's. Call it before a forward that may skip blocks
+    (train.layer_drop): a router that is skipped would give the losses of an earlier micro-batch again.
+    """
+    for router in routers_of(model).values():
+        router.record.loss = router.record.routed = None
+
+
 def change_biases(models: Iterable[nn.Module], total: Callable[[Tensor], None], keeps: Tensor | None = None) -> None:
     """Change the biases of routers after a step, so that experts with fewer tokens than the mean are chosen more often.
 

@@ -14,7 +14,7 @@ from weft.comm.ledger import Key
 from weft.inspection.nested_tensors import tensors_in
 from weft.models.loss import IGNORE
 from weft.models.loss_head import logits_of, loss_head_of
-from weft.models.router import take_router_losses
+from weft.models.router import forget_routing, take_router_losses
 from weft.parallel.tensor.vocabulary import cross_entropy, num_right, vocabulary_of
 from weft.plan import Plan
 from weft.step.batch import Batch
@@ -78,6 +78,7 @@ def training_total(objective: Objective, model: nn.Module, batch: Batch, scales:
     `scales` [2] divide by the numbers of targets and of tokens. The result is to be multiplied by the first; the losses
     of routers in it, which are sums over tokens, are then multiplied by the second.
     """
+    forget_routing(model)
     total = objective.total(model, batch)
     routers = take_router_losses(model)
     return total if routers is None else total + (routers * (scales[1] / scales[0]).to(routers)).to(total)
