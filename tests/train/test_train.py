@@ -31,7 +31,8 @@ from weft.step.examples import example_inputs
 from weft.step.train_step import evaluate
 from weft.train import loop, setup
 from weft.train.batches import prepare_data
-from weft.train.metrics import MetricsLog
+from weft.train.early_stopping import EarlyStopping
+from weft.train.metrics import MetricsLog, read_events
 
 pytestmark = pytest.mark.processes
 
@@ -295,18 +296,31 @@ def test_metrics_that_cannot_be_written_anew_are_kept(
     path = run.folder / "metrics.jsonl"
     path.write_text("".join(lines) + '{"kind": "st')
 
-    def write(self: Path, text: str, **options: Any) -> int:
+    def write(self: Path, data: bytes) -> int:
         self.touch()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as full:
-        full.setattr(Path, "write_text", write)
+        full.setattr(Path, "write_bytes", write)
         log = MetricsLog(run, 2)
     log.write("step", 3, {})
     log.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 3]
     assert "metrics.jsonl cannot be written anew (No space left on device): it keeps lines after step 2" in caplog.text
     assert not list(run.folder.glob("*.tmp"))
+
+
+def test_damaged_lines_of_metrics_are_left_out(run_file: Path) -> None:
+    run = make_run(run_file, "damaged metrics", "train.evaluate_every=2", "train.patience=2")
+    run.folder.mkdir()
+    lines = [json.dumps({"kind": "evaluation", "step": step, "loss": 1.0}).encode() for step in (2, 4, 6)]
+    damage = [b"\0" * 8 + lines[0], b"\xff\xfe", b"[2]", b'{"kind": "step"}', b"[" * 100_000]
+    path = run.folder / "metrics.jsonl"
+    path.write_bytes(b"\n".join([lines[0], *damage, *lines[1:]]) + b"\n")
+    assert [event["step"] for event in read_events(path)] == [2, 4, 6]
+    assert EarlyStopping(run, 6).wants_stop()
+    MetricsLog(run, 4).close()
+    assert path.read_bytes() == b"\n".join(lines[:2]) + b"\n"
 
 
 def test_a_finished_run_is_left_alone(run_file: Path) -> None:

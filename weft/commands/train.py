@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import time
@@ -47,6 +46,7 @@ from weft.train.batches import TrainingData, prepare_data
 from weft.train.early_stopping import stopped_early
 from weft.train.local_job import start_ranks
 from weft.train.loop import train
+from weft.train.metrics import read_events
 from weft.train.resume import changed_settings, refuse_other_training
 from weft.train.setup import device_type
 from weft.train.timeline import refuse_timeline
@@ -256,10 +256,8 @@ def _move_aside(run: Run, console: Console) -> None:
 
 
 def _last_event(run: Run) -> dict[str, Any]:
-    path = run.folder / "metrics.jsonl"
-    events = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     last: dict[str, Any] = {}
-    for event in events:
+    for event in read_events(run.folder / "metrics.jsonl"):
         last[event["kind"]] = {key: value for key, value in event.items() if key != "kind"}
     return {"step": last.get("step"), "evaluation": last.get("evaluation")}
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 from weft.mesh import Mesh
 from weft.run_file import Run
 from weft.train.agreement import first_says
+from weft.train.metrics import read_events
 
 MARK = "stopped-early.json"  # in the run's folder: the step at which the run stopped, and why
 
@@ -29,7 +28,7 @@ class EarlyStopping:
         self._num_worse = 0
         self.reason: str | None = None
         if self._patience is not None:
-            for event in _events(run.folder / "metrics.jsonl"):  # of the same run before a restart
+            for event in read_events(run.folder / "metrics.jsonl"):  # of the same run before a restart
                 if event["kind"] == "evaluation":
                     self.judge(event["step"], event["loss"], event.get("known_at_step", event["step"]))
                 elif event["kind"] == "numbers" and "left_out" in event:
@@ -84,8 +83,3 @@ def has_stopped_early(run: Run, step: int, mesh: Mesh) -> bool:
     if run.train.patience is None:
         return False
     return bool(first_says(stopped_early(run, step) or "" if mesh.is_first else "", mesh["world"]))
-
-
-def _events(path: Path) -> list[dict[str, Any]]:
-    """What a run has logged."""
-    return list(map(json.loads, path.read_text(encoding="utf-8").splitlines())) if path.exists() else []

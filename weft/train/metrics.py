@@ -224,20 +224,36 @@ class MetricsLog:
         self._closers.append(run.finish)
 
 
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Returns what a run has logged, in order, without lines that are damaged or incomplete."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [event for line in lines if (event := _event(line)) is not None]
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """The event of a line of the log; None if the line is damaged or incomplete."""
+    try:
+        found = json.loads(line) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+    is_event = isinstance(found, dict) and isinstance(found.get("kind"), str) and isinstance(found.get("step"), int)
+    return found if is_event else None
+
+
 def _forget_after(path: Path, step: int) -> None:
     """Removes the lines after `step`, which a killed run logged after its last checkpoint and will log again.
 
-    Removes also an incomplete last line.
+    Removes also lines that are damaged or incomplete.
     """
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    kept = [line for line in lines if (event := _event(line)) is not None and event["step"] <= step]
     if kept != lines:
         temporary = path.with_suffix(".tmp")
         try:
-            temporary.write_text("".join(kept), encoding="utf-8")
+            temporary.write_bytes(b"".join(kept))
             temporary.replace(path)
         except OSError as error:  # the run goes on: nothing is lost
-            whole = sum(len(line.encode()) for line in lines if line.endswith("\n"))
+            whole = sum(len(line) for line in lines if line.endswith(b"\n"))
             with suppress(OSError):
                 os.truncate(path, whole)  # an incomplete last line would spoil the next one
             with suppress(OSError):
