@@ -95,6 +95,22 @@ def test_evaluations_of_steps_that_the_run_went_back_over_do_not_count(run_file:
     assert not before.wants_stop()
 
 
+def test_a_step_that_was_logged_twice_counts_once(run_file: Path) -> None:
+    """A start on a full disk kept the lines of steps 4 and 6, which were done again; then there was another start."""
+    run = make_run(run_file, "twice", *PATIENT)
+    losses = ((2, 3.0), (4, 3.5), (6, 2.5), (4, 3.5), (6, 2.6))
+    run.folder.mkdir()
+    lines = (json.dumps({"kind": "evaluation", "step": step, "loss": loss}) + "\n" for step, loss in losses)
+    (run.folder / "metrics.jsonl").write_text("".join(lines))
+    early = EarlyStopping(run, 7)
+    assert not early.wants_stop()
+    early.judge(8, 2.7, 8)
+    assert not early.wants_stop()
+    early.judge(10, 2.7, 10)
+    assert early.reason is not None
+    assert "below 2.6000 (step 6) in 2 evaluations" in early.reason
+
+
 def test_a_snapshot_of_before_the_run_went_back_does_not_count(run_file: Path) -> None:
     run = make_run(run_file, "snapshots", *PATIENT)
     said: list[str] = []

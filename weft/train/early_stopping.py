@@ -28,12 +28,17 @@ class EarlyStopping:
         self._num_worse = 0
         self.reason: str | None = None
         if self._patience is not None:
-            for event in read_events(run.folder / "metrics.jsonl"):  # of the same run before a restart
+            # Of the same run before a restart. A full disk may have kept lines of steps that were then done again.
+            judged: dict[int, tuple[int, float, int]] = {}
+            for event in read_events(run.folder / "metrics.jsonl"):
+                at = event["step"]
                 if event["kind"] == "evaluation":
-                    self.judge(event["step"], event["loss"], event.get("known_at_step", event["step"]))
+                    judged.pop(at, None)
+                    judged[at] = (at, event["loss"], event.get("known_at_step", at))
                 elif event["kind"] == "numbers" and "left_out" in event:
-                    self.went_back(event["step"])
-            self.went_back(step)  # a full disk may have kept lines of later steps
+                    judged = {one: judged[one] for one in judged if one <= at}
+            self._judged = list(judged.values())
+            self.went_back(step)
 
     def judge(self, step: int, loss: float, known_at: int) -> None:
         """Takes the held-out loss of a step, known at that step or a later one. NaN is worse than any number."""
