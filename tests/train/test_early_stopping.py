@@ -111,6 +111,14 @@ def test_a_step_that_was_logged_twice_counts_once(run_file: Path) -> None:
     assert "below 2.6000 (step 6) in 2 evaluations" in early.reason
 
 
+def test_a_mark_that_cannot_be_written_does_not_end_the_run(run_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = make_run(run_file, "no mark", *PATIENT)
+    (run.folder / "stopped-early.json").mkdir(parents=True)
+    EarlyStopping(run, 4).mark(4)
+    assert "stopped-early.json cannot be written (Is a directory): a second start of the run goes on" in caplog.text
+    assert stopped_early(run, 4) is None
+
+
 def test_a_snapshot_of_before_the_run_went_back_does_not_count(run_file: Path) -> None:
     run = make_run(run_file, "snapshots", *PATIENT)
     said: list[str] = []

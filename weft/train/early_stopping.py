@@ -8,12 +8,15 @@ start to the next.
 from __future__ import annotations
 
 import json
+import logging
 import math
 
 from weft.mesh import Mesh
 from weft.run_file import Run
 from weft.train.agreement import first_says
 from weft.train.metrics import read_events
+
+logger = logging.getLogger("weft")
 
 MARK = "stopped-early.json"  # in the run's folder: the step at which the run stopped, and why
 
@@ -70,7 +73,12 @@ class EarlyStopping:
     def mark(self, step: int) -> None:
         """Notes in the run's folder that the run has stopped early, so that it is not continued."""
         words = {"step": step, "patience": self._patience, "why": self.reason}
-        (self._folder / MARK).write_text(json.dumps(words) + "\n", encoding="utf-8")
+        path = self._folder / MARK
+        try:
+            path.write_text(json.dumps(words) + "\n", encoding="utf-8")
+        except OSError as error:  # the step is saved, and the run ends
+            reason = error.strerror or error
+            logger.warning("weft: %s cannot be written (%s): a second start of the run goes on", path, reason)
 
 
 def stopped_early(run: Run, step: int) -> str | None:
