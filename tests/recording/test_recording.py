@@ -16,6 +16,7 @@ import torch.distributed as dist
 from commands_for_tests import Weft, caller
 from runs_for_tests import make_run, train_on_ranks, write_run_file
 
+from weft.checkpoint import steps
 from weft.comm import Axis, Ledger, all_gather, all_reduce, broadcast, exchange, reduce_scatter, shift
 from weft.comm.clocks import clock_offset, offset_of
 from weft.comm.recorder import CommunicationCall, HostTimer, Recorder
@@ -197,6 +198,17 @@ def test_a_run_is_recorded_and_shown(tmp_path: Path, weft: Weft, monkeypatch: py
     assert "all_gather" in shown.out
     with pytest.raises(ConfigError, match=r"train\.profile = '3:2' is not FIRST:LAST"):
         make_run(tmp_path / "tiny.toml", "run", "train.profile=3:2")
+
+
+@pytest.mark.processes
+def test_a_recording_or_a_picture_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
+    given = ["plan.pipe=2", "plan.micro_batch=8", "train.steps=3", "train.profile=1:2"]
+    run = make_run(write_run_file(tmp_path), "run", *given, f"train.timeline={tmp_path / 'last.txt'}")
+    run.folder.mkdir()
+    (run.folder / "profile").touch()  # a file in the place of the folder
+    (tmp_path / "last.txt").mkdir()
+    assert train_on_ranks(run)["finished"]
+    assert steps(run.folder / "checkpoints") == [3]
 
 
 def test_the_live_page_is_served_on_loopback_only(tmp_path: Path) -> None:

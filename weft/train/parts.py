@@ -155,8 +155,11 @@ class StepTimeline(TrainingPart):
         if not pipeline.spans:  # a rank was lost in this step
             return
         assert self._path is not None
-        if draw_step(pipeline, state.mesh, state.run.split.accumulation, Path(self._path)):
-            state.say(f"drew the last step to {self._path}")
+        try:
+            if draw_step(pipeline, state.mesh, state.run.split.accumulation, Path(self._path)):
+                state.say(f"drew the last step to {self._path}")
+        except OSError as error:  # the run is saved; only the rank that writes comes here, after the last collective
+            state.say(f"the last step cannot be drawn to {self._path} ({error.strerror or error})")
 
 
 class Evaluation(TrainingPart):

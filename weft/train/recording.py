@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import socket
 from contextlib import suppress
@@ -14,6 +15,8 @@ from weft.recording.nic_counters import NicTraffic, read_counters, since
 from weft.recording.rank_file import FOLDER, MeasuredLink, RankRecording, recording_of, write_rank
 from weft.train.parts import TrainingPart
 from weft.train.state import TrainState
+
+logger = logging.getLogger("weft")
 
 
 class CommunicationProfile(TrainingPart):
@@ -51,7 +54,7 @@ class CommunicationProfile(TrainingPart):
         if recorder is None or count < 1 or count & (count - 1):
             return
         recorder.convert()
-        write_rank(self._state.run.folder / FOLDER, self._recording(recorder))
+        self._write(self._recording(recorder))
 
     def end(self) -> None:
         state, recorder = self._state, self._recorder
@@ -61,9 +64,21 @@ class CommunicationProfile(TrainingPart):
             return
         self._recorder = state.mesh.ledger.recorder = None
         recorder.finish()
-        write_rank(state.run.folder / FOLDER, self._recording(recorder))
         self._steps = range(0)
-        state.say(f"recorded the communication of steps {self._first} to {self._last}: weft profile {state.run.folder}")
+        if self._write(self._recording(recorder)):
+            folder = state.run.folder
+            state.say(f"recorded the communication of steps {self._first} to {self._last}: weft profile {folder}")
+
+    def _write(self, found: RankRecording) -> bool:
+        """Writes this rank's file. Returns whether it could: a full disk does not end the run."""
+        folder = self._state.run.folder / FOLDER
+        try:
+            write_rank(folder, found)
+        except OSError as error:
+            reason = error.strerror or error
+            logger.warning("weft: the recording of rank %d cannot be written to %s (%s)", found.rank, folder, reason)
+            return False
+        return True
 
     def _recording(self, recorder: Recorder) -> RankRecording:
         mesh, plan = self._state.mesh, self._state.run.plan
