@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from weft.data.chat_template import ChatTemplate
+from weft.data.chat_template import ChatTemplate, load_template
 from weft.errors import DataError
 
 
@@ -62,3 +64,11 @@ def test_a_template_knows_the_time() -> None:
     before = datetime.now()
     found = datetime.strptime(render("{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }}"), "%Y-%m-%d %H:%M:%S.%f")
     assert before <= found <= datetime.now()
+
+
+def test_of_templates_by_name_what_is_no_template_is_passed_over(tmp_path: Path) -> None:
+    named: list[object] = ["default", {"name": "tools", "template": "no"}]
+    for more, expected in (([], None), ([{"name": "default", "template": "yes"}], "yes")):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named + more}))
+        found = load_template(None, str(tmp_path))
+        assert (None if found is None else found.render([])) == expected

@@ -87,7 +87,8 @@ def load_template(path: str | None, tokenizer: str, now: Callable[[], datetime] 
             raise DataError(f"cannot read the chat template {own} ({error}); give data.template") from None
     found = config.get("chat_template")
     if isinstance(found, list):  # several, by name
-        found = next((one.get("template") for one in found if one.get("name") == "default"), None)
+        named = (one for one in found if isinstance(one, dict))
+        found = next((one.get("template") for one in named if one.get("name") == "default"), None)
     return ChatTemplate(found, special, str(folder / TOKENIZER_CONFIG), now) if isinstance(found, str) else None
 
 
