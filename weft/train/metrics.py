@@ -9,8 +9,8 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -206,12 +206,8 @@ class MetricsLog:
             close()
 
     def _add_tensorboard(self, folder: Path, step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ConfigError("log.tensorboard = true needs tensorboard; pip install 'weft[log]'") from None
-        board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
-        self._writers.append(board.add_scalar)
+        board = _TensorBoard(folder / "tensorboard", step)
+        self._writers.append(board.write)
         self._closers.append(board.close)
 
     def _add_wandb(self, project: str, config: Mapping[str, Any]) -> None:
@@ -222,6 +218,41 @@ class MetricsLog:
         run = wandb.init(project=project, config=dict(config))
         self._writers.append(lambda name, value, step: run.log({name: value}, step=step))
         self._closers.append(run.finish)
+
+
+class _TensorBoard:
+    """A log for TensorBoard. Its writer does not work again after an error (a full disk), so nothing is logged then."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ConfigError("log.tensorboard = true needs tensorboard; pip install 'weft[log]'") from None
+        self._folder = folder
+        self._board: SummaryWriter | None = None
+        with self._telling():
+            self._board = SummaryWriter(str(folder), purge_step=step + 1)
+
+    def write(self, name: str, value: float, step: int) -> None:
+        """Writes one value, later and in another thread."""
+        if self._board is not None:
+            with self._telling():
+                self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Writes what is left."""
+        if self._board is not None:
+            with self._telling():
+                self._board.close()
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._board = None
+            reason = error.strerror or error
+            logger.warning("weft: %s cannot be written (%s): nothing is logged there any more", self._folder, reason)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
