@@ -97,6 +97,22 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_the_run_goes_on_from_it(run_f
         assert losses(run.folder) == losses(calm.folder)
 
 
+def test_a_full_disk_at_a_restart_does_not_end_the_run(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first start is refused. Ranks that start again go on: what they have in memory would be lost with the job."""
+    run, make = make_run(run_file, "full at a restart", "train.steps=4"), Path.mkdir
+
+    def full(self: Path, *arguments: Any, **options: Any) -> None:
+        if self.name.startswith(".saving-step-0-"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        make(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(LocalError, match=r"CheckpointError: cannot save to .*No space left on device"):
+        train_on_ranks(run)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert train_on_ranks(run)["finished"]
+
+
 def test_metrics_on_a_full_disk_are_whole_lines(run_file: Path, told: Path) -> None:
     run = make_run(run_file, "no room for metrics", "train.steps=4")
     with small_disk(run.folder, 12288) as mount, locked(run.folder):  # pages for the folder, the lock and one of lines

@@ -73,10 +73,11 @@ class Saver:
         keep_every: int | None = None,
         timeout_seconds: float = 600.0,
         at: Callable[[str], None] = lambda point: None,
+        tries_folder: bool = True,
     ) -> None:
         """`token` is a random word that is the same on all ranks. `keep_last` is the number of checkpoints to keep;
         None keeps all. Checkpoints of multiples of `keep_every` steps are also kept. `at` is called before and after
-        every disk action, for tests.
+        every disk action, for tests. With `tries_folder`, one that cannot be written is refused now.
         """
         if not re.fullmatch(r"[A-Za-z0-9]{4,64}", token):
             raise CheckpointError(f"token {token!r} must be 4 to 64 letters and digits")
@@ -100,9 +101,8 @@ class Saver:
             self.folder.mkdir(parents=True, exist_ok=True)
             if rank == 0:
                 self._remove_leftovers(self._attempt)
-                probe = (
-                    self.folder / f".saving-step-0-{token}-0"
-                )  # a folder that cannot be written fails before training
+            if rank == 0 and tries_folder:
+                probe = self.folder / f".saving-step-0-{token}-0"
                 probe.mkdir()
                 probe.rmdir()
 

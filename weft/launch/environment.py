@@ -192,6 +192,11 @@ def is_elastic(environ: Mapping[str, str], rank_info: RankInfo) -> bool:
     return rank_info.launcher == "torchrun" and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
+def starts_again(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher, or weft's own agent, has started the ranks of this job before."""
+    return environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
 def check_world(rank_info: RankInfo, num_ranks: int, degrees: Mapping[str, int]) -> None:
     """Raise LaunchError if the launcher started another number of processes than the plan's degrees need."""
     if rank_info.num_ranks == num_ranks:

@@ -24,7 +24,14 @@ from weft.errors import CheckpointError, ConfigError
 from weft.health.call_order import NUM_KEPT, CallOrder
 from weft.health.rank_status import FOLDER_VARIABLE, Status
 from weft.health.watchdog import Deadline
-from weft.launch.environment import RankInfo, check_world, init_process_group, shutdown, world_store
+from weft.launch.environment import (
+    RankInfo,
+    check_world,
+    init_process_group,
+    shutdown,
+    starts_again,
+    world_store,
+)
 from weft.mesh import Mesh
 from weft.models import initial_value
 from weft.models.adapter import adapter_reader
@@ -197,7 +204,11 @@ def first_values(run: Run) -> Values:
 
 
 def make_saver(run: Run, mesh: Mesh) -> Saver:
-    """Returns the saver. All ranks share a random token, which keeps files apart from those of a crashed attempt."""
+    """Returns the saver. All ranks share a random token, which keeps files apart from those of a crashed attempt.
+
+    A folder that cannot be written is refused at the first start. Ranks that start again go on: copies in memory would
+    be lost with the job, and a full disk may have space again at the next save.
+    """
     token = torch.randint(0, 2**62, (1,), generator=torch.Generator().manual_seed(int.from_bytes(os.urandom(7))))
     broadcast(token, mesh["world"]).wait()
     return Saver(
@@ -207,6 +218,7 @@ def make_saver(run: Run, mesh: Mesh) -> Saver:
         f"{int(token):016x}",
         keep_last=run.checkpoint.keep_last,
         keep_every=run.checkpoint.keep_every,
+        tries_folder=not starts_again(os.environ),
     )
 
 
