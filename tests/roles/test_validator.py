@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -57,6 +60,27 @@ def test_the_best_snapshot_may_be_of_a_lower_step(run_file: Path, tmp_path: Path
     assert steps(folder) == [6]
     consider(again, 14, 1.75)
     assert steps(folder) == [6]
+
+
+def test_a_full_disk_loses_the_best_snapshot_only(
+    run_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = load_run(run_file, [f"folder={tmp_path / 'run'}"])
+    data, folder = prepare_data(run), run.folder / BEST / "checkpoints"
+    make, tensors = Path.mkdir, {("weight", "parameter"): torch.ones(2)}
+
+    def full(self: Path, *arguments: Any, **options: Any) -> None:
+        if self.name.startswith(".saving-step-"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        make(self, *arguments, **options)
+
+    with patch.object(Path, "mkdir", full):
+        best = BestSnapshot(run, data)
+        best.consider(8, {"loss": 3.0}, tensors)
+    assert steps(folder) == []
+    assert "the best snapshot was not saved: cannot save to" in caplog.text
+    best.consider(12, {"loss": 3.5}, tensors)
+    assert steps(folder) == [12]
 
 
 def test_a_killed_validator_loses_measures_only(run_file: Path, plain: Run) -> None:

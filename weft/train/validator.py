@@ -6,6 +6,7 @@ best snapshot so far is kept as a checkpoint without optimizer state, which ever
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterable
@@ -30,6 +31,7 @@ from weft.train.checkpoints import checkpoint_values
 from weft.train.run_identity import known_run_id
 from weft.train.setup import build_model, keep_documents_apart
 
+logger = logging.getLogger("weft")
 BEST = "best"  # the folder of the best snapshot, inside that of the run
 Tensors = dict[tuple[str, str], Tensor]  # by (name, kind), with kind "parameter" or "buffer"
 
@@ -79,13 +81,13 @@ class BestSnapshot:
     def __init__(self, run: Run, data: TrainingData) -> None:
         self._run, self._data = run, data
         self._folder = run.folder / BEST / "checkpoints"
-        self._saver = Saver(self._folder, 0, 1, os.urandom(8).hex())
+        self._saver = Saver(self._folder, 0, 1, os.urandom(8).hex(), tries_folder=False)
         losses = {step: _saved_loss(self._folder / step_name(step)) for step in steps(self._folder)}
         self._loss = min(losses.values(), default=math.inf)
         self._delete(step for step, loss in losses.items() if self._loss < loss < math.inf)
 
     def consider(self, step: int, measures: dict[str, float], tensors: Tensors) -> None:
-        """Saves a snapshot if its loss is lower than that of the one that is kept."""
+        """Saves a snapshot if its loss is lower than that of the one that is kept. Tells if it cannot be saved."""
         loss = measures["loss"]
         if not loss < self._loss:
             return
@@ -97,7 +99,11 @@ class BestSnapshot:
         ]
         # One of this step is of before the run has gone back, and would be left as it is.
         self._delete(other for other in steps(self._folder) if other == step)
-        self._saver.save(step, pieces, {**values, "held_out": measures}, asynchronous=False)
+        try:
+            self._saver.save(step, pieces, {**values, "held_out": measures}, asynchronous=False)
+        except CheckpointError as error:  # a full disk: measures matter more
+            logger.warning("weft: the best snapshot was not saved: %s; the next that is better is tried", error)
+            return
         self._loss = loss
         self._delete(other for other in steps(self._folder) if other != step)
 
