@@ -85,10 +85,10 @@ def stopped_early(run: Run, step: int) -> str | None:
     """Returns why a run has stopped early at this step with this patience; None if it has not."""
     try:
         found = json.loads((run.folder / MARK).read_text(encoding="utf-8"))
-        is_same = found["step"] == step and found["patience"] == run.train.patience
+        is_same, why = found["step"] == step and found["patience"] == run.train.patience, str(found["why"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return str(found["why"]) if is_same and run.train.patience is not None else None
+    return why if is_same and run.train.patience is not None else None
 
 
 def has_stopped_early(run: Run, step: int, mesh: Mesh) -> bool:
