@@ -310,21 +310,18 @@ def test_metrics_that_cannot_be_written_anew_are_kept(
     assert not list(run.folder.glob("*.tmp"))
 
 
-@pytest.mark.parametrize("fails", ["__init__", "add_scalar", "close"])
-def test_a_full_disk_under_tensorboard_does_not_end_the_run(
-    fails: str, run_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(f"torch.utils.tensorboard.SummaryWriter.{fails}", full)
-    run = make_run(run_file, f"full {fails}", "log.tensorboard=true")
-    log = MetricsLog(run, 0)
-    for step in (1, 2):
-        log.write("step", step, {"loss": 1.0})
-    log.close()
-    assert caplog.text.count("tensorboard cannot be written (No space left on device): nothing is logged there") == 1
-    assert [event["step"] for event in read_events(run.folder / "metrics.jsonl")] == [1, 2]
+def test_a_full_disk_under_tensorboard_does_not_end_the_run(run_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    told = "tensorboard cannot be written (No space left on device): nothing is logged there"
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    for number, fails in enumerate(("__init__", "add_scalar", "close"), 1):
+        run = make_run(run_file, f"full {fails}", "log.tensorboard=true")
+        with patch(f"torch.utils.tensorboard.SummaryWriter.{fails}", side_effect=full):
+            log = MetricsLog(run, 0)
+            for step in (1, 2):
+                log.write("step", step, {"loss": 1.0})
+            log.close()
+        assert caplog.text.count(told) == number, fails
+        assert [event["step"] for event in read_events(run.folder / "metrics.jsonl")] == [1, 2]
 
 
 def test_damaged_lines_of_metrics_are_left_out(run_file: Path) -> None:
