@@ -72,3 +72,10 @@ def test_of_templates_by_name_what_is_no_template_is_passed_over(tmp_path: Path)
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named + more}))
         found = load_template(None, str(tmp_path))
         assert (None if found is None else found.render([])) == expected
+
+
+def test_settings_of_a_tokenizer_that_are_no_json_are_refused(tmp_path: Path) -> None:
+    for broken in ("{", "[" * 100_000):
+        (tmp_path / "tokenizer_config.json").write_text(broken)
+        with pytest.raises(DataError, match=r"tokenizer_config\.json cannot be read as JSON"):
+            load_template(None, str(tmp_path))

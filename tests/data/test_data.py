@@ -219,6 +219,7 @@ def test_two_kinds_of_records_are_refused(tmp_path: Path) -> None:
     [
         (b'{"text": "a"', r"data.jsonl, line 2 is not valid JSON \(Expecting.*\); correct the line"),
         (b'{"text": "\xff"}', r"data.jsonl, line 2 is not valid JSON \('utf-8' codec"),
+        (b"[" * 100_000, r"data.jsonl, line 2 is not valid JSON \(maximum recursion depth"),
         (b'["text"]', r"line 2 is not a JSON object; each line must be one, with 'text'"),
         (b'{"id": 1, "body": "x"}', r"line 2 has no field 'text', only id, body; set text_field to one"),
         (b"{}", r"line 2 has no field 'text', only none; set text_field to one"),
@@ -267,7 +268,7 @@ def test_tables_with_text_that_is_not_utf_8(tmp_path: Path) -> None:
 
 def test_bad_saved_datasets(tmp_path: Path) -> None:
     (tmp_path / "dataset_info.json").write_text("{}")
-    for content in ("{", "[]", "{}", '{"_data_files": []}'):
+    for content in ("{", "[" * 100_000, "[]", "{}", '{"_data_files": []}'):
         (tmp_path / "state.json").write_text(content)
         with pytest.raises(DataError, match=r"state.json has no list '_data_files' with entries; save the dataset"):
             documents(tmp_path)

@@ -330,9 +330,10 @@ def test_broken_folders_say_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes((tmp_path / "a.safetensors").read_bytes()[:-2])
     with pytest.raises(CheckpointError, match=r"a\.safetensors is not a whole safetensors file"):
         list(weights(tmp_path, config))
-    index.write_text("{")
-    with pytest.raises(CheckpointError, match=r"index\.json cannot be read as JSON"):
-        list(weights(tmp_path, config))
+    for broken in ("{", "[" * 100_000):
+        index.write_text(broken)
+        with pytest.raises(CheckpointError, match=r"index\.json cannot be read as JSON"):
+            list(weights(tmp_path, config))
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"config\.json holds list, not a JSON object"):
         read_config(tmp_path)

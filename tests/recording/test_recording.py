@@ -107,9 +107,10 @@ def test_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
     write_rank(tmp_path, make_rank(1, []))
     with pytest.raises(Exception, match="1 of 2 ranks; missing: rank 0"):
         read_recording(tmp_path)
-    (tmp_path / "rank-00000.jsonl").write_text('{"format": 1}\n')
-    with pytest.raises(Exception, match=r"rank-00000.jsonl is not a recording"):
-        read_recording(tmp_path)
+    for broken in ('{"format": 1}', "[" * 100_000):
+        (tmp_path / "rank-00000.jsonl").write_text(broken + "\n")
+        with pytest.raises(Exception, match=r"rank-00000.jsonl is not a recording"):
+            read_recording(tmp_path)
 
 
 @pytest.mark.processes

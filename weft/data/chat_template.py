@@ -95,7 +95,7 @@ def load_template(path: str | None, tokenizer: str, now: Callable[[], datetime] 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(table, dict):
         raise DataError(f"{path} holds {type(table).__name__}, not a JSON object")

@@ -23,7 +23,7 @@ def json_lines(path: Path, wanted: str) -> Iterator[tuple[str, dict[str, Any], i
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{path}, line {number} is not valid JSON ({error}); correct the line") from None
             if not isinstance(row, dict):
                 raise DataError(f"{path}, line {number} is not a JSON object; each line must be one, with {wanted}")

@@ -192,7 +192,7 @@ def _read_json_list(path: Path, key: str) -> list[Any]:
         entries = json.loads(path.read_bytes())[key]
         if entries and isinstance(entries, list):
             return entries
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         pass
     raise DataError(f"{path} has no list '{key}' with entries; save the dataset again with save_to_disk")
 

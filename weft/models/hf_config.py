@@ -276,7 +276,7 @@ def read_json(path: Path, wanted: str = "a folder with config.json and safetenso
         table = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist; give {wanted}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(table, dict):
         raise CheckpointError(f"{path} holds {type(table).__name__}, not a JSON object")

@@ -109,7 +109,7 @@ def _read(path: Path) -> RankRecording:
         head["phases"] = [PhaseSpan(**one) for one in head["phases"]]
         head["nics"] = {name: NicTraffic(**one) for name, one in head.get("nics", {}).items()}
         calls = [CommunicationCall(**dict(zip(_CALL_FIELDS, json.loads(line), strict=True))) for line in lines]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a recording of weft ({error}); record the run again") from error
     for call in calls:
         call.ranks = tuple(call.ranks)
