@@ -395,6 +395,9 @@ def test_bad_tokenizer_files(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(DataError, match=r"bad.json is not a tokenizer.json \(.*\); give one that tokenizers wrote"):
         load_tokenizer(tmp_path / "bad.json")
+    (tmp_path / "empty.json").write_text('{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}')
+    with pytest.raises(DataError, match=r"empty.json has no token </s> or .* to end a document"):
+        load_tokenizer(tmp_path / "empty.json")
     path = write_tokenizer(tmp_path, ["<other>"])
     with pytest.raises(
         DataError, match=r"has no token </s> or <\|endoftext\|> or .* to end a document; set data.end_token"

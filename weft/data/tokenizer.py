@@ -88,7 +88,7 @@ class FileTokenizer:
         # A file may contain settings of its model that would truncate or pad documents.
         self._backend.no_truncation()
         self._backend.no_padding()
-        self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
+        self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.end = self._find_end(path, end_token, stated)
         self.definition: str = self._backend.to_str()  # as JSON
         self.fingerprint = f"{hashlib.sha256(content).hexdigest()}, {self.end} ends a document"
