@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serving_for_tests import tiny_model
 
-from weft.data.tokenizer import REPLACEMENT, ByteTokenizer, Tokenizer, load_tokenizer
+from weft.data.tokenizer import REPLACEMENT, ByteTokenizer, Tokenizer, encode_text, load_tokenizer
 from weft.errors import DataError
 from weft.serve.generate import generate
 from weft.serve.scheduling.request import GeneratedToken, Request
@@ -98,6 +98,12 @@ def test_the_bytes_of_tokens_of_a_byte_level_vocabulary(tmp_path: Path) -> None:
 def test_a_prompt_that_has_no_encoding_is_refused() -> None:
     with pytest.raises(DataError, match="half of a surrogate pair"):
         generate(tiny_model("llama"), ByteTokenizer(), "a\udcff", num_tokens=1)
+
+
+def test_a_text_that_a_tokenizer_file_cannot_encode_is_refused(word_tokenizer: Tokenizer) -> None:
+    """The tokenizers library takes it for no text at all."""
+    with pytest.raises(DataError, match="half of a surrogate pair"):
+        encode_text(word_tokenizer, "hello\ud800")
 
 
 def tokens_in_words(text: str) -> list[int]:

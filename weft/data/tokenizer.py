@@ -140,11 +140,12 @@ def _of_byte_letters(word: str) -> bytes | None:
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     """The ids of a text that somebody gave. Raises DataError for one that has no encoding."""
     try:
-        ids: list[int] = tokenizer.encode(text).tolist()
+        text.encode()  # the tokenizers library would say TypeError
     except UnicodeEncodeError:
         raise DataError(
             "a text has half of a surrogate pair (\\ud800 to \\udfff), which is no character; give whole ones, in UTF-8"
         ) from None
+    ids: list[int] = tokenizer.encode(text).tolist()
     return ids
 
 
