@@ -182,34 +182,23 @@ def serve_command(
     with _needs_extra():
         from weft.serve.http.guard import ServerLimits
         from weft.serve.http.run_server import ServeOptions
-    ways: dict[str, Any] = {
-        "precision": precision,
-        "speculate": speculate,
-        "weights": weights,
-        "cache": cache,
-        "head": head,
-        "sums": sums,
-    }
-    ways |= {"stream_weights": stream_weights, "resident_blocks": resident_blocks, "swap_blocks": swap_blocks}
-    where: dict[str, Any] = {"host": host, "port": port, "device": kind, "share_gpus": share_gpus}
-    where |= {"name": name, "tokenizer": tokenizer}
-    options = ServeOptions(
-        **where,
-        api_keys=api_key or [],
-        follows=follow,
-        template=None if chat_template is None else str(chat_template),
-        context_length=context,
-        max_running=max_running or (256 if kind == "cuda" else 64),
-        max_waiting=max_waiting,
-        token_budget=token_budget or (2048 if kind == "cuda" else 512),
-        num_blocks=cache_blocks,
-        **ways,
-        calibration=None if calibration is None else str(calibration),
-        adapters=named_adapters(adapter or []),
-        merged_adapter=None if merge_adapter is None else str(merge_adapter),
-        limits=ServerLimits(body_bytes=body_bytes, request_seconds=request_seconds, drain_seconds=drain_seconds),
-    )
+    where: dict[str, Any] = {"host": host, "port": port, "api_keys": api_key or [], "device": kind}
+    served: dict[str, Any] = {"name": name, "tokenizer": tokenizer, "template": _text(chat_template), "follows": follow}
+    served |= {"adapters": named_adapters(adapter or []), "merged_adapter": _text(merge_adapter)}
+    sizes: dict[str, Any] = {"context_length": context, "max_waiting": max_waiting, "num_blocks": cache_blocks}
+    sizes |= {"max_running": max_running or (256 if kind == "cuda" else 64)}
+    sizes |= {"token_budget": token_budget or (2048 if kind == "cuda" else 512)}
+    ways: dict[str, Any] = {"precision": precision, "weights": weights, "calibration": _text(calibration)}
+    ways |= {"cache": cache, "swap_blocks": swap_blocks, "head": head, "speculate": speculate, "sums": sums}
+    ways |= {"stream_weights": stream_weights, "resident_blocks": resident_blocks, "share_gpus": share_gpus}
+    limits = ServerLimits(body_bytes=body_bytes, request_seconds=request_seconds, drain_seconds=drain_seconds)
+    options = ServeOptions(**where, **served, **sizes, **ways, limits=limits)
     _serve(source, options, serving_plan(overrides or []), partial(_announce, as_json=as_json))
+
+
+def _text(path: Path | None) -> str | None:
+    """A path as text, which ranks are given as JSON."""
+    return None if path is None else str(path)
 
 
 @contextmanager
