@@ -436,6 +436,14 @@ def test_groups_without_a_kernel_are_priced_as_decoded() -> None:
     assert packed_product(kernels, float8, 1, 344, 4096)[0] > packed_product(kernels, float8, 1, 352, 4096)[0]
 
 
+def test_products_of_float8_are_priced_on_gpus_that_have_them() -> None:
+    """Others widen the weights of prompts, and multiply in bf16 (`has_fp8_products`)."""
+    for cluster, has_products in (("h200:1x1", True), ("a100-80:1x1", False)):
+        kernels = ServingModel(LLAMA_8B, load(cluster), Plan(), "bf16").kernels
+        seconds = packed_product(kernels, weight_format("fp8"), 2048, 4096, 4096)[0]
+        assert (seconds < kernels.product(2048, 4096, 4096)) is has_products, cluster
+
+
 def test_experts_that_are_not_priced_are_refused_and_those_of_several_ranks_have_plain_routers() -> None:
     mixtral = replace(LLAMA_8B, architecture="mixtral", num_experts=8, num_experts_per_tok=2)
     for more, what in (

@@ -81,9 +81,8 @@ def packed_product(kernels: Kernels, form: WeightFormat, rows: int, inner: int, 
         num_bytes = stored + kernels.item_bytes * rows * (inner + columns)
         launch = TOKEN_LAUNCH_SECONDS if is_token else LAUNCH_SECONDS
         return max(2 * rows * inner * columns / kernels.peak, num_bytes / rate) + launch, stored
-    if (
-        isinstance(form, RowFp8) and is_half and inner % 16 == 0 == columns % 16
-    ):  # the product of float8 has twice the rate; inputs are rounded for it
+    has_product = kernels.device.is_newer and is_half and inner % 16 == 0 == columns % 16
+    if isinstance(form, RowFp8) and has_product:  # the product of float8 has twice the rate; inputs are rounded for it
         rounding = ROUNDING_BYTES * rows * inner / kernels.bytes_per_second
         return kernels.product(rows, inner, columns) / 2 + rounding, stored
     moved = kernels.item_bytes  # float8 is widened alone: its scale is applied to results
