@@ -171,6 +171,8 @@ def test_other_weights_and_damaged_files_are_refused(tmp_path: Path) -> None:
         model.lm_head.weight[3, 4] += 1e-3
     with pytest.raises(ConfigError, match="of another output matrix; run weft index"):
         make_engine(model, head=read)
+    with pytest.raises(ConfigError, match="run weft index on the served model, and serve it without --precision"):
+        make_engine(tiny_model("llama").bfloat16(), head=read)
     with pytest.raises(ConfigError, match="is of 61 tokens, and 60 are served"):
         make_engine(tiny_model("llama"), head=read, vocab_size=60)
     engine = make_engine(tiny_model("llama"), head=read)

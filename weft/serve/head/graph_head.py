@@ -56,7 +56,10 @@ class GraphHead:
         if device.type != "cpu":
             raise ConfigError("--head graph is for CPUs: a GPU reads the whole output matrix faster; leave it out")
         if output_identity(model, self.num_tokens) != self.identity:
-            raise ConfigError("the graph of --head is of another output matrix; run weft index on the served model")
+            raise ConfigError(
+                "the graph of --head is of another output matrix; run weft index on the served model, and serve it "
+                "without --precision, which rounds the matrix"
+            )
 
     def refuse_request(self, request: Request) -> None:
         """Raise RequestError for a request that needs the logits of more tokens."""
