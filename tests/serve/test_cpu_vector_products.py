@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from parallel_serving_for_tests import LIMIT_SECONDS, part_of
 from serving_for_tests import GREEDY, tiny_model
+from test_run_server import OPTIONS
 from torch import Tensor, nn
 
 from weft.errors import ConfigError
@@ -118,6 +120,16 @@ def test_a_folder_is_served_in_the_precision_that_is_asked_for(tmp_path: Path) -
     ):
         with pytest.raises(ConfigError, match=part):
             Packing(None, precision=precision).dtype(device)
+
+
+def test_a_draft_model_computes_in_the_precision_that_is_asked_for(tmp_path: Path) -> None:
+    save_folder(tmp_path, tiny_model("llama"))
+    for precision, dtype in ((None, torch.float32), ("bf16", torch.bfloat16)):
+        options = replace(OPTIONS, precision=precision, speculate=str(tmp_path))
+        loaded = load_model(tmp_path, "bytes", "cpu", print, packing=options.packing)
+        draft = options.engine(loaded, 0, "cpu").speculate
+        assert isinstance(draft, nn.Module)
+        assert {one.dtype for one in draft.parameters()} == {dtype}
 
 
 def test_other_dtypes_are_not_measured() -> None:

@@ -73,7 +73,7 @@ def generate_command(
             top_k=top_k,
             seed=seed,
             context=loaded.context_length,
-            speculate=load_draft(speculate, tokenizer, tokens_of, kind),
+            speculate=load_draft(speculate, tokenizer, tokens_of, kind, packing.dtype(kind)),
             cache=kept,
             head=graph_head(head),
         )

@@ -69,10 +69,14 @@ class LoadedModel:
 
 
 def load_draft(
-    speculate: str | None, tokenizer: str | None, own: Tokenizer, device: torch.device | str
+    speculate: str | None,
+    tokenizer: str | None,
+    own: Tokenizer,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
 ) -> Literal["ngram"] | EarlyLayers | nn.Module | None:
     """What drafts tokens for an engine: lookup, the model's first layers (layers=K), or the model in a folder, whose
-    tokenizer must be the model's `own`.
+    tokenizer must be the model's `own`. On a CPU it computes in `dtype`, or without one as its weights say.
     """
     if speculate is None or speculate == "ngram":
         return "ngram" if speculate else None
@@ -83,7 +87,7 @@ def load_draft(
             f"--speculate {speculate} is no folder; give ngram, layers=K for the model's first K layers, or the folder "
             f"of a smaller model"
         )
-    model, of_draft, _ = load_for_generation(Path(speculate), tokenizer, device)
+    model, of_draft, _ = load_for_generation(Path(speculate), tokenizer, device, dtype=dtype)
     if of_draft.fingerprint != own.fingerprint:
         raise ConfigError(
             f"the model in {speculate} has another tokenizer than the model that it drafts for, so its tokens mean "

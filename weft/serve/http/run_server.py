@@ -114,7 +114,7 @@ class ServeOptions:
             swap_blocks=self.swap_blocks,
             adapters={name: Path(folder) for name, folder in self.adapters.items()},
             grammars=loaded.grammars,
-            speculate=load_draft(self.speculate, self.tokenizer, loaded.tokenizer, device),
+            speculate=load_draft(self.speculate, self.tokenizer, loaded.tokenizer, device, self.packing.dtype(device)),
         )
 
 
