@@ -257,6 +257,17 @@ def test_weights_in_fewer_bits_are_decoded_for_each_step_without_bf16() -> None:
     assert lean.decode_seconds(100) > plain.decode_seconds(100)
 
 
+def test_other_caches_are_not_priced_without_bf16() -> None:
+    """Their kernels take 16 bits: in 32, plain functions decode and attend, which takes many times as long."""
+    config, workload = replace(LLAMA_8B, num_hidden_layers=2), ServingWorkload.of(1, 16, 4)
+    for cache in ("int4", "int4-128"):
+        predict_serving(config, load("a100-80:1x1"), Plan(), workload, "bf16", cache=cache)
+        with pytest.raises(
+            ConfigError, match=f"--cache {cache} is not priced in fp32, in which a V100 SXM 32GB serves"
+        ):
+            search_serving(config, load("v100-32:1x1"), workload, "fp32", cache=cache)
+
+
 def test_experts_in_fewer_bits_are_priced_by_the_bytes_of_the_chosen_ones() -> None:
     config, cluster, workload = load_model("mixtral-8x7b"), load("h200:1x1"), ServingWorkload.of(1, 256, 64)
     found = predict_serving(config, cluster, Plan(), workload, weights="int4")  # type: ignore[arg-type]

@@ -112,6 +112,17 @@ def refuse_experts(config: TransformerConfig, kernels: Kernels, form: WeightForm
         )
 
 
+def refuse_cache(kernels: Kernels, form: CacheFormat) -> None:
+    """Raise ConfigError for a cache other than the plain one on a GPU that computes in 32 bits, for which there are no
+    kernels.
+    """
+    if form.name != "plain" and kernels.item_bytes != 2:
+        raise ConfigError(
+            f"--cache {form.name} is not priced in {kernels.precision}, in which a {kernels.device.name} serves: plain "
+            f"functions decode and attend, which is slow; leave out --cache, or plan for a GPU with bf16"
+        )
+
+
 def expert_products(
     kernels: Kernels, form: WeightFormat | None, num_tokens: int, rows: float, inner: int, columns: int, used: float
 ) -> tuple[float, float]:

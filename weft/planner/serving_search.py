@@ -11,6 +11,7 @@ from weft.architectures import TransformerConfig
 from weft.cluster.hardware import Cluster
 from weft.errors import PlanError
 from weft.plan import Context, Pipe, Plan, Tensor
+from weft.planner.lean_kernels import refuse_cache
 from weft.planner.serving import MAX_RUNNING, ServingModel, ServingPrediction, ServingTimes, ServingWorkload
 from weft.serve.cache.layer_cache import PlainFormat
 from weft.serve.cache_formats import cache_format, refuse_shared_axes
@@ -85,6 +86,7 @@ def predict_serving(
         refuse_shared_reading(plan)
         refuse_shared_axes(cache_format(cache), plan)
     model = ServingModel(config, cluster, plan, precision, weights, cache, ahead, resident, has_codes)
+    refuse_cache(model.kernels, cache_format(cache))
     cache_tokens = model.cache_tokens
     longest = max(map(sum, workload.lengths))
     if cache_tokens < longest:
