@@ -41,7 +41,7 @@ from weft.planner.serving import MAX_RUNNING, ServingModel
 from weft.serve.cache import four_bit_cache
 from weft.serve.cache.four_bit_cache import GROUP, FourBitFormat, FourBitLayer
 from weft.serve.cache.four_bit_loki_cache import FourBitLokiFormat, FourBitLokiLayer
-from weft.serve.cache.layer_cache import CacheSizes
+from weft.serve.cache.layer_cache import CacheSizes, PlainFormat
 from weft.serve.cache.loki_choice import LokiChoice, attention_to_chosen, chosen_tokens
 from weft.serve.cache_formats import block_size_of, cache_format, why_slow
 from weft.serve.calibration.loki_calibration import calibrate, save
@@ -261,8 +261,10 @@ def test_a_file_is_read_with_any_group_and_refused_in_words(tmp_path: Path) -> N
         assert block_size_of(form) == size
         assert form.bytes_per_token(1, 128, 2) == num_bytes == cache_format(name).bytes_per_token(1, 128, 2)
         make_engine(tiny_model("llama"), cache=form, block_size=size)
-        assert "has no kernels for decodes on GPUs: plain functions" in why_slow(form, "cuda")[0]
-        assert why_slow(form, "cpu") == why_slow(cache_format(name), "cuda") == []
+        assert "has no kernels for decodes on GPUs: plain functions" in why_slow(form, "cuda", torch.bfloat16)[0]
+        assert why_slow(form, "cpu", torch.float32) == why_slow(cache_format(name), "cuda", torch.float16) == []
+        assert why_slow(PlainFormat(), "cuda", torch.float32) == []
+        assert f"--cache {name} has kernels for 16 bits alone" in why_slow(cache_format(name), "cuda", torch.float32)[0]
         with pytest.raises(ConfigError, match=f"the file of --cache {name},loki is of another model"):
             make_engine(tiny_model("llama", seed=1), cache=form, block_size=size)
     for wrong in ("int4,", "int4,loki", "int4,axes=x", "int4-48", f"loki={path},int4"):

@@ -62,7 +62,7 @@ def generate_command(
         for reason in what_cpus_do(model) if kind == "cpu" else ():
             _warn(reason)
         kept = cache_format(cache)
-        for reason in why_slow(kept, kind):
+        for reason in why_slow(kept, kind, next(model.parameters()).dtype):
             _warn(reason)
         text = generate(
             model,

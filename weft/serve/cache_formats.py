@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from weft.errors import ConfigError, PlanError
 from weft.plan import Plan
 from weft.serve.cache.four_bit_cache import GROUP, GROUPS, FourBitFormat
@@ -43,11 +45,18 @@ def refuse_shared_axes(found: CacheFormat, plan: Plan) -> None:
         )
 
 
-def why_slow(found: CacheFormat, device: str) -> list[str]:
-    """Why decodes with a cache of this format are slow on a device, if they are."""
-    if device == "cpu" or found.has_kernel:
+def why_slow(found: CacheFormat, device: str, dtype: torch.dtype) -> list[str]:
+    """Why decodes with a cache of this format are slow on a device, if they are; the model computes in `dtype`."""
+    if device == "cpu" or found.name == PlainFormat.name:
         return []
-    return [f"--cache {found.name} has no kernels for decodes on GPUs: plain functions attend, which is slow"]
+    if not found.has_kernel:
+        return [f"--cache {found.name} has no kernels for decodes on GPUs: plain functions attend, which is slow"]
+    if dtype.itemsize == 2:
+        return []
+    return [
+        f"--cache {found.name} has kernels for 16 bits alone, and this GPU computes in {dtype}: plain functions "
+        f"attend, which is slow"
+    ]
 
 
 def block_size_of(found: CacheFormat) -> int:

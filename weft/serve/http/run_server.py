@@ -246,7 +246,8 @@ def _say_what_is_slow(model: nn.Module, options: ServeOptions, plan: Plan, say: 
     """Say which weights a CPU decodes for each product or rounds inputs for, and what a GPU has no kernels for."""
     form = cache_format(options.cache)
     form = (split_format(form) or form) if plan.context.degree > 1 else form
-    reasons = what_cpus_do(model) if options.device == "cpu" else why_slow(form, options.device)
+    dtype = next(model.parameters()).dtype
+    reasons = what_cpus_do(model) if options.device == "cpu" else why_slow(form, options.device, dtype)
     for reason in reasons:
         say(reason)
 
