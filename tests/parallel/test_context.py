@@ -106,6 +106,24 @@ def test_an_attention_that_is_called_twice(plan: Plan) -> None:
     check("", plan, make=repeated).require()
 
 
+class Drafting(nn.Module):
+    """Calls a model without gradients before it calls the model with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = SHIPPED["tied"]()
+
+    def forward(self, tokens: Tensor, **others: Tensor) -> Tensor:
+        with torch.no_grad():
+            draft = self.model(tokens, **others)
+        logits: Tensor = self.model(tokens, **others) + draft
+        return logits
+
+
+def test_attention_without_gradients_is_not_recomputed() -> None:
+    check("", over(2, memory=Memory("full")), make=Drafting).require()
+
+
 class Logits(nn.Module):
     """Returns only the logits of a model."""
 

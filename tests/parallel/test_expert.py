@@ -218,6 +218,30 @@ def test_experts_that_are_called_twice_send_twice() -> None:
     verify(make_repeated, batch, Plan(expert=2, memory=Memory("full")), steps=1).require()
 
 
+class UnequalCalls(SparseMLP):
+    """Calls its experts for all tokens without gradients, for some of them, and for the results of both."""
+
+    def forward(self, hidden: Tensor, keys: Tensor | None = None) -> Tensor:
+        with torch.no_grad():
+            before = super().forward(hidden, keys)
+        some = super().forward(hidden[:, :4], keys if keys is None else keys[:, :4])
+        return super().forward(hidden + before + some.mean(1, keepdim=True), keys)
+
+
+def make_unequal_calls() -> nn.Module:
+    model: Any = make()
+    for layer in model.model.layers:
+        layer.mlp.__class__ = UnequalCalls
+    return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("memory", [Memory(), Memory("full")], ids=["saved", "recomputed"])
+def test_every_call_of_experts_is_counted(memory: Memory) -> None:
+    """Calls without gradients send nothing backward, and others may have fewer rows."""
+    verify(make_unequal_calls, batch, Plan(expert=2, memory=memory), steps=1).require()
+
+
 def make_named() -> nn.Module:
     """Its experts are given their arguments by name, in another order."""
     model: Any = make_qwen()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,7 +36,17 @@ from weft.models.loss import is_gradient_work
 from weft.models.loss_head import example_labels, returns_loss
 from weft.profiling.branches import DataFlow
 from weft.profiling.flops import KEPT_OPERATIONS, count_product
-from weft.profiling.parts import Block, Convolution, Flops, Heads, LayerShape, Matmul, Profile, TensorMetadata
+from weft.profiling.parts import (
+    Block,
+    Convolution,
+    ExpertCall,
+    Flops,
+    Heads,
+    LayerShape,
+    Matmul,
+    Profile,
+    TensorMetadata,
+)
 from weft.profiling.saved_bytes import POLICIES, SavedTally
 
 NO_FLOPS = Flops()
@@ -65,7 +75,8 @@ def count(
         tally.saved.ignore(state.values())
         tally.watch_reads(model, state)
         given = tree_map(partial(cast, dtype=dtype), example())  # allocated before the forward
-        with no_fakes_left(model), _explained(model), tally.watching(model):
+        experts = [layer.name for block in structure.blocks for layer in block.experts]
+        with no_fakes_left(model), _explained(model), tally.watching(model, experts):
             with example_labels(model, finish):
                 output = call_with(model, state, given)
             if finish is not None:
@@ -82,6 +93,7 @@ def count(
         layer_calls={name: tuple(calls) for name, calls in tally.layer_calls.items()},
         read_outside=frozenset(tally.read_outside),
         attentions={name: tuple(calls) for name, calls in tally.attentions.items()},
+        expert_calls={name: tuple(calls) for name, calls in tally.expert_calls.items()},
         stream_numel=math.prod(tally.stream_shape) if tally.stream_shape else 0,
         stream_shape=tally.stream_shape,
         units=tally.units,
@@ -129,6 +141,7 @@ class Tally(TorchDispatchMode):
         self.blocks: dict[str, _Counts] = {"": _Counts(calls=1, in_backward=True)}
         self.layer_calls: dict[str, list[LayerShape]] = {}
         self.attentions: dict[str, list[Heads]] = {}
+        self.expert_calls: dict[str, list[ExpertCall]] = {}
         self.given: dict[str, Any] = {}  # block -> (args, kwargs) of its first call, with `TensorMetadata` for tensors
         self.stream_shape: tuple[int, ...] = ()
         self.checkpoints: dict[str, CheckpointKind] = {}  # the user's own, around blocks
@@ -137,7 +150,8 @@ class Tally(TorchDispatchMode):
         self._owners: dict[int, tuple[str, set[str]]] = {}  # storage of a parameter -> its name, and its layers
         self._inside = ""  # the layer that runs
         self._last_layer = ""  # the linear or convolution that ran last
-        self._unsaved: list[tuple[str, int]] = []  # calls of this block's layers after which nothing was saved so far
+        # Calls of this block after which nothing was saved so far: the list that has the call, and its number there.
+        self._unsaved: list[tuple[list[Any], int]] = []
 
     @property
     def layers(self) -> dict[str, LayerShape]:
@@ -179,8 +193,8 @@ class Tally(TorchDispatchMode):
         self._owners = {state[name].untyped_storage()._cdata: (name, paths) for name, paths in places.items()}
 
     @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
-        """Count the operations of the model inside the context."""
+    def watching(self, model: nn.Module, experts: Iterable[str]) -> Iterator[None]:
+        """Count the operations of the model inside the context. `experts` are the names of its layers of experts."""
         handles, see = [], partial(self._measure_heads, {id(module): name for name, module in model.named_modules()})
         for name, module in find_units(model).items():
             handles.append(module.register_forward_pre_hook(partial(self._enter_unit, name), with_kwargs=True))
@@ -191,6 +205,9 @@ class Tally(TorchDispatchMode):
                 handles.append(module.register_forward_hook(partial(self._measure, name), with_kwargs=True))
             if isinstance(module, CausalAttention):
                 handles.append(module.register_forward_pre_hook(lambda inner, args: see(inner, *args)))
+        for name in experts:
+            measure = partial(self._measure_experts, name)
+            handles.append(model.get_submodule(name).register_forward_pre_hook(measure, with_kwargs=True))
         for name, module in find_blocks(model).items():
             handles.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
             handles.append(module.register_forward_hook(partial(self._leave, name)))
@@ -277,8 +294,8 @@ class Tally(TorchDispatchMode):
 
     def _leave(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         self.running = ""
-        for last, call in self._unsaved:
-            self.layer_calls[last][call] = replace(self.layer_calls[last][call], is_last=True)
+        for calls, number in self._unsaved:
+            calls[number] = replace(calls[number], is_last=True)
         tensors = tensors_of(output)
         self.blocks[name].in_backward |= any(tensor.requires_grad for tensor in tensors)
         self.blocks[name].boundary_bytes = sum(map(bytes_of, tensors))
@@ -304,7 +321,7 @@ class Tally(TorchDispatchMode):
         out = output.shape[dim] if output.dim() else len(weight)  # a head that returns a loss has no dims
         rows = output.numel() // out if output.dim() else in_rows
         calls = self.layer_calls.setdefault(name, [])
-        self._unsaved.append((name, len(calls)))
+        self._unsaved.append((calls, len(calls)))
         needs_gradient = value.requires_grad and torch.is_grad_enabled()
         calls.append(
             LayerShape(rows, in_rows, width, out, needs_gradient, self.saved.since, is_linear=is_linear(module))
@@ -317,9 +334,19 @@ class Tally(TorchDispatchMode):
         self, names: Mapping[int, str], module: nn.Module, query: Tensor, key: Tensor, value: Tensor
     ) -> None:
         batch, num_heads, sequence, head_dim = query.shape
-        needs_gradient = any(tensor.requires_grad for tensor in (query, key, value))
+        needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
         heads = Heads(batch, num_heads, key.shape[1], sequence, max(head_dim, value.shape[-1]), needs_gradient)
-        self.attentions.setdefault(names[id(module)], []).append(heads)
+        calls = self.attentions.setdefault(names[id(module)], [])
+        self._unsaved.append((calls, len(calls)))
+        calls.append(heads)
+
+    def _measure_experts(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        rows = next((tensor for tensor in tensors_of((args, kwargs)) if tensor.is_floating_point()), None)
+        if rows is None or not rows.dim():
+            return
+        is_recorded, calls = torch.is_grad_enabled(), self.expert_calls.setdefault(name, [])
+        self._unsaved.append((calls, len(calls)))
+        calls.append(ExpertCall(rows.numel() // rows.shape[-1], is_recorded and rows.requires_grad, is_recorded))
 
 
 def _is_product(module: nn.Module) -> bool:

@@ -160,7 +160,9 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Heads:
-    """Shape of one attention in one forward of the example batch. `needs_gradient`: its result requires a gradient."""
+    """Shape of one attention in one forward of the example batch. `needs_gradient`: its result requires a gradient.
+    `is_last`: from the attention on, its block saves nothing for backward.
+    """
 
     batch: int
     num_heads: int
@@ -168,6 +170,21 @@ class Heads:
     sequence: int
     head_dim: int
     needs_gradient: bool = True
+    is_last: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertCall:
+    """A call of a layer of experts in one forward of the example batch, which gives it `num_rows` rows.
+
+    `needs_gradient`: these rows require a gradient. `is_recorded`: autograd records the call, as it does outside of
+    torch.no_grad(). `is_last`: from the call on, its block saves nothing for backward.
+    """
+
+    num_rows: int
+    needs_gradient: bool
+    is_recorded: bool = True
+    is_last: bool = False
 
 
 class Flops(NamedTuple):
@@ -238,10 +255,10 @@ class Profile:
 
     `batch_mixers` names layers whose result depends on other samples of the batch. `layers` are the linears,
     convolutions, embeddings and norms by name, as they were called last, and `layer_calls` has every call.
-    `attentions` has every call of each attention. `read_outside` names parameters of layers that other code uses, too.
-    `stream_shape` is the shape of the first block's input and
-    `stream_numel` its number of elements. `units` has the FLOPs of each block and of each part of the root (embedding,
-    norm, head); operations between units count for the unit before them.
+    `attentions` has every call of each attention, and `expert_calls` that of each layer of experts.
+    `read_outside` names parameters of layers that other code uses, too. `stream_shape` is the shape of the first
+    block's input and `stream_numel` its number of elements. `units` has the FLOPs of each block and of each part of the
+    root (embedding, norm, head); operations between units count for the unit before them.
     """
 
     root: Block
@@ -253,6 +270,7 @@ class Profile:
     layer_calls: Mapping[str, tuple[LayerShape, ...]] = field(default_factory=dict)
     read_outside: frozenset[str] = frozenset()
     attentions: Mapping[str, tuple[Heads, ...]] = field(default_factory=dict)
+    expert_calls: Mapping[str, tuple[ExpertCall, ...]] = field(default_factory=dict)
     stream_numel: int = 0
     stream_shape: tuple[int, ...] = ()
     units: Mapping[str, Flops] = field(default_factory=dict)

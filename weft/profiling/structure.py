@@ -173,6 +173,7 @@ def stage_profile(whole: Profile, model: nn.Module, names: Collection[str], is_f
         layers={n: layer for n, layer in whole.layers.items() if is_here(n)},
         layer_calls={n: calls for n, calls in whole.layer_calls.items() if is_here(n)},
         attentions={n: heads for n, heads in whole.attentions.items() if is_here(n)},
+        expert_calls={n: calls for n, calls in whole.expert_calls.items() if is_here(n)},
         stream_numel=whole.stream_numel,
         source=whole.source,
         gathers_logits=whole.gathers_logits,

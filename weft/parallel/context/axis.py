@@ -42,7 +42,7 @@ from weft.parallel.context.attention import (
 )
 from weft.parallel.expert.routing import refuse_split_sequences
 from weft.plan import BatchSplit, Context, Plan
-from weft.profiling import BackwardShares, Block, Profile
+from weft.profiling import BackwardShares, Block, Heads, Profile
 from weft.profiling.software import BlockPass, Software
 from weft.profiling.workload import Call
 from weft.sharding.layout import COMPUTE_DTYPE
@@ -140,7 +140,7 @@ class ContextAxis(Strategy):
                 forward, backward = all_to_all_traffic(
                     heads.batch, local, keys, tokens, heads.head_dim, size, plan.context.degree
                 )
-            again = _num_forwards(profile, plan, name)
+            again = _num_forwards(profile, plan, name, heads)
             calls = [*(forward * again), *(backward * heads.needs_gradient)] * split.accumulation
             pairs += [(("context", operation), num_bytes) for operation, num_bytes in calls]
         return Cost(tally(pairs))
@@ -204,10 +204,11 @@ def _divide(block: Block, degree: int) -> Block:
     )
 
 
-def _num_forwards(profile: Profile, plan: Plan, name: str) -> int:
-    """Returns how often an attention's forward runs in a micro-batch."""
+def _num_forwards(profile: Profile, plan: Plan, name: str, call: Heads) -> int:
+    """Returns how often the forward of one call of an attention runs in a micro-batch."""
     block = next((block for block in profile.blocks if name.startswith(f"{block.name}.")), None)
-    return 2 if block is not None and block.in_backward and plan.memory.repeats_collectives else 1
+    is_repeated = block is not None and block.in_backward and not call.is_last
+    return 2 if is_repeated and plan.memory.repeats_collectives else 1
 
 
 def own_tokens(batch: Any, axis: Axis) -> Any:

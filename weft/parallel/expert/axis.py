@@ -128,7 +128,7 @@ class ExpertAxis(Strategy):
                 f"the traffic of {_given(plan)} follows from the rows that a forward sends to experts, and that of "
                 f"this model depends on values, so it cannot be counted; use expert = 1, and data or shard"
             )
-        calls = [call for traffic in layer_traffics(profile, plan) for call in traffic.calls(traffic.num_rows)]
+        calls = [call for traffic in layer_traffics(profile, plan) for call in traffic.collectives(traffic.num_rows)]
         return Cost(tally(calls * split.accumulation))
 
     def settings(self, space: SearchSpace) -> Iterable[Mapping[str, Any]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.comm.ledger import Key
+from weft.models.experts import StackedExperts
 from weft.models.router import Router
 from weft.parallel.expert.layers import expert_axis, expert_degree, expert_layers, row_parts
 from weft.plan import Plan
-from weft.profiling import Block, Profile
+from weft.profiling import Block, ExpertCall, Experts, Profile
 from weft.profiling.structure import PER_TOKEN_NAMES
 from weft.sharding.layout import COMPUTE_DTYPE
 
@@ -21,9 +22,8 @@ SCORES_KEY: Key = ("y", "all_reduce")
 
 @dataclass(frozen=True)
 class ExpertTraffic:
-    """The collectives of one layer in one micro-batch, in which the model calls it `num_calls` times.
+    """The collectives of a layer's call in a micro-batch. A rank's experts are sent `num_rows` rows of `row_bytes`.
 
-    In each call a rank's experts are sent `num_rows` rows of `row_bytes`.
     `key` is the all-to-all of rows, over `num_ranks` ranks. `is_even`: all experts have equally many rows, so no counts
     are sent. Forward runs `num_forwards` times. `has_row_gradient`, `has_result_gradient`: gradients of the rows, and
     of the experts' results, are sent in backward. `over_x`, `over_y`: into how many parts ranks of x and y split their
@@ -32,7 +32,6 @@ class ExpertTraffic:
     """
 
     name: str
-    num_calls: int
     key: Key
     num_ranks: int
     num_experts: int
@@ -47,11 +46,8 @@ class ExpertTraffic:
     score_bytes: int
     weight_bytes: int
 
-    def calls(self, num_arrived: int) -> list[tuple[Key, int]]:
-        """Returns each collective with its bytes, if `num_arrived` rows arrive at this rank in each call."""
-        return [*self._of_one_call(num_arrived)] * self.num_calls
-
-    def _of_one_call(self, num_arrived: int) -> Iterator[tuple[Key, int]]:
+    def collectives(self, num_arrived: int) -> Iterator[tuple[Key, int]]:
+        """Yields each collective with its bytes, if `num_arrived` rows arrive at this rank."""
         if self.num_ranks > 1:
             if not self.is_even:
                 yield from [(self.key, COUNT_BYTES * self.num_experts)] * self.num_forwards
@@ -72,40 +68,46 @@ class ExpertTraffic:
 
 
 def layer_traffics(profile: Profile, plan: Plan) -> Iterator[ExpertTraffic]:
-    """Yields the traffic of every layer of experts in a rank's profile of one micro-batch."""
+    """Yields the traffic of every call of every layer of experts in a rank's profile of one micro-batch."""
     assert profile.model is not None
     layers = expert_layers(profile.model)
-    over_x, over_y = row_parts(plan)
-    size = COMPUTE_DTYPE[plan.precision].itemsize
     for block in profile.blocks:
         for experts in block.experts:
-            if experts.name not in layers or experts.per_token is None:
-                continue
-            hidden = _hidden_size(block, experts.name)
-            tokens = profile.stream_numel // hidden // (plan.tensor.x if plan.tensor.sequence else 1)
-            batch = profile.stream_shape[0] if profile.stream_shape else 1
-            is_again = plan.memory.repeats_collectives and block.in_backward
-            has_row_gradient = block.in_backward and _is_differentiated(profile, block, experts.name)
-            router = f"{experts.name.rpartition('.')[0]}.gate"
-            has_router = isinstance(profile.model.get_submodule(router), Router) if over_y > 1 else False
-            has_weight_gradient = has_row_gradient or (block.in_backward and _is_trained(block, f"{router}."))
-            yield ExpertTraffic(
-                experts.name,
-                block.calls,
-                (expert_axis(plan, experts.num_experts), "all_to_all"),
-                expert_degree(plan, experts.num_experts) or 1,
-                experts.num_experts,
-                experts.capacity is not None,
-                experts.num_rows(batch, tokens // batch) // (over_x * over_y),
-                hidden * size,
-                2 if is_again else 1,
-                has_row_gradient,
-                has_row_gradient or (block.in_backward and _is_trained(block, f"{experts.name}.")),
-                over_x,
-                over_y,
-                tokens * experts.num_experts * max(4, size) * has_router,
-                tokens * experts.per_token * max(4, size) * has_router * has_weight_gradient,
-            )
+            if experts.name in layers and experts.per_token is not None:
+                is_sorted = isinstance(layers[experts.name], StackedExperts)
+                for call in profile.expert_calls.get(experts.name, ()):
+                    num_rows = call.num_rows * (1 if is_sorted else experts.per_token)
+                    yield _traffic_of(profile, plan, block, experts, replace(call, num_rows=num_rows))
+
+
+def _traffic_of(profile: Profile, plan: Plan, block: Block, experts: Experts, call: ExpertCall) -> ExpertTraffic:
+    """Returns the traffic of a call in which the experts of the whole model compute `call.num_rows` rows."""
+    assert profile.model is not None and experts.per_token is not None  # noqa: PT018
+    over_x, over_y = row_parts(plan)
+    size, hidden = COMPUTE_DTYPE[plan.precision].itemsize, _hidden_size(block, experts.name)
+    num_rows = call.num_rows // (plan.context.degree * (plan.tensor.x if plan.tensor.sequence else 1))
+    # With a capacity, the rows do not say how many tokens there are.
+    tokens = num_rows // experts.per_token if experts.capacity is None else profile.stream_numel // hidden
+    is_again = plan.memory.repeats_collectives and block.in_backward and not call.is_last
+    router = f"{experts.name.rpartition('.')[0]}.gate"
+    has_router = isinstance(profile.model.get_submodule(router), Router) if over_y > 1 else False
+    has_weight_gradient = call.needs_gradient or (call.is_recorded and _is_trained(block, f"{router}."))
+    return ExpertTraffic(
+        experts.name,
+        (expert_axis(plan, experts.num_experts), "all_to_all"),
+        expert_degree(plan, experts.num_experts) or 1,
+        experts.num_experts,
+        experts.capacity is not None,
+        num_rows // (over_x * over_y),
+        hidden * size,
+        2 if is_again else 1,
+        call.needs_gradient,
+        call.needs_gradient or (call.is_recorded and _is_trained(block, f"{experts.name}.")),
+        over_x,
+        over_y,
+        tokens * experts.num_experts * max(4, size) * has_router,
+        tokens * experts.per_token * max(4, size) * has_router * has_weight_gradient,
+    )
 
 
 def refuse_uncounted(profile: Profile, layers: Iterable[str]) -> str | None:
@@ -133,14 +135,6 @@ def refuse_uncounted(profile: Profile, layers: Iterable[str]) -> str | None:
 def _hidden_size(block: Block, name: str) -> int:
     """Returns the features of a token in the layer of experts: those of the results of `down_proj`."""
     return next(p.shape[1] for p in block.parameters if p.name == f"{name}.down_proj")
-
-
-def _is_differentiated(profile: Profile, block: Block, name: str) -> bool:
-    """Do the tokens that enter the layer require gradients? Some parameter before it, or the block's input, does."""
-    parent = f"{name.rpartition('.')[0]}."
-    before = [p.trainable for p in block.parameters if not p.name.startswith(parent)]
-    layers = (layer.needs_gradient for key, layer in profile.layers.items() if key.startswith(f"{block.name}."))
-    return any(before) or next(layers, True)
 
 
 def _is_trained(block: Block, inside: str) -> bool:
