@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from weft.errors import PlanError
 from weft.inspection.attention_interface import watch_attention
 from weft.inspection.blocks import find_blocks, find_units
+from weft.inspection.chain_ends import hidden_states_of
 from weft.inspection.checkpoints import CheckpointKind, checkpoint_around
 from weft.inspection.function_transforms import unwrapped
 from weft.inspection.functional_call import call_with, no_fakes_left
@@ -34,6 +35,7 @@ from weft.inspection.tensor_splits import is_norm
 from weft.models.attention import CausalAttention
 from weft.models.loss import is_gradient_work
 from weft.models.loss_head import example_labels, returns_loss
+from weft.profiling.autograd_graph import leaves_of, nodes_behind
 from weft.profiling.branches import DataFlow
 from weft.profiling.flops import KEPT_OPERATIONS, count_product
 from weft.profiling.parts import (
@@ -79,8 +81,8 @@ def count(
         with no_fakes_left(model), _explained(model), tally.watching(model, experts):
             with example_labels(model, finish):
                 output = call_with(model, state, given)
-            if finish is not None:
-                finish(output)
+            finished = None if finish is None else finish(output)
+    tally.end(tensors_of((output, finished)), state)
     tally.blocks[""].boundary_bytes = sum(map(bytes_of, tensors_of(output)))
     root, *blocks = (tally.counted(block) for block in structure.all)
     units = [name for name in find_units(model) if name in tally.units]
@@ -92,6 +94,8 @@ def count(
         layers=tally.layers,
         layer_calls={name: tuple(calls) for name, calls in tally.layer_calls.items()},
         read_outside=frozenset(tally.read_outside),
+        in_stream=tally.in_stream,
+        out_of_stream=tally.out_of_stream,
         attentions={name: tuple(calls) for name, calls in tally.attentions.items()},
         expert_calls={name: tuple(calls) for name, calls in tally.expert_calls.items()},
         stream_numel=math.prod(tally.stream_shape) if tally.stream_shape else 0,
@@ -144,6 +148,12 @@ class Tally(TorchDispatchMode):
         self.expert_calls: dict[str, list[ExpertCall]] = {}
         self.given: dict[str, Any] = {}  # block -> (args, kwargs) of its first call, with `TensorMetadata` for tensors
         self.stream_shape: tuple[int, ...] = ()
+        self.in_stream: frozenset[str] = frozenset()
+        self.out_of_stream: frozenset[str] = frozenset()
+        self._ends: tuple[str, ...] = ()  # the first and the last block
+        self._before: set[Any] = set()  # autograd's nodes behind the first block's input
+        self._stop: Any = None  # the node that made it
+        self._between: set[Any] = set()  # those behind the last block's result, without those before
         self.checkpoints: dict[str, CheckpointKind] = {}  # the user's own, around blocks
         self.saved, self.traffic, self.flow = SavedTally(), TrafficCounter(), DataFlow()
         self.read_outside: set[str] = set()  # parameters of layers that an operation outside of the layer uses
@@ -208,7 +218,9 @@ class Tally(TorchDispatchMode):
         for name in experts:
             measure = partial(self._measure_experts, name)
             handles.append(model.get_submodule(name).register_forward_pre_hook(measure, with_kwargs=True))
-        for name, module in find_blocks(model).items():
+        blocks = find_blocks(model)
+        self._ends = (*list(blocks)[:1], *list(blocks)[-1:])
+        for name, module in blocks.items():
             handles.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
             handles.append(module.register_forward_hook(partial(self._leave, name)))
         try:
@@ -269,6 +281,16 @@ class Tally(TorchDispatchMode):
     def _save(self, tensor: Tensor, *policies: str) -> None:
         self.saved.add(policies, tensor, self.running, self._last_layer)
 
+    def end(self, results: list[Tensor], state: Mapping[str, Tensor]) -> None:
+        """Find on which parameters in `state` values between the first and the last block depend, and all others."""
+        names = {id(tensor): name for name, tensor in state.items()}
+        outside = self._before | nodes_behind(results, {node for node in self._between if node.next_functions})
+        self.in_stream, self.out_of_stream = (
+            frozenset(names[id(leaf)] for leaf in leaves_of(nodes) if id(leaf) in names)
+            for nodes in (self._between, outside)
+        )
+        self._before, self._stop, self._between = set(), None, set()
+
     # --- units and blocks
 
     def _enter_unit(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
@@ -286,6 +308,9 @@ class Tally(TorchDispatchMode):
         if kind := checkpoint_around():
             self.checkpoints[name] = kind
         self.given.setdefault(name, map_tensors(_form, (args, kwargs)))
+        is_begun = name in self._ends[:1] and self.blocks[name].calls == 1
+        if is_begun and (hidden := hidden_states_of(args, kwargs)) is not None:
+            self._before, self._stop = nodes_behind([hidden]), hidden.grad_fn
         given = tensors_of((args, kwargs))
         self.saved.stay(given[1:])  # tables and masks, which every block gets
         for tensor in given:
@@ -299,6 +324,8 @@ class Tally(TorchDispatchMode):
         tensors = tensors_of(output)
         self.blocks[name].in_backward |= any(tensor.requires_grad for tensor in tensors)
         self.blocks[name].boundary_bytes = sum(map(bytes_of, tensors))
+        if name in self._ends[1:]:
+            self._between |= nodes_behind(tensors[:1], {self._stop})
 
     # --- layers
 

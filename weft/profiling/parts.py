@@ -258,7 +258,9 @@ class Profile:
     `attentions` has every call of each attention, and `expert_calls` that of each layer of experts.
     `read_outside` names parameters of layers that other code uses, too. `stream_shape` is the shape of the first
     block's input and `stream_numel` its number of elements. `units` has the FLOPs of each block and of each part of the
-    root (embedding, norm, head); operations between units count for the unit before them.
+    root (embedding, norm, head); operations between units count for the unit before them. `in_stream` names the trained
+    parameters on which the last block's result depends other than through the first block's input, and `out_of_stream`
+    those on which that input, or a result of the model not through a block, depends.
     """
 
     root: Block
@@ -269,6 +271,8 @@ class Profile:
     layers: Mapping[str, LayerShape] = field(default_factory=dict)
     layer_calls: Mapping[str, tuple[LayerShape, ...]] = field(default_factory=dict)
     read_outside: frozenset[str] = frozenset()
+    in_stream: frozenset[str] = frozenset()
+    out_of_stream: frozenset[str] = frozenset()
     attentions: Mapping[str, tuple[Heads, ...]] = field(default_factory=dict)
     expert_calls: Mapping[str, tuple[ExpertCall, ...]] = field(default_factory=dict)
     stream_numel: int = 0

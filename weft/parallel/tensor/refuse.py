@@ -177,7 +177,26 @@ def _refuse_sequence(profile: Profile, pairing: Pairing, plan: Plan) -> str | No
                 f"tensor.sequence = true gives what x does not split a part of each sequence, but '{name}' may need "
                 f"the whole: {reason}; use false"
             )
-    return _refuse_tokens(profile.stream_shape, plan) if profile.counted else None
+    return _refuse_stream(profile, pairing) or _refuse_tokens(profile.stream_shape, plan) if profile.counted else None
+
+
+def _refuse_stream(profile: Profile, pairing: Pairing) -> str | None:
+    """Checks that each parameter has gradients of split sequences only, or of whole ones only."""
+
+    def is_of_block(name: str) -> bool:
+        return pairing.block_of(pairing.tied.get(name, name)) is not None
+
+    rule = (
+        "tensor.sequence = true gives each rank of x a part of each sequence from the first block to the last, and "
+        "sums the gradients of the blocks' parameters, and of no others, over x"
+    )
+    outer = [name for name in profile.in_stream if not is_of_block(name)]
+    if outer:
+        return f"{rule}; '{min(outer)}' is used there and is none of them; make it one, or use false"
+    inner = [name for name in profile.out_of_stream if is_of_block(name)]
+    if inner:
+        return f"{rule}; '{min(inner)}' is one of them and is used elsewhere, too; use another one there, or use false"
+    return None
 
 
 def _refuse_tokens(stream: tuple[int, ...], plan: Plan) -> str | None:

@@ -33,6 +33,7 @@ class SequenceSplitter:
         # Before all other hooks: a block may itself be a module that gathers the sequence.
         model.get_submodule(first).register_forward_pre_hook(self._before_first, with_kwargs=True, prepend=True)
         model.get_submodule(last).register_forward_hook(self._after_last)
+        model.register_forward_hook(self._after_model)
         if self.ends.norm is not None:
             model.get_submodule(self.ends.norm).register_forward_hook(self._after_norm, with_kwargs=True)
 
@@ -74,6 +75,8 @@ class SequenceSplitter:
 
     def _after_last(self, _: nn.Module, __: Any, out: Any) -> Any:
         self._pass("last")
+        if "first" not in self._passed:
+            raise PlanError(_one_end("last", "first"))
         if self.rng is not None:
             self.rng.enter(WHOLE)
         hidden = out[0] if isinstance(out, tuple) else out
@@ -87,6 +90,10 @@ class SequenceSplitter:
         self.check_input((*args, *kwargs.values())[0], f"'{self.ends.norm}'")
         self.expected = out
 
+    def _after_model(self, *_: Any) -> None:
+        if self._passed == {"first"}:
+            raise PlanError(_one_end("first", "last"))
+
     def _pass(self, end: str) -> None:
         if end in self._passed:
             raise PlanError(
@@ -94,6 +101,14 @@ class SequenceSplitter:
                 f"where the chain of blocks begins and gathers it where it ends; use tensor.sequence = false"
             )
         self._passed.add(end)
+
+
+def _one_end(called: str, skipped: str) -> str:
+    return (
+        f"a forward called the {called} block and not the {skipped} one, but tensor.sequence = true splits the "
+        f"sequence before the first and gathers it after the last; call both, also in evaluation, or use "
+        f"tensor.sequence = false"
+    )
 
 
 def _is_same(value: Tensor, other: Tensor) -> bool:

@@ -1,0 +1,138 @@
+"""What tensor.sequence asks of a chain of blocks: parameters lie in it or outside, and both of its ends are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import weft
+from weft.errors import PlanError
+from weft.parallel.apply import refuse
+from weft.profiling import profile
+from weft.proof.prove import verify
+
+WIDTH, VOCABULARY = 8, 12
+SEQUENCE = weft.Plan(tensor=weft.Tensor(x=2, sequence=True))
+
+
+def tokens(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    found = torch.randint(0, VOCABULARY, (2, 4, 6), generator=generator)
+    return found[0], found[1]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = hidden + self.down(functional.gelu(self.up(self.norm(hidden))))
+        return out
+
+
+class Chain(nn.Module):
+    """Subclasses change a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList(Block() for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def used(self) -> Iterator[nn.Module]:
+        return iter(self.blocks)
+
+    def forward(self, value: Tensor) -> Tensor:
+        hidden = self.table(value)
+        for number, block in enumerate(self.used()):
+            hidden = self.between(block(hidden), value, number)
+        out: Tensor = self.head(self.norm(hidden))
+        return out
+
+    def between(self, hidden: Tensor, value: Tensor, number: int) -> Tensor:
+        return hidden
+
+
+class Scaled(Chain):
+    """A trained number of its own scales the result of each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.Parameter(torch.ones(3))
+
+    def between(self, hidden: Tensor, value: Tensor, number: int) -> Tensor:
+        return hidden * self.scales[number] if number < 2 else hidden
+
+
+class Conditioned(Chain):
+    """What it adds between blocks is computed before them, of all tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.condition = nn.Parameter(torch.randn(VOCABULARY, WIDTH))
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.added = self.condition[value[:, 0]][:, None]
+        return super().forward(value)
+
+    def between(self, hidden: Tensor, value: Tensor, number: int) -> Tensor:
+        return hidden + self.added if number < 2 else hidden
+
+
+class OneNorm(Chain):
+    """The last norm is that of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = self.get_submodule("blocks.1.norm")  # type: ignore[assignment]
+
+
+class SkipsFirst(Chain):
+    """An evaluation passes over the first block."""
+
+    left = slice(1, None)
+
+    def used(self) -> Iterator[nn.Module]:
+        return iter(self.blocks if self.training else self.blocks[self.left])
+
+
+class SkipsLast(SkipsFirst):
+    """An evaluation passes over the last block."""
+
+    left = slice(2)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return super().forward(value).relu()  # so that the stream is gathered behind the last block
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (Scaled, r"sums the gradients of the blocks' parameters, .* 'scales' is used there and is none of them"),
+        (Conditioned, r"'condition' is used there and is none of them"),
+        (OneNorm, r"'blocks.1.norm.bias' is one of them and is used elsewhere, too"),
+    ],
+)
+def test_a_parameter_that_is_used_for_parts_and_wholes_of_sequences_is_refused(
+    make: Callable[[], nn.Module], words: str
+) -> None:
+    counted = profile(make(), lambda: tokens(0)[0])
+    with pytest.raises(PlanError, match=words):
+        refuse(counted, SEQUENCE)
+    refuse(counted, weft.Plan(tensor=weft.Tensor(x=2)))
+    refuse(profile(Chain(), lambda: tokens(0)[0]), SEQUENCE)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [(SkipsFirst, "called the last block and not the first"), (SkipsLast, "called the first block and not the last")],
+)
+def test_a_chain_of_which_an_end_is_not_called_is_refused(make: Callable[[], nn.Module], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        verify(make, tokens, SEQUENCE)
