@@ -126,6 +126,7 @@ class _Counts:
 
     calls: int = 0
     in_backward: bool = False
+    needs_gradient: bool = False
     flops: Flops = NO_FLOPS
     read_bytes: int = 0
     written_bytes: int = 0
@@ -142,7 +143,7 @@ class Tally(TorchDispatchMode):
         self.running = ""
         self.unit = ""  # the unit that runs, or ran last
         self.units: dict[str, Flops] = {}
-        self.blocks: dict[str, _Counts] = {"": _Counts(calls=1, in_backward=True)}
+        self.blocks: dict[str, _Counts] = {"": _Counts(calls=1, in_backward=True, needs_gradient=True)}
         self.layer_calls: dict[str, list[LayerShape]] = {}
         self.attentions: dict[str, list[Heads]] = {}
         self.expert_calls: dict[str, list[ExpertCall]] = {}
@@ -160,6 +161,10 @@ class Tally(TorchDispatchMode):
         self._owners: dict[int, tuple[str, set[str]]] = {}  # storage of a parameter -> its name, and its layers
         self._inside = ""  # the layer that runs
         self._last_layer = ""  # the linear or convolution that ran last
+        # Every call of a layer, attention or layer of experts: as in `_unsaved`, and what it returned.
+        self._calls: list[tuple[list[Any], int, Tensor]] = []
+        # Of blocks: the number of `_calls` before, what the stream was before and what was returned.
+        self._block_calls: list[tuple[str, int, list[Tensor], list[Tensor]]] = []
         # Calls of this block after which nothing was saved so far: the list that has the call, and its number there.
         self._unsaved: list[tuple[list[Any], int]] = []
 
@@ -176,6 +181,7 @@ class Tally(TorchDispatchMode):
             block,
             calls=found.calls,
             in_backward=found.in_backward,
+            needs_gradient=found.needs_gradient,
             flops=found.flops.all,
             attention_flops=found.flops.attention,
             backward_flops=found.flops.backward,
@@ -218,6 +224,7 @@ class Tally(TorchDispatchMode):
         for name in experts:
             measure = partial(self._measure_experts, name)
             handles.append(model.get_submodule(name).register_forward_pre_hook(measure, with_kwargs=True))
+            handles.append(model.get_submodule(name).register_forward_hook(partial(self._leave_experts, name)))
         blocks = find_blocks(model)
         self._ends = (*list(blocks)[:1], *list(blocks)[-1:])
         for name, module in blocks.items():
@@ -289,7 +296,34 @@ class Tally(TorchDispatchMode):
             frozenset(names[id(leaf)] for leaf in leaves_of(nodes) if id(leaf) in names)
             for nodes in (self._between, outside)
         )
+        self._leave_out(nodes_behind(results))
         self._before, self._stop, self._between = set(), None, set()
+
+    def _leave_out(self, alive: set[Any]) -> None:
+        """Set which calls backward passes, if it passes the nodes `alive` of autograd's graph.
+
+        If it seems to pass none, the results are in objects that weft does not look into, and all are taken to be used.
+        """
+
+        def is_used(tensor: Tensor) -> bool:
+            return not alive or tensor.grad_fn is None or tensor.grad_fn in alive
+
+        ends, used = [*(first for _, first, _, _ in self._block_calls[1:]), len(self._calls)], set()
+        for (name, first, given, made), end in zip(self._block_calls, ends, strict=False):
+            trained = [tensor for tensor in made if tensor.requires_grad]
+            if any(map(is_used, trained)):
+                used.add(name)
+                self.blocks[name].needs_gradient |= any(tensor.requires_grad and is_used(tensor) for tensor in given)
+            elif trained:  # nor is it computed again
+                for calls, number, _ in self._calls[first:end]:
+                    calls[number] = replace(calls[number], is_last=True)
+        for name, found in self.blocks.items():
+            found.in_backward = name in used or not name
+        for calls, number, tensor in self._calls:
+            if not is_used(tensor):
+                backward = {} if isinstance(calls[number], Heads) else {"in_backward": False}
+                calls[number] = replace(calls[number], needs_gradient=False, **backward)
+        self._calls, self._block_calls = [], []
 
     # --- units and blocks
 
@@ -308,8 +342,9 @@ class Tally(TorchDispatchMode):
         if kind := checkpoint_around():
             self.checkpoints[name] = kind
         self.given.setdefault(name, map_tensors(_form, (args, kwargs)))
-        is_begun = name in self._ends[:1] and self.blocks[name].calls == 1
-        if is_begun and (hidden := hidden_states_of(args, kwargs)) is not None:
+        hidden = hidden_states_of(args, kwargs)
+        self._block_calls.append((name, len(self._calls), [] if hidden is None else [hidden], []))
+        if hidden is not None and name in self._ends[:1] and self.blocks[name].calls == 1:
             self._before, self._stop = nodes_behind([hidden]), hidden.grad_fn
         given = tensors_of((args, kwargs))
         self.saved.stay(given[1:])  # tables and masks, which every block gets
@@ -322,7 +357,7 @@ class Tally(TorchDispatchMode):
         for calls, number in self._unsaved:
             calls[number] = replace(calls[number], is_last=True)
         tensors = tensors_of(output)
-        self.blocks[name].in_backward |= any(tensor.requires_grad for tensor in tensors)
+        self._block_calls[-1][3].extend(tensors)
         self.blocks[name].boundary_bytes = sum(map(bytes_of, tensors))
         if name in self._ends[1:]:
             self._between |= nodes_behind(tensors[:1], {self._stop})
@@ -350,9 +385,9 @@ class Tally(TorchDispatchMode):
         calls = self.layer_calls.setdefault(name, [])
         self._unsaved.append((calls, len(calls)))
         needs_gradient = value.requires_grad and torch.is_grad_enabled()
-        calls.append(
-            LayerShape(rows, in_rows, width, out, needs_gradient, self.saved.since, is_linear=is_linear(module))
-        )
+        shape = LayerShape(rows, in_rows, width, out, needs_gradient, self.saved.since, is_linear=is_linear(module))
+        calls.append(replace(shape, in_backward=torch.is_grad_enabled()))
+        self._calls.append((calls, len(calls) - 1, output))
         if _is_product(module):
             self._last_layer = name
             self.flow.leave(name, [output])
@@ -366,14 +401,21 @@ class Tally(TorchDispatchMode):
         calls = self.attentions.setdefault(names[id(module)], [])
         self._unsaved.append((calls, len(calls)))
         calls.append(heads)
+        self._calls.append(
+            (calls, len(calls) - 1, next((one for one in (query, key, value) if one.requires_grad), query))
+        )
 
     def _measure_experts(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         rows = next((tensor for tensor in tensors_of((args, kwargs)) if tensor.is_floating_point()), None)
         if rows is None or not rows.dim():
             return
-        is_recorded, calls = torch.is_grad_enabled(), self.expert_calls.setdefault(name, [])
+        in_backward, calls = torch.is_grad_enabled(), self.expert_calls.setdefault(name, [])
         self._unsaved.append((calls, len(calls)))
-        calls.append(ExpertCall(rows.numel() // rows.shape[-1], is_recorded and rows.requires_grad, is_recorded))
+        calls.append(ExpertCall(rows.numel() // rows.shape[-1], in_backward and rows.requires_grad, in_backward))
+
+    def _leave_experts(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        calls = self.expert_calls.get(name, [])
+        self._calls += [(calls, len(calls) - 1, tensor) for tensor in tensors_of(output)[:1]] if calls else []
 
 
 def _is_product(module: nn.Module) -> bool:

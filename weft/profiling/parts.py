@@ -107,15 +107,17 @@ class Block:
     (`compile/torch_partition.py`). `sendable` has, for each value of `memory.recompute`, the bytes of the storages that
     backward needs and that no other block is given; a storage is listed for every block that saves it.
 
-    `boundary_bytes` are the bytes of the block's output. `in_backward` is false if the output requires no gradient, so
-    that backward skips the block. `matmuls` counts each shape (without attention); `convolutions` are in the order of
-    computation. `branches` are the places where data forks into independent paths (see `branches.py`).
+    `boundary_bytes` are the bytes of the block's output. `in_backward` is false if the output requires no gradient, or
+    no result of the model depends on it, so that backward skips the block; `needs_gradient` is false if the stream
+    before the block needs no gradient. `matmuls` counts each shape (without attention); `convolutions` are in the order
+    of computation. `branches` are the places where data forks into independent paths (see `branches.py`).
     """
 
     name: str
     parameters: tuple[Parameter, ...]
     calls: int = 1
     in_backward: bool = True
+    needs_gradient: bool = True
     flops: int = 0
     attention_flops: int = 0
     backward_flops: int = 0
@@ -146,6 +148,7 @@ class LayerShape:
     `in_features` and `out_features` are channels for a convolution. `rows` is the number of tokens (or pixels) of the
     output and `in_rows` that of the input. `needs_gradient`: the input requires a gradient. `saved_bytes`: bytes that
     no earlier layer saved (those of the input, or 0). `is_last`: its block saves nothing for backward after this layer.
+    `in_backward` is false under torch.no_grad(), and if no result of the model depends on that of the layer.
     """
 
     rows: int
@@ -156,6 +159,7 @@ class LayerShape:
     saved_bytes: int = 0
     is_last: bool = False
     is_linear: bool = False
+    in_backward: bool = True
 
 
 @dataclass(frozen=True)
@@ -177,13 +181,13 @@ class Heads:
 class ExpertCall:
     """A call of a layer of experts in one forward of the example batch, which gives it `num_rows` rows.
 
-    `needs_gradient`: these rows require a gradient. `is_recorded`: autograd records the call, as it does outside of
-    torch.no_grad(). `is_last`: from the call on, its block saves nothing for backward.
+    `needs_gradient`: these rows require a gradient. `in_backward`: backward may pass the call (see `LayerShape`).
+    `is_last`: from the call on, its block saves nothing for backward.
     """
 
     num_rows: int
     needs_gradient: bool
-    is_recorded: bool = True
+    in_backward: bool = True
     is_last: bool = False
 
 

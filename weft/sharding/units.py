@@ -49,6 +49,7 @@ class Unit:
         self.is_streamed = any(flat.is_streamed for flat in flats)
         self.in_backward = False
         self.needs_backward = False
+        self.had_backward = False  # whether any backward has reached it so far
         self.missing = 0
         self.use = BlockUse()
         self.uses_in_backward: set[BlockUse] = set()
@@ -262,7 +263,7 @@ class Units:
             unit.uses_in_backward.add(use)
         if self.status is not None:
             self.status.enters(unit.backward_words)
-        unit.in_backward = True
+        unit.in_backward = unit.had_backward = True
         unit.finish_gather()
         self._fetch_ahead(unit, -1)
         if not self.rehearses:
@@ -382,7 +383,9 @@ class Units:
     def _start_first(self, units: Sequence[Unit], for_backward: bool = False) -> None:
         """Start to gather the first of `units`; if some units are streamed from the host, the first streamed one."""
         following = next((unit for unit in units if unit.is_streamed or not self._is_streamed), None)
-        if following is not None and (following.needs_backward or not for_backward):
+        if following is None or (for_backward and not following.needs_backward):
+            return
+        if not for_backward or following.had_backward or following.is_streamed:  # its result may be detached
             following.start_gather()
 
     def _await_inputs(self, unit: Unit, tensors: list[Tensor]) -> None:

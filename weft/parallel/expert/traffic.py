@@ -91,7 +91,7 @@ def _traffic_of(profile: Profile, plan: Plan, block: Block, experts: Experts, ca
     is_again = plan.memory.repeats_collectives and block.in_backward and not call.is_last
     router = f"{experts.name.rpartition('.')[0]}.gate"
     has_router = isinstance(profile.model.get_submodule(router), Router) if over_y > 1 else False
-    has_weight_gradient = call.needs_gradient or (call.is_recorded and _is_trained(block, f"{router}."))
+    has_weight_gradient = call.needs_gradient or (call.in_backward and _is_trained(block, f"{router}."))
     return ExpertTraffic(
         experts.name,
         (expert_axis(plan, experts.num_experts), "all_to_all"),
@@ -102,7 +102,7 @@ def _traffic_of(profile: Profile, plan: Plan, block: Block, experts: Experts, ca
         hidden * size,
         2 if is_again else 1,
         call.needs_gradient,
-        call.needs_gradient or (call.is_recorded and _is_trained(block, f"{experts.name}.")),
+        call.needs_gradient or (call.in_backward and _is_trained(block, f"{experts.name}.")),
         over_x,
         over_y,
         tokens * experts.num_experts * max(4, size) * has_router,

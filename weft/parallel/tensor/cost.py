@@ -85,7 +85,7 @@ class _LayerTraffic:
             return
         same = [s for s in self.pairing.splits.values() if s is split or (split.parent and s.parent == split.parent)]
         again = self.plan.tensor.regather and layer.needs_gradient and any(self._trains(s.module) for s in same)
-        yield from self._in_chunks("all_gather", whole, self._forwards(split.module) + again)
+        yield from self._in_chunks("all_gather", whole, self._forwards(split.module, layer) + again)
         yield from self._in_chunks("reduce_scatter", whole, layer.needs_gradient)
 
     def column(self, split: Split, layer: LayerShape) -> Calls:
@@ -97,9 +97,11 @@ class _LayerTraffic:
             yield from [(("x", "all_gather"), layer.rows * layer.out_features * self.size)] * forwards
             if self.sequence and self._in_block(split.module) and self._has_backward(split, layer):
                 yield ("x", "all_gather"), layer.rows * layer.out_features * self.size
-        if self.x > 1 and split.kind == "head" and self.profile.gathers_logits:
+        if self.x == 1 or split.kind != "head" or not layer.in_backward:  # no loss is computed of other logits
+            return
+        if self.profile.gathers_logits:
             yield ("x", "all_gather"), gather_bytes(layer.rows, layer.out_features, self.x, self.size)
-        elif self.x > 1 and split.kind == "head":
+        else:
             for num_bytes in loss_bytes(layer.rows, max(4, self.size)):
                 yield ("x", "all_reduce"), num_bytes
 
@@ -143,7 +145,7 @@ class _LayerTraffic:
                 continue
             over = self.x if self.sequence and (self._in_block(name) or name == self.ends.norm) else 1
             for layer in calls:
-                times = self._forwards(name) + layer.needs_gradient
+                times = self._forwards(name, layer) + layer.needs_gradient
                 one = (("y", "all_reduce"), layer.rows // over * max(4, self.size))
                 yield from [one] * times * (2 if isinstance(module, nn.LayerNorm) else 1)
 
@@ -151,10 +153,8 @@ class _LayerTraffic:
         """Yields the gather after the last block, unless the head does it, and that of gradients before the first."""
         if not self.sequence or not self.pairing.blocks:  # the condition for `SequenceSplitter.attach`
             return
-        in_first = (layer for name, layer in self.profile.layers.items() if self._block(name) == self.pairing.blocks[0])
-        first = next(in_first, None)
         whole = self.profile.stream_numel // (1 if self.pairing.is_whole else self.y) * self.size
-        num_gathers = (self.ends.head is None) + (first is None or first.needs_gradient)
+        num_gathers = (self.ends.head is None) + self.blocks[self.pairing.blocks[0]].needs_gradient
         yield from [(("x", "all_gather"), whole)] * num_gathers
 
     def _in_chunks(self, operation: str, whole: int, times: int) -> Calls:
@@ -175,7 +175,7 @@ class _LayerTraffic:
 
     def _has_backward(self, split: Split, layer: LayerShape) -> bool:
         """Does the layer's result require a gradient?"""
-        return layer.needs_gradient or self._trains(split.module)
+        return layer.needs_gradient or (layer.in_backward and self._trains(split.module))
 
     def _over_sequence(self, name: str) -> int:
         """Returns over how many ranks of x the stream around a layer is split along the sequence."""
@@ -183,11 +183,13 @@ class _LayerTraffic:
 
     def _results(self, name: str, layer: LayerShape) -> int:
         """Returns how often a call's result is communicated. Recompute stops at the last saved tensor of a block."""
-        return 1 if layer.is_last else self._forwards(name)
+        return 1 if layer.is_last else self._forwards(name, layer)
 
-    def _forwards(self, name: str) -> int:
+    def _forwards(self, name: str, layer: LayerShape) -> int:
         """Returns how often the forward of one call runs in a micro-batch."""
         block = self._block(name)
+        if layer.is_last and not layer.in_backward:  # neither it nor what follows in its block is computed again
+            return 1
         is_again = block is not None and self.plan.memory.repeats_collectives and self.blocks[block].in_backward
         return 2 if is_again else 1
 
