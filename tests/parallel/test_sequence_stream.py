@@ -1,4 +1,4 @@
-"""What tensor.sequence asks of a chain of blocks: parameters lie in it or outside, and both of its ends are called."""
+"""What tensor.sequence and y ask of a chain of blocks: of which parameters are used in it, and how it is called."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class Chain(nn.Module):
 
 
 class Scaled(Chain):
-    """A trained number of its own scales the result of each block."""
+    """A trained number of its own scales the result of a block."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.scales = nn.Parameter(torch.ones(3))
+        self.scales = nn.Parameter(torch.ones(4))
 
     def between(self, hidden: Tensor, value: Tensor, number: int) -> Tensor:
         return hidden * self.scales[number] if number < 2 else hidden
@@ -126,6 +126,12 @@ def test_a_parameter_that_is_used_for_parts_and_wholes_of_sequences_is_refused(
         refuse(counted, SEQUENCE)
     refuse(counted, weft.Plan(tensor=weft.Tensor(x=2)))
     refuse(profile(Chain(), lambda: tokens(0)[0]), SEQUENCE)
+
+
+def test_numbers_that_are_not_of_features_are_refused_over_y() -> None:
+    """Each rank would take its part of them for the whole."""
+    with pytest.raises(PlanError, match="would split the 4 numbers of 'scales', which are not as many"):
+        refuse(profile(Scaled(), lambda: tokens(0)[0]), weft.Plan(tensor=weft.Tensor(y=2)))
 
 
 @pytest.mark.processes

@@ -105,6 +105,12 @@ def _refuse_over_y(profile: Profile, pairing: Pairing, y: int) -> str | None:
         is_plain = is_plain_norm(module, parameter.shape[-1]) if is_norm(module) else is_feature_wise(module)
         if is_leaf and not is_plain:
             return _other_norm(owner, module, y)
+        if not is_leaf and owner not in pairing.embeddings and parameter.shape[-1] not in _widths(profile, pairing):
+            return (
+                f"tensor.y = {y} splits the features between layers, and would split the {parameter.shape[-1]} numbers "
+                f"of '{name}', which are not as many; make each of them a parameter of its own, without dims, or use "
+                f"y = 1"
+            )
     if (reason := _refuse_norms_without_weights(profile, pairing, y)) is not None:
         return reason
     if not pairing.embeddings:
@@ -113,6 +119,13 @@ def _refuse_over_y(profile: Profile, pairing: Pairing, y: int) -> str | None:
             f"and the model has none: what it is given is whole; use y = 1"
         )
     return None
+
+
+def _widths(profile: Profile, pairing: Pairing) -> set[int]:
+    """Returns how many features the values between layers may have: those of embeddings and of the first block."""
+    assert profile.model is not None
+    widths = {profile.model.get_parameter(f"{name}.weight").shape[-1] for name in pairing.embeddings}
+    return widths | set(profile.stream_shape[-1:])
 
 
 def _refuse_norms_without_weights(profile: Profile, pairing: Pairing, y: int) -> str | None:
