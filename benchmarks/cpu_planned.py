@@ -3,13 +3,15 @@
     python benchmarks/cpu_planned.py                    an hour; writes benchmarks/results/cpu-planned.json
     python benchmarks/cpu_planned.py --real-time        on a machine that others use (root): nothing interrupts timings
     python benchmarks/cpu_planned.py --quiet            on a virtual machine whose host others use: times when they rest
+    python benchmarks/cpu_planned.py --threads 2        with another number of threads than one
     python benchmarks/cpu_planned.py --tiny             a tiny model, to try the benchmark itself; nothing is written
 
 The machine is measured before and after the rows of each model, as `weft bench machine --serve` does, and a prediction
 is the mean of what both say. A measured time is the median of three bursts of a decode's steps, each of which is a
 median, too; of recurrent models, that of some copies in other places of memory. What is measured of the machine has no
-part of these models. One thread, seconds of a core; of several rounds the medians count. Weights are random. Searches
-for likely tokens are in a random matrix of low rank; their counts are those of other states than those timed.
+part of these models. Times are those that the main thread has a core; of several rounds the medians count. Weights are
+random. Searches for likely tokens are in a random matrix of low rank; their counts are those of other states than those
+timed.
 
 With --quiet, each piece of the measurement and each burst begins when a read of memory and a small product take at most
 15 % more than the least that they took so far, or after a minute. The result says how often it did not become quiet.
@@ -264,7 +266,8 @@ def compared(
     def machine() -> DecodeRates:
         """Measured by another process: the memory that it leaves behind would slow the models of this one."""
         with tempfile.NamedTemporaryFile("r") as file:
-            option = ["--real-time"] if timed is real_time else []
+            option = ["--threads", str(torch.get_num_threads())]
+            option += ["--real-time"] if timed is real_time else []
             option += [] if quiet is None else ["--quiet", "--least", *map(str, quiet.least)]
             subprocess.run([sys.executable, __file__, "--measure-machine", file.name, *option], check=True)
             return build_dataclass(DecodeRates, json.load(file))
@@ -304,7 +307,7 @@ def write(found: dict[str, list[tuple[float, float]]], given: argparse.Namespace
         "cpu": cpu_model(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "threads": 1,
+        "threads": torch.get_num_threads(),
         "rounds": max(len(row["errors_of_rounds"]) for row in rows),
         "is_real_time": given.real_time or given.quiet,
         "waits_for_quiet": quiet and {"number": quiet.num_waits, "in_vain": quiet.num_noisy},
@@ -323,11 +326,12 @@ def main() -> None:
     parser.add_argument("--quiet", action="store_true", help="time when others rest, and nothing interrupts (root)")
     parser.add_argument("--least", type=float, nargs=2, default=(), help="the least times of the probes of --quiet")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--searches", action="store_true", help="measure searches anew; other rows stay as they were")
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--measure-machine", metavar="FILE", help="only measure the machine, and write its figures")
     given = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(given.threads)
     quiet = Quiet(given.least) if given.quiet else None
     timed = partial(when_quiet, quiet) if quiet else real_time if given.real_time else as_it_is
     if given.measure_machine:
