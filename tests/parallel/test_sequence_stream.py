@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import weft
 from weft.errors import PlanError
+from weft.inspection import split_probe
 from weft.parallel.apply import refuse
 from weft.profiling import profile
 from weft.proof.prove import verify
@@ -132,6 +133,21 @@ def test_numbers_that_are_not_of_features_are_refused_over_y() -> None:
     """Each rank would take its part of them for the whole."""
     with pytest.raises(PlanError, match="would split the 4 numbers of 'scales', which are not as many"):
         refuse(profile(Scaled(), lambda: tokens(0)[0]), weft.Plan(tensor=weft.Tensor(y=2)))
+
+
+def test_asking_about_y_copies_no_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search asks about hundreds of plans, and the embeddings of a large model take gigabytes."""
+    copied: list[nn.Module] = []
+    random_copy = split_probe.random_copy
+
+    def noted(module: nn.Module, generator: torch.Generator) -> nn.Module:
+        copied.extend(module.modules())
+        return random_copy(module, generator)
+
+    monkeypatch.setattr(split_probe, "random_copy", noted)
+    refuse(profile(Chain(), lambda: tokens(0)[0]), weft.Plan(tensor=weft.Tensor(y=2)))
+    assert copied
+    assert not [module for module in copied if isinstance(module, nn.Embedding)]
 
 
 @pytest.mark.processes

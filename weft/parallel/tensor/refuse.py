@@ -100,12 +100,14 @@ def _refuse_over_y(profile: Profile, pairing: Pairing, y: int) -> str | None:
             continue
         if parameter.shape[-1] % y:
             return f"tensor.y = {y} does not divide the {parameter.shape[-1]} features of '{name}'; use a divisor"
+        if owner in pairing.embeddings:
+            continue
         module = model.get_submodule(owner)
-        is_leaf = next(module.children(), None) is None and owner not in pairing.embeddings
-        is_plain = is_plain_norm(module, parameter.shape[-1]) if is_norm(module) else is_feature_wise(module)
-        if is_leaf and not is_plain:
-            return _other_norm(owner, module, y)
-        if not is_leaf and owner not in pairing.embeddings and parameter.shape[-1] not in _widths(profile, pairing):
+        if next(module.children(), None) is None:
+            is_plain = is_plain_norm(module, parameter.shape[-1]) if is_norm(module) else is_feature_wise(module)
+            if not is_plain:
+                return _other_norm(owner, module, y)
+        elif parameter.shape[-1] not in _widths(profile, pairing):
             return (
                 f"tensor.y = {y} splits the features between layers, and would split the {parameter.shape[-1]} numbers "
                 f"of '{name}', which are not as many; make each of them a parameter of its own, without dims, or use "
