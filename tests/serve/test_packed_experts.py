@@ -41,9 +41,18 @@ from weft.serve.weights.weight_formats import FORMATS, RowFp8
 LIMIT_SECONDS = 300.0
 # Groups of 64 inputs are whole on each of two ranks of x, so all ranks round as one does.
 WIDE = {**SIZES, "hidden_size": 128, "intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
-CONFIGS["wide-experts"] = DecoderConfig("mixtral", **WIDE)  # type: ignore[arg-type]
-CONFIGS["shared-experts"] = DecoderConfig("qwen2_moe", **WIDE, shared_expert_intermediate_size=32)  # type: ignore[arg-type]
+WITH_EXPERTS = {
+    "wide-experts": DecoderConfig("mixtral", **WIDE),  # type: ignore[arg-type]
+    "shared-experts": DecoderConfig("qwen2_moe", **WIDE, shared_expert_intermediate_size=32),  # type: ignore[arg-type]
+}
 REQUESTS = [Request(str(i), (7 * i + 1, 5, 3, i), 8, GREEDY) for i in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def _models_of_this_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only here: tests of other files take each of CONFIGS for a case."""
+    for name, config in WITH_EXPERTS.items():
+        monkeypatch.setitem(CONFIGS, name, config)
 
 
 def packed_model(name: str, kind: str) -> nn.Module:
