@@ -143,6 +143,7 @@ def test_parts_have_as_many_parameters_as_stated_and_stages_hold_all() -> None:
     assert sum(part_numel(CONFIGS["qwen3-deep"], place) for place in places) == whole
 
 
+@pytest.mark.processes
 def test_groups_of_ranks_that_measured_other_sums_take_the_same() -> None:
     """Ranks of `data` compute the same, and would round differently."""
 
@@ -159,6 +160,7 @@ def test_groups_of_ranks_that_measured_other_sums_take_the_same() -> None:
     assert run_local(rank, 4, LIMIT_SECONDS) == [["one_shot", "library"]] * 4
 
 
+@pytest.mark.processes
 def test_a_text_that_fails_on_one_rank_ends_the_engine() -> None:
     """The other rank waits for it in the middle of the text, and would take what comes next for that."""
 
