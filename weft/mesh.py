@@ -25,12 +25,12 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from weft.cluster.collective_choice import Levels
 from weft.cluster.communication import Communication
@@ -91,8 +91,8 @@ class Mesh:
             )
         self.num_local_ranks = min(found, ranks_per_node or found)
         self.coordinates = self._coordinates()
-        self._groups = self._make_groups() if found > 1 else {}
         self._made: dict[tuple[Any, ...], dist.ProcessGroup | None] = {}
+        self._groups = self._make_groups() if found > 1 else {}
         self._levels: dict[str, tuple[Axis, Axis]] = {}
         self.levels: dict[str, Levels] = {}  # how collectives of the axes with two levels are carried out
         if plan.ranks_per_device > 1:
@@ -215,37 +215,40 @@ class Mesh:
 
     def _make_groups(self) -> dict[tuple[str, ...], dist.ProcessGroup]:
         split = self._split(tuple(AXES))
-        shape = tuple(self.plan.degree(axis) for axis in split)
-        device_mesh: DeviceMesh = init_device_mesh(self.device.type, shape, mesh_dim_names=split)
-        groups: dict[tuple[str, ...], dist.ProcessGroup] = {(axis,): device_mesh.get_group(axis) for axis in split}
-        for name, members in self._joint.items():
-            joint = self._split(members)
-            if len(joint) > 1 and joint != split and joint not in groups:
-                groups[joint] = device_mesh[joint]._flatten(name).get_group()
+        groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        for name, members in ({axis: (axis,) for axis in split} | self._joint).items():
+            axes = self._split(members)
+            if axes and axes != split and axes not in groups:
+                group = self._group_among(ranks_of(self.plan, name), name, "axis")
+                assert group is not None
+                groups[axes] = group
         world = dist.group.WORLD
         assert world is not None
         groups[split] = self._own_world(world) if self.plan.pipe.shadow else world
         return groups
 
     def _own_world(self, world: dist.ProcessGroup) -> dist.ProcessGroup:
-        """A group of all ranks whose connections close after `release_groups`, with the same timeout as `world`.
+        """A group of all ranks whose connections close after `release_groups`.
 
         A group stays open while anything holds it, and functions with the default argument `group=dist.group.WORLD`
         hold torch's world group for ever if their module is imported while that group exists.
         """
-        timeout = world._get_backend(self.device).options._timeout
-        group: dist.ProcessGroup = dist.new_group(timeout=timeout, group_desc="world with shadows")
+        group: dist.ProcessGroup = dist.new_group(timeout=_timeout(world), group_desc="world with shadows")
         return group
 
     def _group_among(
         self, rows: Tensor, description: str, label: str = "", backend: str | None = None
     ) -> dist.ProcessGroup | None:
-        """Returns this rank's group among rows of ranks [groups, members]. It is created once per rows and label."""
+        """Returns this rank's group among rows of ranks [groups, members], with the time-out of the world group, which
+        torch does not pass on. It is created once per rows and label.
+        """
+        world = dist.group.WORLD
+        assert world is not None
         key = (label, *sorted(tuple(row) for row in rows.tolist()))
         if key not in self._made:
             self._made[key] = None
             for row in key[1:]:  # every rank creates all groups, in the same order
-                group = dist.new_group(list(row), group_desc=description, backend=backend)
+                group = dist.new_group(list(row), _timeout(world), backend, group_desc=description)
                 if self.rank in row:
                     self._made[key] = group
         return self._made[key]
@@ -268,7 +271,7 @@ class Mesh:
             pages[self.rank] = create_page(per_device)
         all_reduce(pages, Axis("world", self.plan.num_ranks, self.rank, world, Ledger())).wait()
         page = int(pages[self.rank - local])
-        ranks = open_device_ranks(page, local, per_device, self.device, _timeout_seconds(world))
+        ranks = open_device_ranks(page, local, per_device, self.device, _timeout(world).total_seconds())
         self.levels = level_degrees(self.plan, None)
         leaders, num_devices = None, self.plan.num_ranks // per_device
         if num_devices > 1:
@@ -382,11 +385,13 @@ def level_degrees(plan: Plan, ranks_per_node: int | None, cluster: Cluster | Non
     return found
 
 
-def _timeout_seconds(group: dist.ProcessGroup) -> float:
-    """The limit of waits in a group. Back-ends other than Gloo and NCCL may not state theirs."""
-    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
-    timeout = getattr(options, "_timeout", None) or dist.default_pg_timeout
-    return float(timeout.total_seconds())
+def _timeout(group: dist.ProcessGroup) -> timedelta:
+    """The limit of waits in a group; torch's default for back-ends that state none (MPI)."""
+    try:
+        options = group._get_backend(torch.device("cpu")).options
+    except (RuntimeError, AttributeError):
+        return dist.default_pg_timeout
+    return getattr(options, "_timeout", dist.default_pg_timeout)
 
 
 def _leaders_backend(device: torch.device) -> str | None:

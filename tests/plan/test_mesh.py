@@ -57,6 +57,27 @@ def test_ranks_are_laid_out_with_the_last_axis_fastest() -> None:
     ]
 
 
+@pytest.mark.parametrize("plan", [Plan(data=2, shard=Shard(2), hierarchical=True), Plan(pipe=Pipe(2), data=2)])
+def test_every_group_has_the_time_out_of_the_run(plan: Plan) -> None:
+    """Not torch's 30 minutes: that is how long ranks would wait for one that is stopped."""
+
+    def rank(_: int) -> dict[str, float]:
+        mesh = Mesh(plan, ranks_per_node=2)
+        axes = [mesh[name] for name in (*AXES, *JOINT_AXES)]
+        axes += [one for axis in axes for one in axis.levels or ()]
+        axes += [mesh.with_own_group("data", "own"), mesh.part("world:2"), mesh.part("world%2")]
+        axes += [one for one in (mesh.among("data", [0, 1], "some"), mesh.pair("data", 0, 1, "pair")) if one]
+        barrier()
+        groups = {axis.name: axis.group for axis in axes if axis.group is not None}
+        cpu = torch.device("cpu")
+        return {name: one._get_backend(cpu).options._timeout.total_seconds() for name, one in groups.items()}
+
+    for found in run_local(rank, 4, timeout_seconds=77):
+        assert {"data", "batch" if plan.hierarchical else "losses", "world"} < set(found)
+        assert ("batch/node" in found) == plan.hierarchical
+        assert set(found.values()) == {77 + 30}, found  # run_local's own time-out ends first
+
+
 def test_axes_talk_to_the_ranks_that_differ_in_them_alone() -> None:
     def rank(_: int) -> dict[str, list[Any]]:
         mesh = Mesh(Plan(data=2, shard=Shard(2), tensor=Tensor(2)))
