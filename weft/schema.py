@@ -77,6 +77,29 @@ def build_dataclass(cls: type[T], table: Mapping[str, Any], path: str = "") -> T
     return cls(**{name: convert(table[name], hints[name], _join(path, name)) for name in fields if name in table})
 
 
+def convert_fields(made: Any, path: str) -> None:
+    """Convert the fields of a new frozen dataclass as `build_dataclass` converts a table; `path` is its dotted name."""
+    for name, hint, plain in _field_types(type(made)):  # type: ignore[arg-type]  # as below
+        value = getattr(made, name)
+        if type(value) not in plain:
+            converted = convert(value, hint, _join(path, name))
+            if converted is not value:
+                object.__setattr__(made, name, converted)
+
+
+@lru_cache(maxsize=256)
+def _field_types(cls: type[Any]) -> tuple[tuple[str, Any, frozenset[type]], ...]:
+    """Returns for each field its name, its type, and the types of values that need no conversion."""
+    hints = _type_hints(cls)  # type: ignore[arg-type]
+    plain = {
+        name: frozenset(one for one in (get_args(hint) or (hint,)) if isinstance(one, type))
+        if get_origin(hint) in (None, Union, types.UnionType)
+        else frozenset()
+        for name, hint in hints.items()
+    }
+    return tuple((one.name, hints[one.name], plain[one.name]) for one in dataclasses.fields(cls) if one.init)
+
+
 @lru_cache(maxsize=256)
 def _type_hints(cls: type[Any]) -> Mapping[str, Any]:
     """Returns the types of a class' fields. They are annotated as text, and to evaluate it takes long."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -295,3 +296,38 @@ def test_a_sequence_that_context_does_not_divide_is_refused() -> None:
     with pytest.raises(PlanError, match="sequence of 12 tokens does not divide into 2 × context = 8 equal parts"):
         split_batch(Plan(context=Context(4)), 4, 12)
     assert split_batch(Plan(context=Context(4)), 4, 16).tokens == 64
+
+
+# --- in Python
+
+
+@pytest.mark.parametrize("name", ["pipe", "shard", "tensor", "context", "branch"])
+def test_a_number_sets_the_degree_in_python_as_in_a_file(name: str, tmp_path: Path) -> None:
+    assert Plan(**{name: 2}) == read(tmp_path, f"{name} = 2")
+    assert Plan(**{name: 2}).num_ranks == 2
+
+
+def test_a_table_of_a_plan_may_be_a_dict() -> None:
+    assert Plan(tensor={"x": 2}, expert_over=["x"], expert=2) == Plan(tensor=Tensor(2), expert_over=("x",), expert=2)  # type: ignore[arg-type]
+    assert Memory(offload=1) == Memory(offload=1.0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Plan(tile=2),  # type: ignore[arg-type]
+        lambda: Plan(data="2"),  # type: ignore[arg-type]
+        lambda: Plan(data=True),
+        lambda: Plan(pipe=2.5),  # type: ignore[arg-type]
+        lambda: Plan(pipe=None),  # type: ignore[arg-type]
+        lambda: Plan(memory="full"),  # type: ignore[arg-type]
+        lambda: Plan(precision="fp16"),  # type: ignore[arg-type]
+        lambda: Plan(shard=Shard(2, 4)),  # type: ignore[arg-type]
+        lambda: Plan(tensor=Tensor("2")),  # type: ignore[arg-type]
+        lambda: Plan(tensor={"z": 2}),  # type: ignore[arg-type]
+        lambda: Memory("ful"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_value_of_another_type_is_refused_in_python_as_in_a_file(make: Callable[[], object]) -> None:
+    with pytest.raises(ConfigError, match=r"'plan\."):
+        make()

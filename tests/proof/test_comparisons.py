@@ -492,3 +492,22 @@ def test_a_batch_that_cannot_be_used_is_refused_in_words() -> None:
         verify(Pair, _nested_batch, Plan(data=2), objective=objective)
     with pytest.raises(PlanError, match="context = 2, but no attention of Pair is one that weft can split"):
         verify(Pair, _nested_batch, Plan(context=Context(2)), objective=NESTED)
+
+
+MODEL, BATCH = nn.Linear(2, 2), (torch.zeros(2, 2), torch.zeros(2, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((MODEL, lambda step: BATCH, Plan()), r"model_fn is a Linear; .*lambda: Linear\(\.\.\.\)"),
+        ((3, lambda step: BATCH, Plan()), "model_fn is a int"),
+        ((lambda: MODEL, BATCH, Plan()), r"batch_fn is a tuple; .*lambda step: batch"),
+        ((lambda: MODEL, lambda step: BATCH, 2), r"plan is a int; give a weft\.Plan"),
+        ((lambda: None, lambda step: BATCH, Plan()), r"model_fn\(\) returned a NoneType"),
+    ],
+    ids=["a model", "a number", "a batch", "a degree", "no model"],
+)
+def test_what_verify_is_given_in_place_of_functions_is_named(arguments: Any, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        verify(*arguments)

@@ -19,7 +19,7 @@ from weft.errors import ConfigError, PlanError
 from weft.plan.rules import check_plan
 from weft.plan.tables import HOST_SHARES, Branch, Context, Memory, Pipe, Recompute, Shard, Tensor, Tile
 from weft.schedule.schedules import make_schedule
-from weft.schema import convert, dump_toml, nearest, read_toml, to_table
+from weft.schema import convert, convert_fields, dump_toml, nearest, read_toml, to_table
 
 __all__ = [
     "AXES",
@@ -77,7 +77,7 @@ def axes_that_split(*what: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the work is split over ranks.
+    """How the work is split over ranks. Fields are converted as those of a run file: `pipe=2` is `pipe=Pipe(2)`.
 
     `micro_batch` is the number of sequences (or images) per forward and rank; None means one micro-batch a step.
     `matmul = "fp8"`: linears and experts of blocks multiply in fp8 instead of `precision`.
@@ -111,6 +111,10 @@ class Plan:
     ranks_per_device: int = 1
 
     def __post_init__(self) -> None:
+        convert_fields(self, "plan")
+        self._check()
+
+    def _check(self) -> None:
         if min(self._all_degrees) < 1:  # the search makes thousands of plans, so this names the axis only then
             axis, degree = next((axis, degree) for axis, degree in self.degrees.items() if degree < 1)
             raise PlanError(f"plan.{axis} = {degree}; a degree is at least 1")
@@ -138,7 +142,7 @@ class Plan:
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__, **fields)
         made.__dict__.pop("_all_degrees", None)  # cached
-        made.__post_init__()
+        made._check()
         return made
 
     def of_stage(self, stage: int) -> Plan:

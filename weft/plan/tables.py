@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, Self
 
 from weft.errors import ConfigError
+from weft.schema import convert_fields
 
 HOST_SHARES = ("offload", "activations", "weights")  # fields of `Memory`: shares that are kept in host memory
 
@@ -13,7 +14,15 @@ Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
-class AxisTable:
+class PlanTable:
+    """A table of a plan. Its values are converted and checked as those of a run file."""
+
+    def __post_init__(self) -> None:
+        convert_fields(self, f"plan.{type(self).__name__.lower()}")
+
+
+@dataclass(frozen=True)
+class AxisTable(PlanTable):
     """The settings of an axis. A number in place of the table sets the first: `pipe = 4` is `pipe = { degree = 4 }`."""
 
     @classmethod
@@ -117,7 +126,7 @@ class Context(AxisTable):
 
 
 @dataclass(frozen=True)
-class Tile:
+class Tile(PlanTable):
     """The axes `rows` and `columns`: split each image into tiles over ranks.
 
     `until` names the module before which tiles end; "" is the first operation that needs whole images. `hand_over` is
@@ -138,7 +147,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Memory:
+class Memory(PlanTable):
     """The memory policy.
 
     `recompute`: which activations are recomputed in backward instead of saved. `recompute_stages`: the number of stages

@@ -85,6 +85,7 @@ def verify(
     the top level of a file. `precision="bf16"` computes as a bf16 run does and compares with float64, within
     `BF16_TOLERANCES`. `compiles` compiles blocks with torch.compile.
     """
+    _refuse_arguments(model_fn, batch_fn, plan)
     proved, left_out = plan_to_prove(plan, precision), inexact_options(plan)
     trial = Trial(proved, steps, clip, ranks_per_node, device, compiles, cluster=cluster, not_proved=left_out)
     if device == "cpu" and fork_obstacle() is None:
@@ -97,6 +98,26 @@ def verify(
     }
     answers = run_spawned(f"{__name__}:spawned_rank", arguments, trial.plan.num_ranks, timeout_seconds, device, True)
     return _report(answers, trial, tolerance)
+
+
+def _refuse_arguments(model_fn: Any, batch_fn: Any, plan: Any) -> None:
+    """Raises PlanError if something else than two functions and a plan is given."""
+    if isinstance(model_fn, nn.Module) or not callable(model_fn):
+        raise PlanError(
+            f"verify builds the model anew on each process, and model_fn is a {type(model_fn).__name__}; give a "
+            f"function that returns a new model, such as lambda: {_class_name(model_fn)}(...)"
+        )
+    if not callable(batch_fn):
+        raise PlanError(
+            f"verify asks for the batch of each step, and batch_fn is a {type(batch_fn).__name__}; give a function of "
+            f"the step that returns the whole batch, such as lambda step: batch"
+        )
+    if not isinstance(plan, Plan):
+        raise PlanError(f"plan is a {type(plan).__name__}; give a weft.Plan, such as weft.Plan(data=2)")
+
+
+def _class_name(model: Any) -> str:
+    return type(model).__name__ if isinstance(model, nn.Module) else "MyModel"
 
 
 def plan_to_prove(plan: Plan, precision: Literal["fp64", "bf16"]) -> Plan:

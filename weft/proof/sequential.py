@@ -208,7 +208,10 @@ class _Statistics:
 def make_model(model_fn: ModelFn) -> nn.Module:
     """Returns a new model in float64. Its parameters have the same values on every call."""
     torch.manual_seed(0)
-    return model_fn().double()
+    model = model_fn()
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"model_fn() returned a {type(model).__name__}; it has to return a new torch.nn.Module")
+    return model.double()
 
 
 def make_optimizer(model: nn.Module) -> Optimizer:
