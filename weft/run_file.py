@@ -139,6 +139,7 @@ class Run:
         return {key: to_table(value) for key, value in given if value is not None}
 
 
+PLANNER = "planner"  # the origin of a key that weft chose
 FROZEN_SUFFIX = ".frozen"  # suffix of a file with the text of `Run.to_json`
 _TABLES = ("model", "data", "train", "plan", "checkpoint", "restart", "numbers", "log", "roles", "lora")
 _VALUES = ("name", "folder", "cluster")

@@ -198,6 +198,17 @@ def to_table(value: Any) -> Any:
     return value
 
 
+def changed_values(value: Any) -> dict[str, Any]:
+    """Returns a dataclass as plain tables, like `to_table`, without the fields that have their defaults."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        item = getattr(value, field.name)
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if field.init and item is not None and item != default:
+            found[field.name] = changed_values(item) if dataclasses.is_dataclass(item) else to_table(item)
+    return found
+
+
 def dump_toml(table: Mapping[str, Any]) -> str:
     """Returns plain tables as TOML text. Scalars come first; tables below the first level are inline."""
     lines = [f"{key} = {inline(item)}" for key, item in table.items() if not isinstance(item, Mapping)]

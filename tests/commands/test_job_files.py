@@ -1,15 +1,19 @@
-"""Files that start a run on a cluster: what they ask for, and that their own readers accept them."""
+"""Files that start a run on a cluster: what they ask for, that their own readers accept them, and that they train."""
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from commands_for_tests import caller
 from runs_for_tests import make_run, write_run_file
 
 from weft.cluster.hardware import load
+from weft.cluster.shared_devices import with_shared_devices
 from weft.commands.job_files import write_job
 from weft.errors import ConfigError
 
@@ -59,3 +63,67 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
         write_job("slrm", make_run(run_file, "run"), run_file, [], load("h100:1x8"))
     with pytest.raises(ConfigError, match="the plan's 12 ranks do not fill nodes of 8 devices"):
         write_job("slurm", make_run(run_file, "run", "plan.data=12", "train.batch=24"), run_file, [], load("h100:2x8"))
+
+
+@pytest.mark.parametrize(("step_seconds", "words"), [(None, "24:00:00"), (0.1, "01:01:00"), (9e9, "24:00:00")])
+def test_the_time_of_a_job_is_that_of_its_steps(tmp_path: Path, step_seconds: float | None, words: str) -> None:
+    run_file = write_run_file(tmp_path)
+    run = make_run(run_file, "run", "plan.data=8")
+    text = write_job("slurm", run, run_file, [], load("h100:1x8"), step_seconds).read_text()
+    assert f"#SBATCH --time={words}\n" in text
+
+
+def test_ranks_that_share_a_gpu_do_not_ask_for_one_each(tmp_path: Path) -> None:
+    run_file = write_run_file(tmp_path)
+    run = make_run(run_file, "run", "plan.data=16", "plan.ranks_per_device=2")
+    cluster = with_shared_devices(load("h100:1x8"), 2)
+    text = write_job("slurm", run, run_file, [], cluster).read_text()
+    assert "#SBATCH --ntasks-per-node=16\n#SBATCH --gpus-per-node=8\n" in text
+
+
+SRUN = """#!{python}
+import os, subprocess, sys
+names = dict(line[len("#SBATCH --"):].strip().split("=", 1) for line in open("{job}") if line.startswith("#SBATCH --")
+             and "=" in line)
+nodes, tasks = int(names["nodes"]), int(names["ntasks-per-node"])
+assert sys.argv[1] == "--kill-on-bad-exit=0"
+step = dict(SLURM_JOB_ID="4242", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS=str(nodes * tasks),
+            SLURM_STEP_NUM_NODES=str(nodes), SLURM_STEP_TASKS_PER_NODE=f"{{tasks}}(x{{nodes}})",
+            SLURM_STEP_NODELIST="localhost")
+ranks = [subprocess.Popen(sys.argv[2:], env={{**os.environ, **step, "SLURM_PROCID": str(rank),
+         "SLURM_LOCALID": str(rank % tasks), "SLURM_NODEID": str(rank // tasks)}}) for rank in range(nodes * tasks)]
+sys.exit(max(rank.wait() for rank in ranks))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+def test_a_job_of_a_planned_run_trains_the_plan_that_was_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """The planner chooses 2 of the 4 devices, which the cluster that was asked about does not say."""
+    run_file, weft = write_run_file(tmp_path), caller(monkeypatch, capfd)
+    monkeypatch.chdir(tmp_path)
+    changes = ["cluster=h100:2x2", "train.steps=3", "train.device=cpu", "plan.precision=fp32"]
+    left = weft("plan", run_file, *changes, "--where", "data=2", "--best", "devices", "--write-job", kind)
+    assert left.status == 0, left.err
+    job = run_file.with_suffix(".sbatch" if kind == "slurm" else ".yaml")
+    assert f"wrote {job}" in left.out
+    scripts = tmp_path / "bin"
+    scripts.mkdir()
+    (scripts / "srun").write_text(SRUN.format(python=sys.executable, job=job))
+    (scripts / "srun").chmod(0o755)
+    environ = {**os.environ, "PATH": f"{scripts}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    if kind == "slurm":
+        command = ["bash", str(job)]
+    else:  # what Kubeflow's operator gives a pod
+        spec = yaml.safe_load(job.read_text())["spec"]
+        assert list(spec["pytorchReplicaSpecs"]) == ["Master"]
+        (container,) = spec["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"]
+        command, place = container["command"], {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "NNODES": "1"}
+        assert container["workingDir"] == os.getcwd()
+        own = {"NPROC_PER_NODE": spec["nprocPerNode"], "NODE_RANK": "0", **place}
+        environ |= {"WORLD_SIZE": "1", "RANK": "0", **place, **{f"PET_{name}": value for name, value in own.items()}}
+    found = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr
+    assert "1 x 2 H100" in found.stdout and "data 2, fp32" in found.stdout and "step 3/3" in found.stdout

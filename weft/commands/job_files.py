@@ -3,22 +3,43 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
+import sys
 from pathlib import Path
+from typing import NamedTuple
 
+from weft.cluster.cpu_rates import is_cpu
 from weft.cluster.hardware import Cluster
 from weft.commands.result_file import write_result
 from weft.errors import UNFINISHED, ConfigError
-from weft.run_file import Run
-from weft.schema import nearest
+from weft.run_file import PLANNER, Run
+from weft.schema import changed_values, inline, nearest
 
 SAVE_SECONDS = 300  # how long before the end of its time a job is told to save
+DAY_SECONDS, START_SECONDS = 24 * 3600, 3600  # of a job's time: at most, and beside the steps
 SUFFIXES = {"slurm": ".sbatch", "kubernetes": ".yaml"}
 
 
-def write_job(kind: str, run: Run, run_file: Path, overrides: list[str], cluster: Cluster) -> Path:
-    """Write the file that starts `weft train RUN_FILE` for a run's plan on a cluster, beside the run file."""
+class JobTime(NamedTuple):
+    """The predicted seconds of a step, and the number of steps. `step_seconds` is None if they are not known."""
+
+    step_seconds: float | None
+    steps: int
+
+    @property
+    def words(self) -> str:
+        """The time to ask SLURM for: the predicted one with a margin, a day at most, after which a job is requeued."""
+        seconds = DAY_SECONDS if self.step_seconds is None else 1.5 * self.step_seconds * self.steps + START_SECONDS
+        minutes = math.ceil(min(DAY_SECONDS, seconds) / 60)
+        return f"{minutes // 60:02}:{minutes % 60:02}:00"
+
+
+def write_job(
+    kind: str, run: Run, run_file: Path, changes: list[str], cluster: Cluster, step_seconds: float | None = None
+) -> Path:
+    """Write the file that starts `weft train RUN_FILE CHANGES` for a run's plan on a cluster, beside the run file."""
     refuse_kind(kind)
     path = run_file.with_suffix(SUFFIXES[kind])
     nodes, per_node = _shape(run, cluster)
@@ -28,11 +49,26 @@ def write_job(kind: str, run: Run, run_file: Path, overrides: list[str], cluster
             f"[roles] names {run.roles.num_ranks} ranks that do not train, which do not spread evenly over {nodes} "
             f"nodes; name a multiple of {nodes}"
         )
-    command = ["weft", "train", str(run_file), *overrides]
     name = re.sub(r"[^a-z0-9-]+", "-", run.name.lower()).strip("-") or "weft"
-    text = (_slurm if kind == "slurm" else _kubernetes)(name, nodes, (per_node + others, per_node), command)
-    write_result(path, text)
+    command = ["weft", "train", str(run_file), *changes]
+    gpus = 0 if is_cpu(cluster) else per_node // run.plan.ranks_per_device
+    job = Job(name, nodes, per_node + others, gpus, command, JobTime(step_seconds, run.train.steps))
+    write_result(path, job.slurm() if kind == "slurm" else job.kubernetes())
     return path
+
+
+def pinned(run: Run, changes: list[str]) -> list[str]:
+    """Returns changes to a run file with the run's plan, its cluster and the intervals between saves that the planner
+    chose: a job trains what was shown, and plans nothing.
+    """
+    plan = {"precision": run.plan.precision, **changed_values(run.plan)}
+    own = [f"cluster={run.cluster}", f"plan={inline(plan)}"]
+    for key in ("every", "memory_every"):
+        if run.origins.get(f"checkpoint.{key}") == PLANNER:
+            own.append(f"checkpoint.{key}={getattr(run.checkpoint, key)}")
+    replaced = {override.partition("=")[0] for override in own}
+    kept = [one for one in changes if not {one.partition("=")[0], one.partition(".")[0]} & replaced]
+    return [*kept, *own]
 
 
 def refuse_kind(kind: str) -> None:
@@ -53,35 +89,52 @@ def _shape(run: Run, cluster: Cluster) -> tuple[int, int]:
     return nodes, per_node
 
 
-def _slurm(name: str, nodes: int, per_node: tuple[int, int], command: list[str]) -> str:
-    """`per_node` is (processes, GPUs) of a node."""
-    tasks, gpus = per_node
-    return f"""#!/bin/bash
-#SBATCH --job-name={name}
-#SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node={tasks}
-#SBATCH --gpus-per-node={gpus}
-#SBATCH --time=24:00:00
+class Job(NamedTuple):
+    """What a job file asks for. `tasks` and `gpus` are those of a node."""
+
+    name: str
+    nodes: int
+    tasks: int
+    gpus: int
+    command: list[str]
+    time: JobTime
+
+    def slurm(self) -> str:
+        """Returns a batch script of SLURM."""
+        gpus = f"#SBATCH --gpus-per-node={self.gpus}\n" if self.gpus else ""
+        return f"""#!/bin/bash
+#SBATCH --job-name={self.name}
+#SBATCH --nodes={self.nodes}
+#SBATCH --ntasks-per-node={self.tasks}
+{gpus}#SBATCH --time={self.time.words}
+#SBATCH --chdir={Path.cwd()}
 #SBATCH --signal=TERM@{SAVE_SECONDS}
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --output={name}-%j.log
+#SBATCH --output={self.name}-%j.log
+# What your cluster needs besides, each with one # less (sinfo lists partitions, scontrol show node the CPUs):
+##SBATCH --partition=PARTITION
+##SBATCH --account=ACCOUNT
+##SBATCH --cpus-per-task=CPUS
 
+{_environment()}
 # Before the time is over the ranks save and leave with {UNFINISHED}; then the job is put into the queue again.
-srun --kill-on-bad-exit=0 {shlex.join(command)}
+srun --kill-on-bad-exit=0 {shlex.join(self.command)}
 status=$?
 if [ "$status" -eq {UNFINISHED} ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$status"
 """
 
-
-def _kubernetes(name: str, nodes: int, per_node: tuple[int, int], command: list[str]) -> str:
-    """`per_node` is (processes, GPUs) of a node."""
-    tasks, gpus = per_node
-    launch = json.dumps(["torchrun", "-m", *command])
-    roles = {"Master": 1} | ({"Worker": nodes - 1} if nodes > 1 else {})
-    replicas = "".join(
-        f"""    {role}:
+    def kubernetes(self) -> str:
+        """Returns a PyTorchJob."""
+        launch = json.dumps(["torchrun", "-m", *self.command])
+        limits = f"""
+              resources:
+                limits:
+                  nvidia.com/gpu: {self.gpus}"""
+        roles = {"Master": 1} | ({"Worker": self.nodes - 1} if self.nodes > 1 else {})
+        replicas = "".join(
+            f"""    {role}:
       replicas: {count}
       restartPolicy: OnFailure
       template:
@@ -89,18 +142,24 @@ def _kubernetes(name: str, nodes: int, per_node: tuple[int, int], command: list[
           containers:
             - name: pytorch
               image: IMAGE  # with weft, the run file and the data; all pods share the run's folder
-              command: {launch}
-              resources:
-                limits:
-                  nvidia.com/gpu: {gpus}
+              workingDir: {json.dumps(str(Path.cwd()))}  # where the command finds them, in the image
+              command: {launch}{limits if self.gpus else ""}
 """
-        for role, count in roles.items()
-    )
-    return f"""apiVersion: kubeflow.org/v1
+            for role, count in roles.items()
+        )
+        return f"""apiVersion: kubeflow.org/v1
 kind: PyTorchJob
 metadata:
-  name: {name}
+  name: {self.name}
 spec:
-  nprocPerNode: "{tasks}"
+  nprocPerNode: "{self.tasks}"
   pytorchReplicaSpecs:
 {replicas}"""
+
+
+def _environment() -> str:
+    """Returns the lines of a script that make `weft` the one that has written it."""
+    activate = Path(sys.prefix) / "bin" / "activate"
+    if activate.is_file():
+        return f"source {shlex.quote(str(activate))}\n"
+    return f'export PATH={shlex.quote(str(Path(sys.prefix) / "bin"))}:"$PATH"\n'

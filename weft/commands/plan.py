@@ -12,7 +12,7 @@ from rich.console import Console
 from weft.cluster.cpu_rates import is_cpu
 from weft.cluster.hardware import Cluster
 from weft.commands.console import format_bytes, print_json, say, show_run, show_timeline
-from weft.commands.job_files import refuse_kind, write_job
+from weft.commands.job_files import pinned, refuse_kind, write_job
 from weft.commands.out_of_memory import refuse_if_too_large
 from weft.commands.plan_tables import show_answer
 from weft.commands.result_file import write_result
@@ -48,14 +48,16 @@ class JobFile(NamedTuple):
     run_file: Path | None
     changes: list[str]
 
-    def write(self, run: Run, cluster: Cluster, planned: Path | None, console: Console) -> None:
-        """Write the job of a planned run; of the file `planned` if the plan was written to one."""
+    def write(self, run: Run, cluster: Cluster, seconds: float | None, planned: Path | None, console: Console) -> None:
+        """Write the job of a planned run whose steps take `seconds`; of the file `planned` if the plan was written."""
         refuse_kind(self.kind)
         run_file = planned or self.run_file
         if run_file is None:
             raise ConfigError("--write-job starts a run file; give one, or --write FILE")
-        path = write_job(self.kind, run, run_file, [] if planned else self.changes, cluster)
-        console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+        changes = [] if planned else pinned(run, self.changes)
+        path = write_job(self.kind, run, run_file, changes, cluster, seconds)
+        start = {"slurm": f"sbatch {path}", "kubernetes": f"kubectl apply -f {path}, once it names your image"}
+        console.print(f"wrote {path}; start it with: {start[self.kind]}", highlight=False, soft_wrap=True)
 
 
 class PlanOptions(NamedTuple):
@@ -139,7 +141,7 @@ def search_plans(run: Run, options: PlanOptions, console: Console, as_json: bool
     if planned is None:
         _planned(run, answer, cost)  # raises, with the reason why there is no plan
     if options.job is not None and planned is not None:
-        options.job.write(planned, answer.model.cluster, options.write, console)
+        options.job.write(planned, answer.model.cluster, answer.best.seconds, options.write, console)
     if options.write is not None:
         console.print(
             f"wrote {options.write}; run it with: weft train {options.write}", highlight=False, soft_wrap=True
@@ -232,4 +234,4 @@ def predict_plan(
         show_timeline(console, prediction, path)
     refuse_if_too_large(run, cluster, prediction)
     if options.job is not None:
-        options.job.write(run, cluster, None, console)
+        options.job.write(run, cluster, prediction.step_seconds, None, console)

@@ -25,7 +25,7 @@ from weft.planner.answer import Answer, Progress, ask
 from weft.planner.goodput import DISK, MEMORY, Failures
 from weft.planner.predict import predict, run_cluster
 from weft.planner.question import Constraint, Objective, Question
-from weft.run_file import Run
+from weft.run_file import PLANNER, Run
 from weft.run_tables import TrainConfig
 from weft.step.examples import micro_batch_profile
 from weft.train.setup import device_type
@@ -179,7 +179,7 @@ def with_plan(run: Run, answer: Answer) -> Run:
     used, cluster = answer.model.cluster, run.cluster
     if cluster != "local" and used.num_devices != load(cluster).num_devices:
         cluster = f"{used.name}:{used.num_nodes}x{used.node.num_devices}"
-    return replace(run, plan=plan, cluster=cluster, origins={**run.origins, "plan.data": "planner"})
+    return replace(run, plan=plan, cluster=cluster, origins={**run.origins, "plan.data": PLANNER})
 
 
 def with_saves(run: Run, cost: Failures, step_seconds: float) -> Run:
@@ -187,10 +187,10 @@ def with_saves(run: Run, cost: Failures, step_seconds: float) -> Run:
     every = {way.name: max(1, round(way.interval_seconds / step_seconds)) for way in cost.ways}
     if DISK in every and "checkpoint.every" not in run.origins:
         saves = replace(run.checkpoint, every=every[DISK])
-        run = replace(run, checkpoint=saves, origins={**run.origins, "checkpoint.every": "planner"})
+        run = replace(run, checkpoint=saves, origins={**run.origins, "checkpoint.every": PLANNER})
     if MEMORY in every and "checkpoint.memory_every" not in run.origins:
         saves = replace(run.checkpoint, memory_every=every[MEMORY])
-        run = replace(run, checkpoint=saves, origins={**run.origins, "checkpoint.memory_every": "planner"})
+        run = replace(run, checkpoint=saves, origins={**run.origins, "checkpoint.memory_every": PLANNER})
     return run
 
 
