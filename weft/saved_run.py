@@ -2,7 +2,7 @@
 
     source = open_source(Path("runs/first"))     # or a Hugging Face folder
     source.model                                 # the model's config
-    source.read("model.norm.weight")             # a whole parameter, one at a time
+    source.read("model.norm.weight")             # a whole parameter or buffer, one at a time
 
 Runs start from it (`model.from`), and `weft generate`, `weft export` and `weft evaluate` read it.
 """
@@ -22,6 +22,7 @@ from weft.checkpoint.folder import step_name
 from weft.checkpoint.manifest import MANIFEST
 from weft.data.config import ChatConfig, DataConfig, data_from_table
 from weft.errors import CheckpointError, ConfigError, DamagedError
+from weft.inspection.model_tensors import saved_buffers
 from weft.models import LanguageConfig, config_from_table, read_config, weight_reader
 from weft.models.adapter import adapter_weights
 from weft.models.hf_config import CONFIG_FILE, exported_end_token
@@ -40,7 +41,7 @@ class Source:
     """A model with its weights, to start from or to read.
 
     `tokenizer` and `end_token` are what `[data]` would say; `tokenizer` is None if the folder has none. `read(name)`
-    returns a whole parameter. `fingerprint` is a hash that detects other weights without reading all of them.
+    returns a whole parameter or buffer. `fingerprint` is a hash that detects other weights without reading all of them.
     """
 
     folder: Path
@@ -67,7 +68,7 @@ def open_source(folder: Path) -> Source:
             f"folder that does"
         )
     checkpoint = open_checkpoint(folder)
-    config, data, read = saved_model(checkpoint), saved_data(checkpoint), parameter_reader(checkpoint)
+    config, data, read = saved_model(checkpoint), saved_data(checkpoint), saved_values(checkpoint)
     fingerprint = _hash([checkpoint.path / MANIFEST])
     return Source(folder, config, saved_tokenizer(checkpoint), data.end_token, read, fingerprint)
 
@@ -78,11 +79,14 @@ def weights_fingerprint(source: Path | None, adapter: str | None) -> str:
     return of_model if adapter is None else f"{of_model} adapter {_hash([adapter_weights(Path(adapter))])}".strip()
 
 
-def parameter_reader(checkpoint: Checkpoint) -> Callable[[str], Tensor]:
-    """Returns a function that reads a whole parameter of `saved_model(checkpoint)`, with LoRA's updates merged."""
+def saved_values(checkpoint: Checkpoint) -> Callable[[str], Tensor]:
+    """Returns a function that reads a whole parameter or buffer of the model in a checkpoint by its name, with LoRA's
+    updates merged. All commands that use the model of a run read it with this function.
+    """
+    buffers = {entry.name for entry in checkpoint.entries("buffer")}
 
     def read(name: str) -> Tensor:
-        return checkpoint.read(name, "parameter")
+        return checkpoint.read(name, "buffer" if name in buffers else "parameter")
 
     lora = saved_tuning(checkpoint).lora
     names = {entry.name for entry in checkpoint.entries("parameter") if is_adapter(entry.name)}
@@ -128,13 +132,15 @@ def saved_model(checkpoint: Checkpoint) -> LanguageConfig:
 
 
 def _refuse_other_shapes(checkpoint: Checkpoint, config: LanguageConfig) -> None:
-    """Raise CheckpointError unless the config's parameters are those of the checkpoint. Called before memory for the
-    model is allocated.
+    """Raise CheckpointError unless the config's parameters and buffers are those of the checkpoint. Called before
+    memory for the model is allocated.
     """
-    held = {entry.name: entry.shape for entry in checkpoint.entries("parameter")}
+    kinds = ("parameter", "buffer")
+    held = {(kind, entry.name): entry.shape for kind in kinds for entry in checkpoint.entries(kind)}
     if config.num_layers <= len(held):
         model = saved_tuning(checkpoint).build_on_meta(config)
-        wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        tensors = (model.named_parameters(), saved_buffers(model))
+        wanted = {(kind, name): tuple(one.shape) for kind, own in zip(kinds, tensors, strict=True) for name, one in own}
     if config.num_layers > len(held) or wanted != held:
         raise CheckpointError(f"{checkpoint.path} states a model whose parameters are not those that it holds")
 

@@ -675,6 +675,26 @@ def test_a_model_on_the_meta_device_takes_its_values_by_name(plan: Plan) -> None
     on_two_ranks(rank)
 
 
+def test_a_parameter_of_two_modules_stays_one_when_it_gets_its_value() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            out: Tensor = self.head(self.embed(tokens))
+            return out
+
+    reference = Tied()
+    with torch.device("meta"):
+        model = Tied()
+    model = parallelize(model, Plan(), values={"embed.weight": reference.embed.weight}.__getitem__)
+    assert model.head.weight is model.embed.weight
+    tokens = torch.arange(5)[None]
+    assert_close(model(tokens), reference(tokens))
+
+
 def test_a_model_on_the_meta_device_without_values_is_refused() -> None:
     with torch.device("meta"):
         model = models.gpt2()

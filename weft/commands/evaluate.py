@@ -13,14 +13,13 @@ import torch
 from weft.errors import ConfigError
 from weft.mesh import Mesh
 from weft.models.hf_config import CONFIG_FILE
-from weft.parallel.apply import parallelize
 from weft.run_file import Run, run_from_tables
 from weft.saved_run import open_checkpoint, saved_data
 from weft.schema import to_table
 from weft.step.objective import CLASSIFICATION
 from weft.step.train_step import evaluate
 from weft.train.batches import prepare_data
-from weft.train.setup import build_model, device_type, first_values, keep_documents_apart
+from weft.train.setup import device_type, first_model, keep_documents_apart
 
 ROWS = 4  # sequences that are computed at once
 _OF_KIND = ("kind", "text_field", "documents", "template")  # keys of [data] that are not shared by all kinds of text
@@ -37,7 +36,7 @@ def evaluate_folder(folder: Path, source: Path, kind: str | None = None, sequenc
     samples = prepare_data(run).train
     rows = [np.arange(begin, min(begin + ROWS, len(samples))) for begin in range(0, len(samples), ROWS)]
     batches = [tuple(tensor.to(device) for tensor in samples.get(row)) for row in rows]
-    model = parallelize(build_model(run), run.plan, mesh, first_values(run))
+    model = first_model(run, mesh)
     keep_documents_apart(run, model, mesh)
     loss, accuracy = evaluate(model, batches, mesh, CLASSIFICATION).tolist()
     num_targets = sum(int(CLASSIFICATION.count(batch)) for batch in batches)

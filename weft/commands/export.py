@@ -20,12 +20,12 @@ from weft.models.hf import parameter_shapes
 from weft.models.hf_config import GENERATION_FILE, generation_config
 from weft.models.lora import is_adapter
 from weft.saved_run import (
-    parameter_reader,
     saved_data,
     saved_model,
     saved_template,
     saved_tokenizer,
     saved_tuning,
+    saved_values,
     with_intact_checkpoint,
 )
 from weft.serve.served_model import end_tokens
@@ -63,7 +63,7 @@ def _export(
     lora = saved_tuning(checkpoint).lora
     if adapter and lora is None:
         raise ConfigError(f"{checkpoint.path} has no adapter: its run had no [lora]; export it without --adapter")
-    read, names = parameter_reader(checkpoint), list(parameter_shapes(config))
+    read, names = saved_values(checkpoint), list(parameter_shapes(config))
     if adapter:
         names = [entry.name for entry in checkpoint.entries("parameter") if is_adapter(entry.name)]
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.architectures.recurrent import RecurrentConfig
+from weft.models.decoder import TiedHead
 
 # cuDNN copies parameters that do not lie end to end, in every call, and warns. Here they do not: each can be replaced.
 warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
@@ -96,7 +97,7 @@ def _without_onednn(function: Callable[..., Any], rows: Tensor, *args: Any) -> A
         torch._C._set_mkldnn_enabled(was_enabled)
 
 
-class RecurrentModel(nn.Module):
+class RecurrentModel(TiedHead):
     """Logits of each next token, by layers of LSTM or GRU."""
 
     def __init__(self, config: RecurrentConfig) -> None:
@@ -105,8 +106,8 @@ class RecurrentModel(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(RecurrentLayer(config) for _ in range(config.num_hidden_layers))
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
+        self.tied_to = config.embedding_name if config.tie_word_embeddings else None
+        self.tie()
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [batch, sequence, vocab] after tokens [batch, sequence]."""

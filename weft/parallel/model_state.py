@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from weft.inspection.model_tensors import saved_buffers
 from weft.memory.activation_copies import offloader_of
 from weft.memory.offload_activations import ACTIVATIONS
 from weft.pipeline.rank_model import rank_model
@@ -79,8 +80,7 @@ def buffers_to_save(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _buffers_of(models: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     for own in models:
-        kept = set(own.state_dict(keep_vars=True))
-        yield from ((name, buffer) for name, buffer in own.named_buffers() if name in kept)
+        yield from saved_buffers(own)
 
 
 def parameter_names(model: nn.Module) -> set[str]:

@@ -29,6 +29,7 @@ from torch import nn
 
 from weft.cluster.wire_formats import message_bytes
 from weft.comm.ledger import Key
+from weft.inspection.model_tensors import allocate
 from weft.launch.environment import current_store
 from weft.mesh import Mesh
 from weft.parallel.buffer_traffic import buffer_traffic
@@ -350,11 +351,8 @@ def _make_flats(
 def _hold_unsplit(model: nn.Module, values: Values, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Set up the model of a single rank with a single precision: move it to the device, without flat buffers."""
     if any(parameter.is_meta for parameter in model.parameters()):
-        buffers = dict(model.named_buffers())  # these have values, which to_empty discards
-        model.to_empty(device=device)
+        allocate(model, device)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(values(name))
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
     return model.to(device=device, dtype=dtype)

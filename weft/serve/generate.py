@@ -24,10 +24,10 @@ from weft.models.hf_config import exported_end_token
 from weft.models.hf_quantisation import Quantisation
 from weft.saved_run import (
     open_checkpoint,
-    parameter_reader,
     saved_data,
     saved_model,
     saved_tokenizer,
+    saved_values,
     with_intact_checkpoint,
 )
 from weft.serve.cache.layer_cache import CacheFormat, PlainFormat
@@ -178,7 +178,7 @@ def _load_checkpoint(
     end_token = data.end_token if tokenizer is None else None  # another tokenizer has its own end token
     own = load_tokenizer(tokenizer or saved_tokenizer(checkpoint), end_token=end_token)
     rows = None if wanted.texts is None else wanted.texts(own, data.sequence, saved.vocab_size)
-    return _load(saved, dtype, parameter_reader(checkpoint), wanted, rows), own, data.sequence
+    return _load(saved, dtype, saved_values(checkpoint), wanted, rows), own, data.sequence
 
 
 def _load(

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from weft.errors import CheckpointError, ConfigError
 from weft.health.call_order import NUM_KEPT, CallOrder
 from weft.health.rank_status import FOLDER_VARIABLE, Status
 from weft.health.watchdog import Deadline
+from weft.inspection.model_tensors import saved_buffers
 from weft.launch.environment import (
     RankInfo,
     check_world,
@@ -101,9 +102,7 @@ def build_state(
     `kernel` is the name of the attention kernel, for messages.
     """
     set_determinism(run)
-    model = parallelize(
-        build_model(run), run.plan, mesh, first_values(run), partial(example_inputs, run), example_loss(run)
-    )
+    model = first_model(run, mesh, partial(example_inputs, run), example_loss(run))
     rank_model(model).check_evaluation()
     keep_documents_apart(run, model, mesh)
     if wants_compile(run, mesh.device):
@@ -187,9 +186,27 @@ def build_model(run: Run) -> nn.Module:
     return model
 
 
+def first_model(
+    run: Run,
+    mesh: Mesh,
+    example: Callable[[], tuple[Any, ...]] | None = None,
+    finish: Callable[[Any], Any] | None = None,
+) -> nn.Module:
+    """Builds the model under its plan, with the parameters and buffers that the run starts from.
+
+    `example` and `finish` are those of `parallelize`.
+    """
+    model, values = build_model(run), first_values(run)
+    if run.source is not None:
+        with torch.no_grad():
+            for name, buffer in saved_buffers(model):
+                buffer.copy_(values(name))
+    return parallelize(model, run.plan, mesh, values, example, finish)
+
+
 def first_values(run: Run) -> Values:
     """Returns a function from a parameter's name to its initial value: from the weights to start from, or random
-    by (seed, name).
+    by (seed, name). With weights to start from, it reads buffers too.
     """
     shapes = {name: parameter.shape for name, parameter in build_model(run).named_parameters()}
     read = None if run.source is None else open_source(run.source).read
