@@ -13,7 +13,7 @@ def answer_in_bytes() -> GeneratedAnswer:
     """A character whose three tokens have one text, beside the likeliest ones: parts of other characters."""
     likeliest = ((EURO[0], -0.25), (0x80, -1.5), (ord("a"), -2.0), (0x81, -3.0), (256, -4.0), (300, -5.0))
     tokens = [GeneratedToken("x", byte, TokenLogprobs(-0.25, likeliest)) for byte in EURO]
-    return GeneratedAnswer("€", tokens, "stop")
+    return GeneratedAnswer(["€"], tokens, "stop")
 
 
 def test_of_tokens_with_one_text_the_likeliest_is_reported() -> None:

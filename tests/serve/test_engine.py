@@ -345,7 +345,7 @@ def test_what_cannot_be_served_is_refused_in_words() -> None:
         "token 59 does not exist": ("invalid", Request("x", (59,), 1)),  # the model has 61, the tokenizer 59
         "exceeds the context of 32": ("too_long", Request("x", (1,) * 33, 1)),
         "do not fit a cache of 16 tokens": ("too_long", Request("x", (1,) * 10, 9)),
-        "temperature = nan is not between": ("invalid", Request("x", (1,), 1, Sampling(temperature=math.nan))),
+        "temperature = nan is not a number between": ("invalid", Request("x", (1,), 1, Sampling(temperature=math.nan))),
         "logit_bias of token 60": ("invalid", Request("x", (1,), 1, Sampling(logit_bias={60: 1.0}))),
         "top_k = 1000": ("invalid", Request("x", (1,), 1, Sampling(top_k=10**400))),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from weft.data.tokenizer import REPLACEMENT, ByteTokenizer, Tokenizer, encode_te
 from weft.errors import DataError
 from weft.serve.generate import generate
 from weft.serve.scheduling.request import GeneratedToken, Request
-from weft.serve.text import Detokenizer, StopStrings, TextStream
+from weft.serve.text import Detokenizer, StopStrings, StopTable, TextStream
 
 SOME_BYTES = st.lists(
     st.one_of(st.integers(0, 256), st.sampled_from(list("€é😀a ".encode()))), max_size=30
@@ -162,34 +163,61 @@ def test_the_beginning_of_a_character_does_not_change_those_before_it(word_token
     assert detokenizer.flush() == REPLACEMENT * cut
 
 
-@given(st.text("abc", max_size=20), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.data())
-def test_text_ends_before_the_first_stop_string(text: str, stops: list[str], data: st.DataObject) -> None:
-    places = [text.find(stop) for stop in stops if stop in text]
-    filtered = StopStrings(stops)
-    parts, done = "", 0
+def plain_search(text: str, stops: list[str]) -> int | None:
+    """Where the stop string begins that is complete first, the longest of those that end together."""
+    for end in range(1, len(text) + 1):
+        sizes = [len(stop) for stop in stops if text[:end].endswith(stop)]
+        if sizes:
+            return end - max(sizes)
+    return None
+
+
+@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=7), max_size=4), st.data())
+def test_text_ends_before_the_first_stop_string_however_it_is_cut(
+    text: str, stops: list[str], data: st.DataObject
+) -> None:
+    end = plain_search(text, stops)
+    filtered, parts, done = StopStrings(StopTable(stops)), "", 0
     while done < len(text):
-        size = data.draw(st.integers(1, 5))
-        before = filtered.push(text[done : done + size])
-        parts, done = parts + before, done + size
+        size = data.draw(st.integers(0, 5))
+        parts, done = parts + filtered.push(text[done : done + size]), done + size
+        longest = max((n for stop in stops for n in range(len(stop)) if text[:done].endswith(stop[:n])), default=0)
+        if end is None:
+            assert parts == text[: min(done, len(text)) - longest]  # nothing else is held back
     parts += filtered.flush()
-    assert filtered.is_stopped == bool(places)
-    if not places:
-        assert parts == text
-    else:  # the stop that is complete first ends the text, at its own beginning
-        assert text.startswith(parts)
-        assert not any(stop in parts for stop in stops)
-        assert any(text[len(parts) :].startswith(stop) for stop in stops)
+    assert (parts, filtered.is_stopped) == (text[:end], end is not None)
+
+
+class CountedText(str):
+    """A text that counts the reads of its characters."""
+
+    num_reads = 0
+
+    def __getitem__(self, place: Any) -> str:
+        CountedText.num_reads += 1
+        return super().__getitem__(place)
+
+
+def test_long_stop_strings_that_nearly_match_cost_a_few_reads_for_each_character() -> None:
+    """They were compared with the whole text held back, for every token, and no other client was answered."""
+    stops = [CountedText("a" * size + "b") for size in range(900, 916)]
+    filtered = StopStrings(StopTable(stops))
+    CountedText.num_reads = 0
+    for _ in range(2000):
+        assert filtered.push("a") in ("", "a")
+    assert not filtered.is_stopped
+    assert 0 < CountedText.num_reads <= 4 * len(stops) * 2000
 
 
 def test_a_stop_string_ends_a_request_before_its_tokens_do() -> None:
-    stream = TextStream(ByteTokenizer(), Request("a", (65,), 9), ["END"])
+    stream = TextStream(ByteTokenizer(), Request("a", (65,), 9), StopTable(["END"]))
     chunks = [stream.push(GeneratedToken("a", token)) for token in b"xEND"]
     assert [chunk.text for chunk in chunks] == ["x", "", "", ""]
     assert [chunk.finish for chunk in chunks] == [None, None, None, "stop"]
 
 
 def test_the_end_of_a_request_returns_what_was_held_and_no_stop_token() -> None:
-    stream = TextStream(ByteTokenizer(), Request("a", (65,), 9, stop_tokens=frozenset({10})), ["END"])
+    stream = TextStream(ByteTokenizer(), Request("a", (65,), 9, stop_tokens=frozenset({10})), StopTable(["END"]))
     chunks = [stream.push(GeneratedToken("a", token)) for token in b"xEN"]
     last = stream.push(GeneratedToken("a", 10, finish="stop"))
     assert "".join(chunk.text for chunk in chunks) == "x"

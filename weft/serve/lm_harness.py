@@ -20,7 +20,7 @@ from weft.serve.engine import Engine, EngineOptions
 from weft.serve.loading import load_model
 from weft.serve.log_likelihood import ScoredText, score, windows
 from weft.serve.scheduling.request import Request, Sampling
-from weft.serve.text import TextStream
+from weft.serve.text import StopTable, TextStream
 
 try:
     from lm_eval.api.model import LM
@@ -95,7 +95,7 @@ class HarnessModel(LM):
         streams: dict[str, TextStream] = {}
         for number, one in enumerate(requests):
             request, stops = self._request(str(number), *one.args)
-            streams[request.name] = TextStream(self._tokenizer, request, stops)
+            streams[request.name] = TextStream(self._tokenizer, request, StopTable(stops))
             engine.add(request)
         while engine.has_work():
             for token in engine.step():
@@ -165,7 +165,8 @@ class HarnessModel(LM):
         num_tokens = max(1, min(asked, self._context_length - 1))
         tokens = ((*self._begin, *self._encode(context)) or self._start())[num_tokens - self._context_length :]
         request = Request(name, tokens, num_tokens, Sampling(**sampling), self._served.end_tokens)
-        return request, [until] if isinstance(until, str) else list(until)
+        stops = [until] if isinstance(until, str) else until
+        return request, [stop for stop in stops if stop]
 
 
 if __name__ == "__main__":

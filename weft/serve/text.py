@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,11 +71,32 @@ class Detokenizer:
         return self._tokenizer.decode(np.array(tokens, dtype=np.int64))
 
 
-class StopStrings:
-    """Ends a text before the first of some strings. Text that may be the beginning of one is held back."""
+class StopTable:
+    """Stop strings, prepared for a search that reads each character once. Answers share a table."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
+        self.stops = tuple((stop, _borders(stop)) for stop in stops)
+
+
+def _borders(stop: str) -> array[int]:
+    """For each length, how long the longest shorter beginning of a string is that ends its first so many characters."""
+    borders, length = array("I", [0, 0]), 0
+    for character in stop[1:]:
+        while length and stop[length] != character:
+            length = borders[length]
+        length += stop[length] == character
+        borders.append(length)
+    return borders
+
+
+class StopStrings:
+    """Ends a text before the stop string that is complete first; of several that end together, before the longest.
+    Text that may be the beginning of one is held back. How the text is cut into parts changes nothing.
+    """
+
+    def __init__(self, table: StopTable) -> None:
+        self._stops = table.stops
+        self._lengths = [0] * len(self._stops)  # of each string, how many characters the text ends with
         self._held = ""
         self.is_stopped = False
 
@@ -82,24 +104,33 @@ class StopStrings:
         """Returns the text that is certain now to come before every stop string."""
         if self.is_stopped:
             return ""
-        text = self._held + text
-        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        if found:
-            self.is_stopped, self._held = True, ""
-            return text[: min(found)]
-        num_held = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held]
+        whole = self._held + text
+        for end, character in enumerate(text if self._stops else "", len(self._held) + 1):
+            found = self._read(character)
+            if found:
+                self.is_stopped, self._held = True, ""
+                return whole[: end - found]
+        num_certain = len(whole) - max(self._lengths, default=0)
+        self._held = whole[num_certain:]
+        return whole[:num_certain]
+
+    def _read(self, character: str) -> int:
+        """Go on by a character. Returns the length of the longest string that is complete now, or 0."""
+        found = 0
+        for index, (stop, borders) in enumerate(self._stops):
+            length = self._lengths[index]
+            while length and stop[length] != character:
+                length = borders[length]
+            length += stop[length] == character
+            self._lengths[index] = length
+            if length == len(stop):
+                found = max(found, length)
+        return found
 
     def flush(self) -> str:
         """Returns what was held back. Call it at the end of the text."""
         held, self._held = self._held, ""
         return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """The number of characters at the end of `text` that a stop string begins with."""
-    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 @dataclass(frozen=True)
@@ -114,7 +145,7 @@ class TextChunk:
 class TextStream:
     """The text of one request, from its tokens. A stop token has no text."""
 
-    def __init__(self, tokenizer: Tokenizer, request: Request, stops: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, request: Request, stops: StopTable) -> None:
         self._detokenizer = Detokenizer(tokenizer, request.tokens)
         self._stops = StopStrings(stops)
         self._stop_tokens = request.stop_tokens

@@ -105,6 +105,7 @@ class EngineWorker:
         self._ended: str | None = None  # why nobody is answered any more
         self.num_clients = 0  # that are being answered
         self.has_failed = False
+        self.failure = ""  # the engine's error, for operators
         self.state = engine.state()  # after the last step
 
     def start(self) -> None:
@@ -252,10 +253,11 @@ class EngineWorker:
                 if token.finish is not None:
                     del self._streams[token.request]
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """In the event loop: the engine failed, and so do all requests."""
         self.has_failed = True
-        self._ended = f"the engine failed: {type(error).__name__}: {error}; restart the server"
+        self.failure = f"the engine failed: {type(error).__name__}: {error}"
+        self._ended = "the engine failed, and with it this answer; the server's log says why. Ask again in some seconds"
         self._end_streams()
 
     def _end_streams(self) -> None:
@@ -278,7 +280,7 @@ class EngineWorker:
                 else:
                     self._engine.idle()
                 self._tell(partial(self._deliver, tokens, self._engine.state()))
-        except Exception as error:
+        except BaseException as error:  # a panic of a library in Rust is no Exception
             traceback.print_exc()
             self._tell(partial(self._fail, error))
         with self._wake:
@@ -317,7 +319,7 @@ class _EngineCall(Generic[T]):
         else:
             try:
                 self._result.set_result(self._function())
-            except Exception as error:
+            except BaseException as error:  # a panic of a library in Rust is no Exception
                 self._result.set_exception(error)
                 del self  # which the error holds, by this frame, and which holds the error
         return True

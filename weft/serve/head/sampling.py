@@ -187,7 +187,7 @@ def _settings_of(members: list[ActiveRequest], vocab_size: int, device: torch.de
 def _bias_tensors(bias: Sequence[tuple[int, int, float]], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     rows, tokens, values = zip(*bias, strict=True)
     places = to_device(torch.tensor([rows, tokens]), device)
-    return places[0], places[1], to_device(torch.tensor(values), device)
+    return places[0], places[1], to_device(torch.tensor(values, dtype=torch.float32), device)
 
 
 def _key(seed: int) -> tuple[int, int]:

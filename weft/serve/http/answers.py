@@ -64,13 +64,18 @@ class AnswerForm(Protocol):
 class GeneratedAnswer:
     """An answer, as far as it was generated. An answer that repeats its prompt begins with it."""
 
-    text: str = ""
+    texts: list[str] = field(default_factory=list)  # its parts
     tokens: list[GeneratedToken] = field(default_factory=list)
     finish: Finish | None = None
 
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self.texts)
+
     def add(self, chunk: TextChunk) -> None:
         """Add what was generated."""
-        self.text += chunk.text
+        self.texts.append(chunk.text)
         self.tokens.append(chunk.token)
         self.finish = chunk.finish
 

@@ -79,7 +79,8 @@ class HttpGuard:
         if not self._keys:
             scope["tenant"] = "0"
             return None
-        given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        scheme, _, key_given = headers.get(b"authorization", b"").partition(b" ")
+        given = key_given.strip() if scheme.lower() == b"bearer" else b""
         matches = [hmac.compare_digest(given, key) for key in self._keys]  # all, in constant time
         scope["tenant"] = str(matches.index(True)) if any(matches) else ""
         if any(matches) or scope["path"] in OPEN_PATHS:

@@ -19,6 +19,7 @@ from weft.schema import build_dataclass
 from weft.serve.scheduling.grammar import schema_of
 from weft.serve.scheduling.request import Request, Sampling
 from weft.serve.served_model import ServedModel
+from weft.serve.text import StopTable
 
 B = TypeVar("B")
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
@@ -129,7 +130,7 @@ class Generation:
 
     requests: tuple[Request, ...]
     num_prompt_tokens: int
-    stops: tuple[str, ...]
+    stops: StopTable
     has_logprobs: bool
     stream: bool
     include_usage: bool
@@ -303,7 +304,7 @@ def _generation(
         for choice in range(body.n)
     )
     num_tokens, stream, usage = sum(map(len, prompts)), body.stream, body.stream_options.include_usage
-    return Generation(requests, num_tokens, body.stops, num_logprobs is not None, stream, usage)
+    return Generation(requests, num_tokens, StopTable(body.stops), num_logprobs is not None, stream, usage)
 
 
 def _known_tokens(tokens: list[int], model: ServedModel, key: str) -> tuple[int, ...]:

@@ -286,7 +286,7 @@ def _serve_engine(
     HttpServer(app, worker, options.limits, lambda: ready(about), watch).run([sock])
     has_ended = worker.join(END_SECONDS)
     if worker.has_failed:
-        raise WeftError(str(worker.refusal))
+        raise WeftError(f"{worker.failure}; restart the server")
     if has_ended:
         with suppress(RuntimeError):  # a rank that was lost meanwhile is not told
             engine.close()

@@ -24,6 +24,7 @@ from weft.serve.text import TextChunk, TextStream
 from weft.serve.worker import EngineWorker, TokenStream
 
 STUCK = "the answer cannot go on: the tokenizer has no token that the schema allows next, or the schema is too complex"
+TURN_SECONDS = 0.005  # after which other clients have a turn, though more tokens are there
 LAST_WORDS_SECONDS = 5.0  # to send the error that ends a stream
 
 
@@ -110,7 +111,7 @@ class RunningAnswer:
         texts = asked.echoes or [""] * len(asked.requests)
         pairs = zip(texts, asked.requests, strict=True)
         return [
-            GeneratedAnswer(text, list(self._prompts.get(one.tokens, ())), None if one.max_tokens else "length")
+            GeneratedAnswer([text], list(self._prompts.get(one.tokens, ())), None if one.max_tokens else "length")
             for text, one in pairs
         ]
 
@@ -121,11 +122,15 @@ class RunningAnswer:
         index_of = {request.name: index for index, request in enumerate(requests)}
         texts = [TextStream(self._model.tokenizer, request, self._asked.stops) for request in requests]
         last_seconds = [self._began] * len(requests)
+        others_since = self._began  # when other clients had their turn
         async for token in self._stream.tokens():
             index, now = index_of[token.request], time.monotonic()
             times = self._metrics.first_token if last_seconds[index] == self._began else self._metrics.next_token
             times.add(now - last_seconds[index])
             last_seconds[index] = now
+            if now - others_since > TURN_SECONDS:
+                await asyncio.sleep(0)
+                others_since = time.monotonic()
             self._num_tokens += 1
             if token.finish == "stuck":
                 raise ApiError(400, STUCK)
