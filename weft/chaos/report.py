@@ -87,7 +87,7 @@ def by_kind(records: Sequence[FaultRecord]) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class BaselineRun:
-    """The run without faults: its folder, its time from the first step to the end, and the median time of a step."""
+    """The run without faults: its folder, its time from the end of its first step, and the median time of a step."""
 
     folder: str
     seconds: float
@@ -107,23 +107,29 @@ class ChaosReport:
     num_tensors: int
     differ: list[str]
     log: Path
+    differ_undisturbed: list[str] | None = None  # between two runs without faults; None if they were not compared
 
     @property
     def goodput(self) -> float:
         """The effective training time ratio: the baseline's time divided by the time under faults."""
-        return self.baseline.seconds / self.storm.seconds
+        return self.baseline.seconds / self.storm.seconds if self.storm.seconds else 0.0
 
     @property
     def training_share(self) -> float:
         """The share of the time under faults that was not spent on recoveries. It equals the goodput if steps take as
         long as in the baseline.
         """
-        return 1 - self.storm.recovering_seconds / self.storm.seconds
+        return 1 - self.storm.recovering_seconds / self.storm.seconds if self.storm.seconds else 0.0
 
     @property
     def passed(self) -> bool:
-        """Whether the run ended with the same bits as the baseline."""
-        return self.status == 0 and self.num_tensors > 0 and not self.differ
+        """Whether the run had a fault, and ended with the same bits as the baseline."""
+        return self.ended and bool(self.storm.records) and not self.differ
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run did all its steps."""
+        return self.status == 0 and self.num_tensors > 0
 
     def to_json(self) -> dict[str, Any]:
         """The report as values that JSON can represent."""
@@ -145,7 +151,9 @@ class ChaosReport:
             "by_kind": by_kind(self.storm.records),
             "faults": [asdict(one) for one in self.storm.records],
             "status": self.status,
-            "equal": self.passed,
+            "passed": self.passed,
+            "equal": self.ended and not self.differ,
             "num_tensors": self.num_tensors,
             "differ": self.differ,
+            "differ_undisturbed": self.differ_undisturbed,
         }

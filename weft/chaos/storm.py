@@ -28,6 +28,7 @@ from weft.resilience.shared_memory import copies_folder
 from weft.run_file import Run
 from weft.train.local_job import newest_source
 from weft.train.run_identity import known_run_id
+from weft.train.setup import device_type
 
 KINDS = ("kill", "hang", "slow", "nan", "flip", "partition")
 ROLE = "role"  # kills a rank that does not train, if the run has any
@@ -36,6 +37,7 @@ SLOW_SECONDS = 2.0  # for this time a slow rank is stopped in every other tenth 
 HANG_SECONDS = 3  # a stopped rank is detected after this time, and after ten steps
 TIMEOUT_SECONDS = 30  # of a collective: detects ranks that are stopped while they save, where a hang is not detected
 NO_LIMIT = 1_000_000  # restarts
+REPEATABLE = "train.deterministic=true"  # kernels of GPUs do not repeat their bits by themselves
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ def survival_overrides(run: Run, kinds: Sequence[str]) -> list[str]:
         )
     changes = [f"restart.limit={NO_LIMIT}", f"restart.hang_seconds={min(HANG_SECONDS, run.restart.hang_seconds)}"]
     changes.append(f"train.timeout_seconds={min(TIMEOUT_SECONDS, run.train.timeout_seconds)}")
+    if device_type(run) == "cuda" and not run.train.deterministic:
+        changes.append(REPEATABLE)
     if run.checkpoint.memory_every is None:
         changes.append("checkpoint.memory_every=1")
     if run.checkpoint.every is None:
@@ -135,6 +139,7 @@ class Storm:
     records: list[FaultRecord] = field(default_factory=list)
     restarts: int = -1
     began_at: float | None = None
+    warm_at: float | None = None  # when the first step had ended, which also compiles and allocates
     ended_at: float = 0.0
     step_seconds: list[float] = field(default_factory=list)
     recovering_seconds: float = 0.0  # the total time of all recoveries
@@ -196,6 +201,8 @@ class Storm:
         if self.began_at is None:
             self.began_at = now
         newest = max(seen, key=lambda one: one.step)
+        if self.warm_at is None and newest.step > 0:
+            self.warm_at = now
         if newest.step_seconds and newest.step > self._step and not self._unrecovered:
             self.step_seconds.append(newest.step_seconds)
         self._step = max(self._step, newest.step)
@@ -278,8 +285,8 @@ class Storm:
 
     @property
     def seconds(self) -> float:
-        """The time from the first step to the end."""
-        return self.ended_at - self.began_at if self.began_at is not None else 0.0
+        """The time from the end of the first step to the end of the run."""
+        return self.ended_at - self.warm_at if self.warm_at is not None else 0.0
 
 
 class StormForkServer(ForkServer):

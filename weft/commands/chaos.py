@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import statistics
@@ -10,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +20,17 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from weft.chaos.report import BaselineRun, ChaosReport, GoodputPrediction, by_kind, differences
-from weft.chaos.storm import KINDS, ROLE, Storm, StormForkServer, parse_kinds, schedule, survival_overrides
+from weft.chaos.storm import (
+    KINDS,
+    REPEATABLE,
+    ROLE,
+    Fault,
+    Storm,
+    StormForkServer,
+    parse_kinds,
+    schedule,
+    survival_overrides,
+)
 from weft.checkpoint.folder import step_name
 from weft.commands.console import format_seconds, print_json, say
 from weft.commands.run_planning import has_layout
@@ -26,7 +38,7 @@ from weft.errors import ConfigError
 from weft.launch.environment import detect
 from weft.planner.goodput import parse_duration
 from weft.resilience.faults import VARIABLE
-from weft.run_file import load_run
+from weft.run_file import Run, load_run
 from weft.train.batches import prepare_data
 from weft.train.local_job import start_ranks
 
@@ -60,28 +72,52 @@ def run_chaos(
         kinds = (*kinds, ROLE)
     if not has_layout(run):
         raise ConfigError(f"{run_file} has no [plan]; write one with: weft plan {run_file} --write FILE")
-    overrides = [*overrides, *survival_overrides(run, kinds)]
+    changes = survival_overrides(run, kinds)
+    if REPEATABLE in changes:
+        say(console, f"[bold]kernels[/]  of GPUs need not repeat their bits: both runs are trained with {REPEATABLE}")
+    overrides = [*overrides, *changes]
     base = run.folder.with_name(run.folder.name + ".chaos")
     prepare_data(run)
     baseline = _undisturbed_run(fork_server, run_file, [*overrides, f"folder={base / 'undisturbed'}"], console)
+    faults = schedule(kinds, mtbf_seconds, run.plan.num_ranks, options.seed)
+    first = next(faults)
+    _refuse_too_short(run, baseline, first, options)
     with tempfile.TemporaryDirectory(prefix="weft-chaos-") as requests:
         own = [*overrides, f"folder={_new_folder(base)}"]
         run = load_run(run_file, own)
-        faults = schedule(kinds, mtbf_seconds, run.plan.num_ranks, options.seed)
-        storm = Storm(run, faults, kinds, Path(requests), max_faults=options.faults)
+        storm = Storm(run, chain([first], faults), kinds, Path(requests), max_faults=options.faults)
         status, log = _train(fork_server, storm, console, "under faults")
     last = Path("checkpoints") / step_name(run.train.steps)
-    num_tensors, differ = 0, list[str]()
+    num_tensors, differ, control = 0, list[str](), None
     if (run.folder / last).is_dir():
         num_tensors, differ = differences(run.folder / last, Path(baseline.folder) / last)
+    if differ:
+        again = [*overrides, f"folder={base / 'undisturbed-again'}"]
+        second = _undisturbed_run(fork_server, run_file, again, console)
+        _, control = differences(Path(second.folder) / last, Path(baseline.folder) / last)
     predicted = GoodputPrediction.of(storm, baseline.step_seconds, mtbf_seconds)
-    report = ChaosReport(baseline, storm, mtbf_seconds, options.seed, predicted, status, num_tensors, differ, log)
+    report = ChaosReport(
+        baseline, storm, mtbf_seconds, options.seed, predicted, status, num_tensors, differ, log, control
+    )
     if as_json:
         print_json(report.to_json())
     else:
         show(console, report)
     if not report.passed:
         raise SystemExit(1)
+
+
+def _refuse_too_short(run: Run, baseline: BaselineRun, first: Fault, options: ChaosOptions) -> None:
+    """Raise ConfigError if the run would be over before its first fault, so that nothing would be shown."""
+    most = baseline.seconds - baseline.step_seconds  # no fault in the last step
+    if first.after_seconds < most:
+        return
+    steps = math.ceil(run.train.steps * 2 * first.after_seconds / max(baseline.seconds, baseline.step_seconds))
+    raise ConfigError(
+        f"the first fault comes after {format_seconds(first.after_seconds)} (--mtbf {options.mtbf}, --seed "
+        f"{options.seed}), and the run without faults took {format_seconds(baseline.seconds)}: none would come; give "
+        f"e.g. train.steps={steps}, or a shorter --mtbf"
+    )
 
 
 def _undisturbed_run(
@@ -169,6 +205,17 @@ def show(console: Console, report: ChaosReport) -> None:
 
 
 def _verdict(report: ChaosReport) -> str:
+    if report.differ_undisturbed:
+        return (
+            f"[bold red]NO ANSWER[/] {len(report.differ)} of {report.num_tensors} tensors differ, but "
+            f"{len(report.differ_undisturbed)} differ between two runs without faults too: this run does not repeat "
+            f"its own bits here, so nothing follows about faults"
+        )
+    if report.ended and not report.storm.records:
+        return (
+            f"[bold red]NO FAULT[/] came in {format_seconds(report.storm.seconds)}, so nothing was shown; give more "
+            f"steps (train.steps), or a shorter --mtbf than {format_seconds(report.mtbf_seconds)}"
+        )
     if report.passed:
         return f"[bold green]equal[/]    all {report.num_tensors} tensors have the bits of the undisturbed run"
     if report.differ:
