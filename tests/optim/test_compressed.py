@@ -23,7 +23,7 @@ from weft.mesh import Mesh
 from weft.optim import AdamW, gradient_size
 from weft.optim.gradient_size import GradientSize, block_squares
 from weft.optim.one_bit_adam import OneBitAdam
-from weft.optim.saved_state import load_state, pieces_to_save
+from weft.optim.saved_state import load_state, pieces_to_save, weights_to_send
 from weft.optim.sign_compression import SignCompressor, message_bytes, pack_signs, unpack_signs
 from weft.optim.stepper import stepper
 from weft.optim.zero_one_adam import ZeroOneAdam, sync_interval, variance_steps
@@ -215,6 +215,42 @@ def test_ranks_equal_virtual_workers_and_resume_exactly(kind: str, tmp_path: Pat
         return [int(torch.equal(a.slice, b.slice)) for a, b in zip(all_flats(model), all_flats(again), strict=True)]
 
     assert all(all(found) for found in run_local(rank, 2))
+
+
+@pytest.mark.processes
+def test_the_mean_of_the_ranks_leaves_a_run_between_exchanges(tmp_path: Path) -> None:
+    """To a checkpoint, a validator and an evaluation in training; the ranks themselves go on with what they had."""
+
+    def rank(index: int) -> list[Any]:
+        mesh = Mesh(Plan(data=2, exact=False))
+        model, optimizer = build("0/1", mesh)
+        train(model, optimizer, mesh, range(SAVED), None)
+        own = {part.parameter.name: piece.detach().clone() for part, piece in named_pieces(model)}
+        traffic = dict(mesh.ledger)
+        sent = {piece.name: piece.tensor.tolist() for piece in weights_to_send(model, optimizer, mesh)}
+        with stepper(optimizer).sharing_weights():
+            inside = {part.parameter.name: piece.tolist() for part, piece in named_pieces(model)}
+            evaluated = loss_of(model, 0, index).item()
+        saver = Saver(tmp_path, index, 2, "token")
+        saver.save(SAVED, pieces_to_save(model, optimizer, mesh), {}, asynchronous=False)
+        saver.wait(published=True)
+        assert all(torch.equal(piece, own[part.parameter.name]) for part, piece in named_pieces(model))
+        assert dict(mesh.ledger) == traffic
+        return [{name: value.tolist() for name, value in own.items()}, sent, inside, evaluated]
+
+    ranks = run_local(rank, 2)
+    own = [{name: torch.tensor(value) for name, value in found.items()} for found, *_ in ranks]
+    assert any(not torch.equal(own[0][name], own[1][name]) for name in own[0])
+    means = {name: ((own[0][name].double() + own[1][name].double()) / 2).float() for name in own[0]}
+    stored = Checkpoint(tmp_path / step_name(SAVED))
+    reference = make_model()
+    for name, mean in means.items():
+        assert torch.equal(stored.read(name, "parameter").view(-1), mean.view(-1)), name
+        assert [sent[name] for _, sent, _, _ in ranks if name in sent] == [mean.tolist()]
+        assert all(inside[name] == mean.tolist() for _, _, inside, _ in ranks)
+        reference.get_parameter(name).data.copy_(mean.view(reference.get_parameter(name).shape))
+    for index, (*_, evaluated) in enumerate(ranks):
+        assert evaluated == pytest.approx(loss_of(reference, 0, index).item(), rel=1e-6)
 
 
 def test_what_goes_back_across_the_freeze_goes_on_as_what_is_loaded(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from runs_for_tests import Silent, make_run, train_on_ranks, write_run_file, write_text
+from runs_for_tests import Silent, events, make_run, train_on_ranks, write_run_file, write_text
 
 from weft.checkpoint import Checkpoint, latest
 from weft.commands.evaluate import evaluate_folder
@@ -19,6 +20,7 @@ from weft.models import build
 from weft.run_file import Run
 from weft.serve.generate import load_for_generation
 from weft.train import loop
+from weft.train.batches import prepare_data
 
 RUN_FILE = """
 [model]
@@ -143,3 +145,17 @@ def test_a_run_starts_with_all_that_another_has(overrides: list[str], tmp_path: 
         for name, value in named:
             assert torch.equal(found.pop((kind, name)), value), name
     assert not found
+
+
+@pytest.mark.processes
+def test_0_1_adam_is_evaluated_as_it_is_saved_between_exchanges(tmp_path: Path) -> None:
+    compressed = 'train.compressed={kind="0/1", freeze_step=2, local_scaler=2, most_local=4}'
+    overrides = ["plan.data=2", "plan.exact=false", compressed, "train.steps=9", "train.evaluate_sequences=16"]
+    run = make_run(write_run(tmp_path, "llama", TIED["llama"]), "run", *overrides)
+    train_on_ranks(run)
+    held_out, model = prepare_data(run).held_out, plain_model(run)
+    assert held_out is not None
+    inputs, labels = held_out.get(np.arange(16))
+    with torch.no_grad():
+        wanted = float(F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten()))
+    assert events(run.folder, "evaluation")[-1]["loss"] == pytest.approx(wanted, rel=1e-6)

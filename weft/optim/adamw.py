@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, overload
@@ -31,6 +31,7 @@ from weft.sharding.layout import STAGING, STAGING_NUMEL, ParameterPart, moment_d
 
 CHUNK_NUMEL = 1 << 22  # elements per call of the plain update, which keeps intermediate results
 KERNEL_NUMEL = 1 << 26  # elements per call of the kernel
+SharedWeights = Callable[[nn.Parameter], Tensor]  # from a piece to its weights that leave the run
 # A buffer, its gradient, the scale of the gradient, and a second tensor for new weights.
 _Work = tuple[BufferState, Tensor, Tensor | None, Tensor | None]
 
@@ -344,6 +345,14 @@ class AdamW(Optimizer):
             group.update({key: value for key, value in saved.items() if key != "params"})
         for number, state in state_dict["state"].items():
             self.write_state(pieces[number], state)
+
+    def shared_weights(self) -> SharedWeights:
+        """Returns a function from a piece to its weights that leave the run: here, those that it has."""
+        return nn.Parameter.detach
+
+    def sharing_weights(self) -> AbstractContextManager[None]:
+        """A context in which the model has these weights."""
+        return nullcontext()
 
     def _find(self, piece: nn.Parameter) -> tuple[BufferState, int, ParameterPart]:
         held, index = self._places[id(piece)]

@@ -17,12 +17,13 @@ from weft.checkpoint import Checkpoint, Piece, Region
 from weft.errors import CheckpointError
 from weft.mesh import Mesh
 from weft.optim import AdamW
+from weft.optim.adamw import SharedWeights
 from weft.optim.delayed_update import KINDS as PENDING_KINDS
 from weft.optim.delayed_update import is_pending, stale_reason
 from weft.optim.kfac import FACTORS, INVERSES, KFAC
 from weft.optim.kfac_ranks import BatchRanks
 from weft.optim.one_bit_adam import OneBitAdam
-from weft.optim.stepper import stepper
+from weft.optim.stepper import Stepper, stepper
 from weft.optim.worker_state import is_of_worker
 from weft.optim.zero_one_adam import ZeroOneAdam
 from weft.parallel.model_state import all_units, buffers_to_save, named_buffers, named_pieces, parameter_names, refresh
@@ -65,10 +66,17 @@ def make_optimizer(model: nn.Module, config: TrainConfig, mesh: Mesh | None = No
 
 
 def pieces_to_save(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterator[Piece]:
-    """The pieces that this rank writes. Ranks that hold equal copies (over `data`) share the work."""
-    data = mesh["data"]
+    """The pieces that this rank writes. Ranks that hold equal copies (over `data`) share the work.
+
+    All ranks call it at once, because ranks with different weights exchange them here (`Stepper.shared_weights`).
+    """
     steps = stepper(optimizer)
     steps.synchronize()
+    return _pieces_to_save(model, steps, mesh, steps.shared_weights())
+
+
+def _pieces_to_save(model: nn.Module, steps: Stepper, mesh: Mesh, weights: SharedWeights) -> Iterator[Piece]:
+    data = mesh["data"]
     for number, part, piece in _first_copies(model, mesh):
         name, region = part.parameter.name, _region(part)
         for kind, value in steps.read_own_state(piece).items():
@@ -76,7 +84,7 @@ def pieces_to_save(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterat
             yield Piece(name, kind, region if has_elements else Region.whole(tuple(value.shape)), value)
         if number % data.degree != data.index:
             continue
-        yield Piece(name, "parameter", region, piece.detach())
+        yield Piece(name, "parameter", region, weights(piece))
         for kind, value in steps.read_state(piece).items():
             if value.numel() == piece.numel() and value.dim() == piece.dim():
                 yield Piece(name, kind, region, value)
@@ -89,12 +97,17 @@ def pieces_to_save(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterat
 
 def weights_to_send(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterator[Piece]:
     """This rank's pieces of a snapshot of the model: its parameters and buffers, without the optimizer's state. All
-    ranks together have each element once.
+    ranks together have each element once, and call it at once, as `pieces_to_save`.
     """
-    stepper(optimizer).synchronize()
+    steps = stepper(optimizer)
+    steps.synchronize()
+    return _weights_to_send(model, mesh, steps.shared_weights())
+
+
+def _weights_to_send(model: nn.Module, mesh: Mesh, weights: SharedWeights) -> Iterator[Piece]:
     for number, part, piece in _first_copies(model, mesh):
         if number % mesh["data"].degree == mesh["data"].index:
-            yield Piece(part.parameter.name, "parameter", _region(part), piece.detach())
+            yield Piece(part.parameter.name, "parameter", _region(part), weights(piece))
     yield from _own_buffers(model, mesh)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 
 from weft.errors import CheckpointError
 from weft.mesh import Mesh
-from weft.optim.adamw import AdamW
+from weft.optim.adamw import AdamW, SharedWeights
 from weft.optim.delayed_update import is_pending, refuse_undelayed
 from weft.optim.kfac import KFAC, MOMENTUM, ReadState
 from weft.parallel.gradient_norm import clip_factor, clip_grad_norm, grad_norm
@@ -53,6 +54,14 @@ class Stepper(Protocol):
 
     def write_state(self, name: str, piece: nn.Parameter, state: Mapping[str, Tensor]) -> None:
         """Set that state; empty for a checkpoint from before the first update. `finish_writing` comes after all."""
+
+    def shared_weights(self) -> SharedWeights:
+        """Returns a function from one of this rank's pieces to the weights that a checkpoint and a validator have of
+        it: where ranks of `data` have different ones, the mean of all. All these ranks call it at once.
+        """
+
+    def sharing_weights(self) -> AbstractContextManager[None]:
+        """A context in which the model itself has these weights. All ranks of `data` enter it at once."""
 
     def whole_state(self) -> Iterable[tuple[str, str, Tensor]]:
         """State that this rank saves and that is not cut as its parameter is: name of the parameter, kind, value."""
@@ -102,6 +111,12 @@ class WeftStepper:
             self._optimizer.write_state(piece, state)
         else:
             self._optimizer.forget_state(piece)
+
+    def shared_weights(self) -> SharedWeights:
+        return self._optimizer.shared_weights()
+
+    def sharing_weights(self) -> AbstractContextManager[None]:
+        return self._optimizer.sharing_weights()
 
     def whole_state(self) -> Iterable[tuple[str, str, Tensor]]:
         return ()
@@ -153,6 +168,12 @@ class TorchStepper:
             refuse_undelayed(name)
         refuse_kfac_state(name, state)
         self._states[piece] = state
+
+    def shared_weights(self) -> SharedWeights:
+        return nn.Parameter.detach
+
+    def sharing_weights(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def whole_state(self) -> Iterable[tuple[str, str, Tensor]]:
         return ()
@@ -208,6 +229,12 @@ class KfacStepper:
             refuse_undelayed(name)
         if piece.requires_grad:
             self._is_whole &= self._optimizer.write_piece(piece, state)
+
+    def shared_weights(self) -> SharedWeights:
+        return nn.Parameter.detach
+
+    def sharing_weights(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def whole_state(self) -> Iterable[tuple[str, str, Tensor]]:
         return self._optimizer.layer_state()

@@ -10,7 +10,8 @@ they have added up every `sync_interval` steps:
 
 where r is the learning rate with the bias correction of the first moment. As in 1-bit Adam, signs are weighted by
 sqrt(v) + eps, and v follows the size of gradients at synchronisations. Between synchronisations ranks of `data` have
-different weights, so a checkpoint has those of every rank. The errors of the compression are forgotten at the freeze,
+different weights, so a checkpoint has those of every rank beside their mean, which is the model: what is evaluated,
+exported, served and sent to validators. The errors of the compression are forgotten at the freeze,
 because another quantity is compressed from there on.
 
 The published algorithm compresses u itself, so its errors have the learning rate of the step that made them. While
@@ -21,17 +22,21 @@ learning rate and constant intervals both are the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from weft.comm import Axis
+from weft.comm import Axis, Ledger, all_reduce
+from weft.optim.adamw import SharedWeights
 from weft.optim.buffer_state import BufferState
 from weft.optim.gradient_size import block_squares
 from weft.optim.one_bit_adam import OneBitAdam, divided
+from weft.sharding.flat_buffer import Flat
 
 _BY_BLOCK = ("square_sum", "square_count")  # state with a value for each block of `gradient_size.py`
 
@@ -150,6 +155,45 @@ class ZeroOneAdam(OneBitAdam):
         local["own_update"].zero_()
         local["rate_sum"].zero_()
 
+    def _mean_slices(self) -> dict[int, Tensor]:
+        """The means of slices over `data`, by number of the buffer; empty if all these ranks have the same weights."""
+        number, data = self.num_updates, replace(self.data, ledger=Ledger())  # no part of a step's traffic
+        if data.degree == 1 or number <= self.freeze_step or self.is_sync_step(number):
+            return {}
+        found = {}
+        for held in self.held:
+            if held.number in self._local:
+                total = held.flat.slice.double()  # where all ranks have the same, the mean is that
+                all_reduce(total, data).wait()
+                found[held.number] = (total / data.degree).to(held.flat.slice.dtype)
+        return found
+
+    def shared_weights(self) -> SharedWeights:
+        """Returns a function from a piece to the mean of its weights over `data`."""
+        means = self._mean_slices()
+
+        def weights(piece: nn.Parameter) -> Tensor:
+            if not means or id(piece) not in self._places:
+                return piece.detach()
+            held, _, part = self._find(piece)
+            mean = means.get(held.number)
+            place = slice(part.offset, part.offset + part.stop - part.start)
+            return piece.detach() if mean is None else mean[place].view(piece.shape)
+
+        return weights
+
+    @contextmanager
+    def sharing_weights(self) -> Iterator[None]:
+        """A context in which the model has the mean of the weights over `data`."""
+        means = self._mean_slices()
+        flats = {held.number: held.flat for held in self.held if held.number in means}
+        own = {number: flat.slice.clone() for number, flat in flats.items()}
+        try:
+            _set_slices(flats, means)
+            yield
+        finally:
+            _set_slices(flats, own)
+
     def _decay(self, weight: Tensor, group: Mapping[str, Any]) -> None:
         weight.mul_(1 - group["lr"] * group["weight_decay"])
 
@@ -203,3 +247,10 @@ class ZeroOneAdam(OneBitAdam):
             own = {"own_weight": held.flat.slice, "own_moment": held.store.tensors[0]}
             found |= {**local, **by_block, **own}
         return found
+
+
+@torch.no_grad()
+def _set_slices(flats: Mapping[int, Flat], values: Mapping[int, Tensor]) -> None:
+    for number, flat in flats.items():
+        flat.slice.copy_(values[number])
+        flat.refresh()

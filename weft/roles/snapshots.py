@@ -102,7 +102,7 @@ def whole_tensors(pieces: Iterable[Piece]) -> dict[tuple[str, str], Tensor]:
 
 
 class SnapshotSender:
-    """A training rank's end. `pieces` returns its pieces, of which it always has the same."""
+    """A training rank's end. `pieces` returns its pieces, always the same ones. All ranks call it at once."""
 
     def __init__(
         self,
@@ -137,8 +137,9 @@ class SnapshotSender:
         link = self._links[number]
         if self._world.index == 0:
             self._busy[number] = step
+        pieces = in_order(self._pieces())  # on all ranks, which may exchange weights for it
         try:
-            self._send(link, start, step)
+            self._send(link, start, step, pieces)
         except LostRankError:
             link.lose()
             if self._world.index == 0:
@@ -191,7 +192,7 @@ class SnapshotSender:
                 link.connect(self._digest, start)
         return link.channel is not None
 
-    def _send(self, link: RoleLink, start: int, step: int) -> None:
+    def _send(self, link: RoleLink, start: int, step: int, pieces: Sequence[Piece]) -> None:
         if link.channel is None or link.start != start:
             link.connect(self._digest, start)
         channel = link.channel
@@ -205,7 +206,7 @@ class SnapshotSender:
                 sent.wait()  # it has arrived, or its connection is lost: the validator is free
         if packed is None:
             packed = torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=self._pins)
-        pack(in_order(self._pieces()), packed)
+        pack(pieces, packed)
         if self._world.index == 0:
             self._await_result(link, channel, step)
         self._staged[link.number] = packed, channel.send(packed)

@@ -19,6 +19,7 @@ from weft.inspection.rng import derive_seed, seed_rng
 from weft.mesh import Mesh
 from weft.models.router import take_routed
 from weft.optim.kfac import KFAC
+from weft.optim.stepper import stepper
 from weft.pipeline.rank_model import pipeline_of, rank_model
 from weft.resilience.faults import Faults
 from weft.step.task import task_of
@@ -198,7 +199,8 @@ class Evaluation(TrainingPart):
         held_out = state.data.evaluation_batches(state.run, state.mesh["batch"], state.mesh.device)
         if held_out:
             began, self.count = time.perf_counter(), self.count + 1
-            means = evaluate(state.model, held_out, state.mesh, self._objective).flatten().tolist()
+            with stepper(state.optimizer).sharing_weights():
+                means = evaluate(state.model, held_out, state.mesh, self._objective).flatten().tolist()
             self.means = dict(zip(self._objective.measures, means, strict=True))
             self.seconds += time.perf_counter() - began
         if self._log is not None and self.means:
