@@ -10,10 +10,10 @@ Runs start from it (`model.from`), and `weft generate`, `weft export` and `weft 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from weft.checkpoint import Checkpoint, latest, steps
 from weft.checkpoint.folder import step_name
 from weft.checkpoint.manifest import MANIFEST
 from weft.data.config import ChatConfig, DataConfig, data_from_table
-from weft.errors import CheckpointError, ConfigError, DamagedError
+from weft.errors import CheckpointError, ConfigError, DamagedError, NumbersError, WeftError
 from weft.inspection.model_tensors import saved_buffers
 from weft.models import LanguageConfig, config_from_table, read_config, weight_reader
 from weft.models.adapter import adapter_weights
@@ -199,16 +199,43 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path)
 
 
-def with_intact_checkpoint(path: Path, use: Callable[[Checkpoint], T], say: Callable[[str], None]) -> T:
-    """Returns `use` of the checkpoint at a path, or of the newest one of a run folder whose files are not damaged.
-
-    `say` is told of each that is left out.
-    """
+def checkpoint_paths(path: Path) -> list[Path]:
+    """The checkpoint at a path, or those of a run folder, the newest first."""
     folder = path / "checkpoints" if steps(path / "checkpoints") else path
-    found = [folder / step_name(step) for step in reversed(steps(folder))]
-    for newer in found[:-1]:
+    return [folder / step_name(step) for step in reversed(steps(folder))] or [path]
+
+
+def first_usable(
+    paths: Sequence[Path],
+    use: Callable[[Path], T],
+    say: Callable[[str], None],
+    who_fails: Callable[[bool], tuple[bool, bool]] = lambda fails: (fails, fails),
+) -> T:
+    """Returns `use` of the first path that is not damaged and has finite numbers. `say` is told of each that is left
+    out; the error of the last is raised.
+
+    Ranks try the same paths together: `who_fails` is told whether this rank fails, and returns whether any does, and
+    whether this is the first that does, which says why.
+    """
+    for path, after in zip(paths, (*paths[1:], None), strict=True):
+        error: WeftError | None = None
+        found: T | None = None
         try:
-            return use(Checkpoint(newer))
-        except DamagedError as error:
-            say(f"{error}; an older checkpoint is used")
-    return use(Checkpoint(found[-1] if found else path))
+            found = use(path)
+        except (DamagedError, NumbersError) as caught:
+            error = caught
+        any_fails, is_first = who_fails(error is not None)
+        if not any_fails:
+            return cast(T, found)
+        if after is None:
+            raise error or DamagedError(f"another rank cannot use {path}")
+        if is_first:
+            say(f"{path} is left out ({error}); {after.name} is tried")
+    raise AssertionError("there is a path to try")
+
+
+def with_intact_checkpoint(path: Path, use: Callable[[Checkpoint], T], say: Callable[[str], None]) -> T:
+    """Returns `use` of the checkpoint at a path, or of the newest one of a run folder whose files are not damaged
+    and whose numbers, if `use` checks them, are finite. `say` is told of each that is left out.
+    """
+    return first_usable(checkpoint_paths(path), lambda one: use(Checkpoint(one)), say)

@@ -237,13 +237,21 @@ def test_a_damaged_newest_checkpoint_is_left_out(tmp_path: Path, file: str) -> N
     model, _, _ = load_for_generation(tmp_path / "run", say=said.append)
     assert {float(parameter.detach().max()) for parameter in model.parameters()} == {2 / 8}
     assert len(said) == 2
-    assert all("step-00000004" in text and text.endswith("; an older checkpoint is used") for text in said)
+    assert all("step-00000004" in text and text.endswith("; step-00000002 is tried") for text in said)
     with pytest.raises(DamagedError):  # a checkpoint that was asked for by name
         export(path.parent, tmp_path / "other")
 
 
 def test_weights_that_are_nan_are_said(tmp_path: Path) -> None:
-    model, tokenizer, context = load_for_generation(saved_with("bytes", tmp_path / "checkpoints", ".", value=math.nan))
+    run = saved_with("bytes", tmp_path / "checkpoints", ".", value=math.nan)
+    with pytest.raises(NumbersError, match="step-00000002 has NaN or infinite values; use an older checkpoint"):
+        load_for_generation(run)
+
+
+def test_a_model_that_gives_nan_is_said(folder: Path) -> None:
+    model, tokenizer, context = load_for_generation(folder)
+    with torch.no_grad():
+        next(iter(model.parameters())).fill_(math.nan)
     with pytest.raises(NumbersError, match="the model gives NaN after 3 tokens: its weights are damaged or"):
         generate(model, tokenizer, "abc", context=context)
 

@@ -18,6 +18,7 @@ import pytest
 from commands_for_tests import Weft, caller
 from runs_for_tests import DEEP, make_run, train_on_ranks, write_run_file
 from serve_for_tests import LIMIT_SECONDS, wait_for
+from served_ranks_for_tests import ranks_of
 
 from weft.architectures import RecurrentConfig
 from weft.models import RecurrentModel, save_folder
@@ -138,20 +139,6 @@ def test_a_chat_without_max_tokens_has_what_the_cache_holds(run_file: Path, tmp_
         messages = [{"role": "user", "content": "abc"}]
         found = client.chat.completions.create(model="run", messages=messages, extra_body={"ignore_eos": True})  # type: ignore[call-overload]
         assert (found.usage.total_tokens, found.choices[0].finish_reason) == (128, "length")
-
-
-def ranks_of(process: int) -> list[int]:
-    """The processes that a local job's ranks are: they have started none themselves."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended
-            children.setdefault(int(path.read_text().rpartition(")")[2].split()[1]), []).append(int(path.parent.name))
-    found, waiting = list[int](), [process]
-    while waiting:
-        one = waiting.pop()
-        waiting += children.get(one, [])
-        found += [one] * (one not in children)
-    return sorted(found)
 
 
 @pytest.mark.soak

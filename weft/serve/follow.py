@@ -7,10 +7,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-from torch import nn
-
 from weft.checkpoint import latest
-from weft.errors import ConfigError, NumbersError
+from weft.errors import ConfigError
 
 Say = Callable[[str], None]
 T = TypeVar("T")
@@ -50,26 +48,11 @@ async def _take(
 ) -> None:
     """Replace the weights in use by those of a checkpoint. Nothing of it is held afterwards."""
     try:
-        await replace(await asyncio.to_thread(_read, load, newest), newest.name)
+        await replace(await asyncio.to_thread(load, newest), newest.name)
     except Exception as error:  # whatever it is, requests go on
         say(f"{newest} is not served ({type(error).__name__}: {error}); the weights in use stay")
     else:
         say(f"serving {newest.name}")
-
-
-def _read(load: Callable[[Path], T], checkpoint: Path) -> T:
-    """What `load` returns of a checkpoint, if its numbers can be used."""
-    found = load(checkpoint)
-    if isinstance(found, nn.Module):
-        refuse_bad_numbers(found)
-    return found
-
-
-def refuse_bad_numbers(model: nn.Module) -> None:
-    """Raise NumbersError if weights are NaN or infinite: with them, every request would fail."""
-    wrong = next((name for name, value in model.named_parameters() if not value.isfinite().all()), None)
-    if wrong is not None:
-        raise NumbersError(f"{wrong} has NaN or infinite values")
 
 
 def require_run(source: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from torch import nn
 
 from weft.errors import WeftError
-from weft.serve.follow import refuse_bad_numbers
 from weft.serve.model.model_part import ModelPart
 
 
@@ -43,14 +42,11 @@ def read_together(part: ModelPart, checkpoint: Path) -> nn.Module:
     try:
         model = part.load(checkpoint)
         part.refuse_weights(model)
-        refuse_bad_numbers(model)
     except Exception as caught:  # whatever it is, requests go on
         error = caught
-    is_usable = error is None
-    if part.ranks is not None:
-        is_usable = bool(part.ranks.agree(int(is_usable)))
+    any_fails = error is not None if part.ranks is None else part.ranks.who_fails(error is not None)[0]
     if error is not None:
         raise WeftError(f"{type(error).__name__}: {error}") from error
-    if not is_usable:
+    if any_fails:
         raise WeftError("another rank cannot use it")
     return model

@@ -42,6 +42,7 @@ from weft.serve.scheduling.speculation import EarlyLayers
 from weft.serve.served_model import stated_end_tokens
 from weft.serve.weights.folder_codes import Packed, Quantised, codes_of_folder, make_room_for_codes
 from weft.serve.weights.packed_linear import make_room
+from weft.serve.weights.usable_weights import finite
 from weft.serve.weights.weight_formats import WeightFormat
 
 # Rows of a calibration text, by tokenizer, context length and the number of tokens that the model knows.
@@ -144,7 +145,8 @@ def load_for_generation(
             quantised = _codes(folder, folder.quantisation, weights, say)
         own = _folder_tokenizer(path, tokenizer)
         rows = None if texts is None else texts(own, config.context_length, config.vocab_size)
-        return _load(config, computes_in(path), folder.read, wanted, rows, quantised), own, config.context_length
+        read = finite(folder.read, path)
+        return _load(config, computes_in(path), read, wanted, rows, quantised), own, config.context_length
     return with_intact_checkpoint(path, partial(_load_checkpoint, tokenizer=tokenizer, wanted=wanted), say)
 
 
@@ -160,7 +162,9 @@ def _folder_tokenizer(path: Path, tokenizer: str | None) -> Tokenizer:
 
 def model_config(path: Path) -> LanguageConfig:
     """The config of the model at a path."""
-    return read_config(path) if (path / "config.json").is_file() else saved_model(open_checkpoint(path))
+    if (path / "config.json").is_file():
+        return read_config(path)
+    return with_intact_checkpoint(path, saved_model, lambda message: None)  # it is said when the weights are read
 
 
 def computes_in(path: Path) -> torch.dtype:
@@ -178,7 +182,8 @@ def _load_checkpoint(
     end_token = data.end_token if tokenizer is None else None  # another tokenizer has its own end token
     own = load_tokenizer(tokenizer or saved_tokenizer(checkpoint), end_token=end_token)
     rows = None if wanted.texts is None else wanted.texts(own, data.sequence, saved.vocab_size)
-    return _load(saved, dtype, saved_values(checkpoint), wanted, rows), own, data.sequence
+    read = finite(saved_values(checkpoint), checkpoint.path)
+    return _load(saved, dtype, read, wanted, rows), own, data.sequence
 
 
 def _load(

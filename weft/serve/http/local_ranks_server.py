@@ -5,8 +5,8 @@
         rank 0       accepts connections when the model is loaded; schedules
         rank 1, ..   compute
 
-When a rank dies, all are started again and read the model again. The socket stays open throughout, so no client is
-refused a connection.
+When a rank dies, all are started again and read the weights that were served last. The socket stays open
+throughout, so no client is refused a connection.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from weft.schema import build_dataclass, to_table
 from weft.serve.http.answers import error_body
 from weft.serve.http.guard import ServerLimits
 from weft.serve.http.run_server import Ready, Say, ServeOptions, run_rank
+from weft.serve.weights.usable_weights import ServedRecord
 
 RESTARTS = Restarts(limit=5, window_seconds=3600.0)
 HEAD_BYTES = 1 << 16
@@ -51,12 +52,13 @@ def start_server(fork_server: ForkServer, sock: socket.socket, source: Path, opt
             "plan": to_table(plan),
             "socket": sock.fileno(),
             "ready": str(is_ready),
+            "served": str(Path(folder) / "served"),
         }
 
         def before_start() -> ResumePoint:
             with suppress(FileNotFoundError):
                 is_ready.unlink()
-            return ResumePoint(words="read the model again; requests get 503 until then")
+            return ResumePoint(words="read the weights that were served last; requests get 503 until then")
 
         with UnreadyAnswers(sock, is_ready.exists):
             return start_local(
@@ -88,7 +90,7 @@ def serve_as_rank(arguments: list[str], ready: Ready, say: Say) -> None:
         ready(about)
 
     plan = build_dataclass(Plan, order["plan"], "plan")
-    run_rank(Path(order["source"]), options, plan, rank_info, sock, say_ready, say)
+    run_rank(Path(order["source"]), options, plan, rank_info, sock, say_ready, say, ServedRecord(Path(order["served"])))
 
 
 class UnreadyAnswers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -20,7 +21,7 @@ from weft.launch.environment import RankInfo, check_world, init_process_group, s
 from weft.mesh import Mesh
 from weft.models import RecurrentConfig
 from weft.plan import Plan
-from weft.saved_run import open_checkpoint
+from weft.saved_run import first_usable
 from weft.serve.cache.split_formats import split_format
 from weft.serve.cache_formats import block_size_of, cache_format, refuse_shared_axes, why_slow
 from weft.serve.engine import Engine, EngineOptions
@@ -42,6 +43,7 @@ from weft.serve.parallel.rank_part import refuse_plan
 from weft.serve.replicas import ReplicaFront, serve_replica
 from weft.serve.weights.packed_linear import what_cpus_do
 from weft.serve.weights.streamed_weights import refuse_resident
+from weft.serve.weights.usable_weights import ServedRecord, paths_to_try
 from weft.serve.weights.weight_formats import HEAD_FORMATS
 from weft.serve.worker import EngineWorker
 
@@ -187,7 +189,7 @@ def run_server(source: Path, options: ServeOptions, ready: Ready, say: Say) -> N
             merge_adapter(model, Path(options.merged_adapter))
         return model
 
-    _serve_engine(engine, loaded, sock, source, options, 1, load, ready, say)
+    _serve_engine(engine, loaded, sock, source, options, 1, load, ready, say, ServedRecord())
 
 
 def run_rank(
@@ -198,8 +200,11 @@ def run_rank(
     sock: socket.socket | None,
     ready: Ready,
     say: Say,
+    record: ServedRecord = ServedRecord(),  # noqa: B008 (it records nothing)
 ) -> None:
-    """Serve a model as one of the plan's ranks. Rank 0 listens, on `sock` if it is given."""
+    """Serve a model as one of the plan's ranks. Rank 0 listens, on `sock` if it is given. `record` has the weights that
+    were served before the ranks started again.
+    """
     check_world(rank_info, plan.num_ranks, plan.degrees)
     refuse_options(source, options, plan)
     refuse_plan(model_config(source), plan)
@@ -216,10 +221,11 @@ def run_rank(
     say_once = say if rank_info.rank == 0 else lambda message: None
     ranks = ServingRanks(mesh, sums_of(options.sums), options.stream_weights > 0, say_once)
     replicas = mesh.with_own_group("data", "requests") if plan.data > 1 else mesh["data"]
-    is_folder = (source / "config.json").is_file()
-    path = Path(ranks.agree_on_text(str(source if is_folder else open_checkpoint(source).path)))
+    tried = [str(path) for path in paths_to_try(source, record.read(), say_once)] if rank_info.rank == 0 else []
+    paths = [Path(one) for one in json.loads(ranks.agree_on_text(json.dumps(tried)))]
     streaming = Streaming.of(options.stream_weights, options.resident_blocks, ranks)
-    loaded = load_model(path, options.tokenizer, device, say_once, ranks.place, options.packing, streaming)
+    given = (options.tokenizer, device, say_once, ranks.place, options.packing, streaming)
+    loaded = first_usable(paths, lambda path: load_model(path, *given), say, ranks.who_fails)
     _say_what_is_slow(loaded.model, options, plan, say_once)
 
     def load(checkpoint: Path) -> nn.Module:
@@ -238,7 +244,7 @@ def run_rank(
         else:
             assert sock is not None
             front = ReplicaFront(engine, replicas, max_held) if plan.data > 1 else engine
-            _serve_engine(front, loaded, sock, source, options, plan.data, lambda checkpoint: checkpoint, ready, say)
+            _serve_engine(front, loaded, sock, source, options, plan.data, lambda path: path, ready, say, record)
     shutdown()
 
 
@@ -262,6 +268,7 @@ def _serve_engine(
     load: Callable[[Path], nn.Module | Path],
     ready: Ready,
     say: Say,
+    record: ServedRecord,
 ) -> None:
     """Serve an engine on a socket until the process is told to stop."""
     name = options.name or source.resolve().name
@@ -278,11 +285,13 @@ def _serve_engine(
     async def take(weights: nn.Module | Path, name: str) -> None:
         await worker.replace_weights(weights)
         api.fingerprint = name
+        record.write(name)
 
     watch = follow(source, loaded.weights, load, take, say) if options.follows else None
     url = f"http://{url_name(options.host)}:{sock.getsockname()[1]}"
     about = {"url": url, "model": name, "weights": loaded.weights, "device": options.device}
     app = build_app(api, options.api_keys, options.host)
+    record.write(loaded.weights)
     HttpServer(app, worker, options.limits, lambda: ready(about), watch).run([sock])
     has_ended = worker.join(END_SECONDS)
     if worker.has_failed:

@@ -22,6 +22,7 @@ from weft.models.adapter import adapter_reader, with_adapter
 from weft.models.lora import A_SUFFIX, B_SUFFIX, Read, add_lora, is_adapter, merged
 from weft.serve.cache.paged_attention import to_device
 from weft.serve.weights.packed_linear import PackedLinear
+from weft.serve.weights.usable_weights import finite
 
 NO_ADAPTER = -1
 
@@ -101,7 +102,7 @@ def read_adapter(model: nn.Module, folder: Path) -> tuple[Lora, set[str], Read]:
         adapted = build(model.config)
     add_lora(adapted, lora)
     shapes = {name: tuple(parameter.shape) for name, parameter in adapted.named_parameters()}
-    return lora, {name for name in shapes if is_adapter(name)}, adapter_reader(folder, shapes)
+    return lora, {name for name in shapes if is_adapter(name)}, finite(adapter_reader(folder, shapes), folder)
 
 
 @torch.no_grad()

@@ -120,6 +120,13 @@ class ServingRanks:
         all_reduce(smallest, self._everyone, "min").wait()
         return int(smallest)
 
+    def who_fails(self, fails: bool) -> tuple[bool, bool]:
+        """Returns whether any rank of all replicas fails, and whether this one is the first that does. All must call
+        it.
+        """
+        first = self.agree(self._everyone.index if fails else self._everyone.degree)
+        return first < self._everyone.degree, first == self._everyone.index
+
     def _with_agreed_sums(self, axis: Axis) -> Axis:
         """The axis with strategies that all ranks take. Each group of ranks measures for itself, and has symmetric
         memory or not; ranks of other axes that compute the same must round the same.

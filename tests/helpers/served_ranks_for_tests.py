@@ -1,0 +1,136 @@
+"""`weft serve` on local ranks as a process, over a tiny run whose checkpoints are written here, one with each seed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from serve_for_tests import LIMIT_SECONDS, wait_for
+
+from weft.checkpoint import Piece, Saver
+from weft.checkpoint.region import Region
+from weft.models import DecoderConfig, build, initialise
+from weft.schema import to_table
+
+ROOT = Path(__file__).parents[2]
+CONFIG = DecoderConfig(
+    vocab_size=257,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
+RUN = 'folder = "run"\n[data]\nsource = "stdlib"\nsequence = 64\ntokenizer = "bytes"\n'
+BODY = {"prompt": "abc def ", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+# The command, with fewer restarts, and with ranks that count as hung sooner.
+PROGRAM = (
+    "from weft.launch.agent import Restarts; from weft.serve.http import local_ranks_server as server; "
+    "server.RESTARTS = Restarts(limit={limit}, hang_seconds={hang_seconds}); "
+    "from weft.commands.main import run; run()"
+)
+
+
+def save_step(run: Path, step: int, value: float | None = None) -> Path:
+    """Save a checkpoint of a run: random values that the step seeds, and `value` in one place. Returns its folder."""
+    model = build(CONFIG)
+    initialise(model, step)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step)) * 0.3)
+        if value is not None:
+            next(iter(model.parameters())).view(-1)[-1] = value
+    whole, named = Region.whole, model.named_parameters()
+    pieces = [Piece(name, "parameter", whole(tuple(one.shape)), one.detach()) for name, one in named]
+    state = {"model": to_table(CONFIG), "run": RUN}
+    Saver(run / "checkpoints", 0, 1, "abcd").save(step, pieces, state, asynchronous=False)
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def damage(checkpoint: Path, file: str = "rank-00000.safetensors") -> None:
+    """Flip a bit of a checkpoint."""
+    content = bytearray((checkpoint / file).read_bytes())
+    content[-5] ^= 1
+    (checkpoint / file).write_bytes(content)
+
+
+def ranks_of(process: int) -> list[int]:
+    """The processes that a local job's ranks are, in their order: they have started none themselves."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            children.setdefault(int(path.read_text().rpartition(")")[2].split()[1]), []).append(int(path.parent.name))
+    found, waiting = list[int](), [process]
+    while waiting:
+        one = waiting.pop()
+        waiting += children.get(one, [])
+        found += [one] * (one not in children)
+    return sorted(found)
+
+
+class ServedRanks:
+    """A server on ranks: its process, its address, and what it has said so far."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, url: str) -> None:
+        self.process, self.url, self._log = process, url, log
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text()
+
+    def ask(self, seconds: float = LIMIT_SECONDS) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/completions", json=BODY, timeout=seconds, verify=False)
+
+    def text(self) -> str:
+        found: str = self.ask().json()["choices"][0]["text"]
+        return found
+
+    def health(self) -> tuple[int, str]:
+        """The status of /health and the weights that it names; 0 if there is no answer."""
+        with suppress(httpx.HTTPError, ValueError):
+            found = httpx.get(f"{self.url}/health", timeout=LIMIT_SECONDS, verify=False)
+            return found.status_code, found.json().get("weights", "")
+        return 0, ""
+
+    def wait_for_weights(self, step: int) -> None:
+        wait_for(lambda: self.health() == (200, f"step-{step:08d}"))
+
+    def ranks(self) -> list[int]:
+        return ranks_of(self.process.pid)
+
+    def kill(self, rank: int, number: int) -> None:
+        """Send a signal to a rank."""
+        os.kill(self.ranks()[rank], number)
+
+
+@contextmanager
+def served_ranks(
+    run: Path, *arguments: str, limit: int = 5, hang_seconds: float = 60.0, program: str = "", **environ: str
+) -> Iterator[ServedRanks]:
+    """Serve a run until the block ends; `program` is Python that runs first, in all its processes."""
+    log = run.parent / f"{run.name}.log"
+    words = [sys.executable, "-c", program + PROGRAM.format(limit=limit, hang_seconds=hang_seconds), "serve", str(run)]
+    words += ["--port", "0", "--json", "--device", "cpu", *arguments]
+    own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ}
+    with log.open("wb") as err, subprocess.Popen(words, stdout=subprocess.PIPE, stderr=err, env=own) as process:
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline()
+            assert line, f"the server ended before it was ready: {log.read_text()}"
+            about: dict[str, Any] = json.loads(line)
+            yield ServedRanks(process, log, about["url"])
+        except BaseException:
+            print(log.read_text(), file=sys.stderr)
+            raise
+        finally:
+            process.kill()
+            process.stdout.close()
