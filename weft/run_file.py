@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weft.architectures import VISION_CONFIGS, LanguageConfig, ModelConfig, config_from_table
 from weft.architectures.lora import Lora
@@ -27,14 +27,13 @@ from weft.data.config import (
 )
 from weft.errors import ConfigError, WeftError
 from weft.plan import BatchSplit, Plan, split_batch
+from weft.run_overrides import SCALED, read_tables
 from weft.run_tables import CheckpointConfig, LogConfig, NumbersConfig, RestartConfig, Roles, TrainConfig
 from weft.schema import (
     build_dataclass,
     dump_toml,
     missing_keys,
     nearest,
-    parse_override,
-    read_toml,
     refuse_missing,
     to_table,
 )
@@ -91,6 +90,13 @@ class Run:
         return split_batch(self.plan, batch, self.data.sequence)
 
     @property
+    def scaled(self) -> list[str]:
+        """Sentences about keys that were scaled to an override of train.steps."""
+        found = {key: origin for key, origin in self.origins.items() if origin.startswith(SCALED)}
+        steps = f"as train.steps = {self.train.steps}"
+        return [f"{key} = {getattr(self.train, key[6:])}, {origin}, {steps}" for key, origin in found.items()]
+
+    @property
     def num_ranks(self) -> int:
         """The number of processes of the run: those that train, and those with another role."""
         return self.plan.num_ranks + self.roles.num_ranks
@@ -144,19 +150,13 @@ FROZEN_SUFFIX = ".frozen"  # suffix of a file with the text of `Run.to_json`
 _TABLES = ("model", "data", "train", "plan", "checkpoint", "restart", "numbers", "log", "roles", "lora")
 _VALUES = ("name", "folder", "cluster")
 TEXT_KINDS = ("text", "chat", "preference")  # kinds of data with a tokenizer
-# Tables that can be given as a number, and the key that the number sets.
-_SHORT_TABLES = {
-    f"plan.{name}": fields(hint)[0].name
-    for name, hint in get_type_hints(Plan).items()
-    if hasattr(hint, "from_shorthand")
-}
 
 
 def load_run(path: Path, overrides: Sequence[str] = ()) -> Run:
     """Reads and checks a run file with overrides (`plan.data=2`). A frozen run is read as it was saved."""
     if path.suffix == FROZEN_SUFFIX:
         return _read_frozen(path)
-    tables, origins = _read_tables(path, overrides)
+    tables, origins = read_tables(path, overrides)
     return run_from_tables(tables, origins, default_name=path.stem)
 
 
@@ -166,20 +166,7 @@ def check_run_file(path: Path, overrides: Sequence[str] = ()) -> None:
     `load_run` checks the rest: what depends on the machine, on the tokenizer or on a folder of weights.
     """
     if path.suffix != FROZEN_SUFFIX:
-        _build_tables(_read_tables(path, overrides)[0])
-
-
-def _read_tables(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the tables of a run file with its overrides, and where each key came from."""
-    tables = read_toml(path)
-    origins = dict.fromkeys(_keys(tables), path.name)
-    for text in overrides:
-        keys, value = parse_override(text)
-        _apply(tables, keys, value, text)
-        origins[".".join(keys)] = "override"
-        nested = _keys(value, ".".join(keys) + ".") if isinstance(value, Mapping) else ()
-        origins.update(dict.fromkeys(nested, "override"))
-    return tables, origins
+        _build_tables(read_tables(path, overrides)[0])
 
 
 def _read_frozen(path: Path) -> Run:
@@ -424,26 +411,3 @@ def _tokenizer(data: DataConfig) -> Tokenizer:
 
 def _model_table(run: Run) -> dict[str, Any]:
     return {"from": str(run.source)} if run.source else dict(to_table(run.model))
-
-
-def _keys(tables: Mapping[str, Any], prefix: str = "") -> list[str]:
-    keys = []
-    for key, value in tables.items():
-        keys += [f"{prefix}{key}"]
-        if isinstance(value, Mapping):
-            keys += _keys(value, f"{prefix}{key}.")
-    return keys
-
-
-def _apply(tables: dict[str, Any], keys: list[str], value: Any, text: str) -> None:
-    place = tables
-    for depth, key in enumerate(keys[:-1]):
-        inner = place.get(key, {})
-        if not isinstance(inner, Mapping):
-            long_name = _SHORT_TABLES.get(".".join(keys[: depth + 1]))
-            if long_name is None:
-                raise ConfigError(f"override '{text}': '{'.'.join(keys[: depth + 1])}' = {inner!r} is no table")
-            inner = {long_name: inner}
-        place[key] = dict(inner)
-        place = place[key]
-    place[keys[-1]] = value

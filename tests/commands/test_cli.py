@@ -26,6 +26,7 @@ from weft.commands import train as train_command
 from weft.commands.console import LiveReporter, format_bytes, format_seconds, step_line
 from weft.commands.jobs import prove
 from weft.commands.model_text import print_text
+from weft.launch.folder_lock import locked
 from weft.planner.predict import run_cluster
 from weft.proof.prove import Check
 from weft.run_file import load_run
@@ -412,6 +413,37 @@ def test_a_run_from_its_start_to_fresh(run_file: Path, weft: Weft, monkeypatch: 
     assert len(losses(Path("run.old-1"))) == 8
     assert weft("train", *own, "train.steps=3", "--no-verify", "--fresh").status == 0
     assert steps("run.old-2/checkpoints") == [3, 5]
+
+
+def test_what_needs_no_plan_is_refused_before_one_is_searched(
+    run_file: Path, weft: Weft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search and a proof may take minutes."""
+    own = [run_file, "folder=run", "train.steps=2"]
+    assert weft("train", *own, "plan.data=1", "--no-verify").status == 0
+
+    def search(*_: object) -> None:
+        raise AssertionError("planned")
+
+    monkeypatch.setattr("weft.commands.train.ask_for", search)
+    left = weft("train", *own)
+    assert left.status == 0, left.err
+    assert "This run is finished" in left.out
+    assert "plan.data" not in left.out.partition("finished")[2].partition("To start anew")[0]
+    for changed, message in (
+        ("data.source=nowhere", "there is no data at nowhere"),
+        ("train.batch=8", "was trained with 16 sequences a step"),
+        ("data.sequence=12", "was trained on other data: data.sequence = "),
+        ("train.seed=3", "now 16 and 3"),
+    ):
+        left = weft("train", *own, "train.steps=4", changed)
+        assert left.status == 2, changed
+        assert message in left.err
+    with locked(Path("run")):
+        left = weft("train", *own, "train.steps=4")
+    assert "run is in use by this process" in left.err
+    Path("file").write_text("")
+    assert "cannot be made" in weft("train", *own, "folder=file/run").err
 
 
 def test_double_precision_trains_and_speaks(run_file: Path, weft: Weft) -> None:

@@ -17,7 +17,7 @@ from runs_for_tests import write_run_file
 from weft.commands.main import main
 from weft.errors import ConfigError
 from weft.plan import Context, Pipe, Tensor
-from weft.run_file import load_run, run_from_tables
+from weft.run_file import check_run_file, load_run, run_from_tables
 from weft.run_tables import TrainConfig
 from weft.schema import parse_toml
 
@@ -355,3 +355,24 @@ def test_warmup_and_decay_fit_into_the_steps(steps: int, warmup: int, decay: int
     else:
         with pytest.raises(ConfigError, match=r"exceed train\.steps"):
             make()
+
+
+def test_fewer_steps_scale_the_warm_up_of_the_file(tmp_path: Path) -> None:
+    """The first override that people try is train.steps=5, on a file with a longer warm-up."""
+    file = write_run_file(tmp_path)  # 15 steps, a warm-up of 3
+    run = load_run(file, ["train.steps=2"])
+    assert (run.train.steps, run.train.warmup_steps) == (2, 0)
+    assert run.scaled == ["train.warmup_steps = 0, scaled from 3 of 15 steps, as train.steps = 2"]
+    check_run_file(file, ["train.steps=1"])
+    assert load_run(file, ["train.steps=3"]).train.warmup_steps == 3  # it fits
+    assert load_run(file, ["train.steps=30"]).train.warmup_steps == 3  # training goes on
+    text = file.read_text().replace("warmup_steps = 3", 'warmup_steps = 3\ndecay_steps = 12\nschedule = "wsd"')
+    file.write_text(text)
+    run = load_run(file, ["train.steps=5"])
+    assert (run.train.warmup_steps, run.train.decay_steps) == (1, 4)
+    assert load_run(file, ["train.steps=1"]).train.decay_steps == 1
+    for override in ("train.warmup_steps=9", "train.decay_steps=9"):  # what is said beside it stays
+        with pytest.raises(ConfigError, match=r"exceed train\.steps = 2"):
+            load_run(file, ["train.steps=2", override])
+    with pytest.raises(ConfigError, match="expects an integer"):
+        load_run(file, ["train.steps=few"])

@@ -77,6 +77,8 @@ def show_run(console: Console, run: Run, cluster: Cluster, profile: Profile, pre
     console.print(_memory_table(prediction))
     if prediction.traffic:
         console.print(_traffic_table(prediction))
+    for text in run.scaled:
+        say(console, f"[yellow]scaled[/]   {text}")
     for text in prediction.assumptions:
         say(console, f"[yellow]assumed[/]  {text}")
     console.print(f"[bold]time[/]     {_time_text(prediction, is_cpu(cluster))}", highlight=False)

@@ -42,7 +42,7 @@ from weft.planner.predict import predict, refuse_run, run_cluster
 from weft.run_file import Run, load_run
 from weft.step.examples import micro_batch_profile
 from weft.step.task import task_of
-from weft.train.batches import TrainingData, prepare_data
+from weft.train.batches import TrainingData, prepare_data, refuse_missing_data
 from weft.train.early_stopping import stopped_early
 from weft.train.local_job import start_ranks
 from weft.train.loop import train
@@ -65,6 +65,8 @@ def train_under_launcher(run: Run, rank_info: RankInfo, fresh: bool, as_json: bo
         take_device(rank.training, device_type(run), *shares)  # first: predicting initialises CUDA
     if fresh:
         raise ConfigError("--fresh moves files that other ranks may use; move the run's folder before the launcher")
+    if rank_info.launcher != "weft":  # weft's agent has checked it
+        _refuse_before_plan(run)
     if not has_layout(run):
         run = _plan_first(run, rank, make_console(as_json))
     elif is_elastic(os.environ, rank_info):
@@ -97,20 +99,22 @@ def train_here(
     run = load_run(run_file, overrides)
     device_type(run)  # raises if the device is missing
     console = make_console(as_json)
-    if not has_layout(run):
-        run = _plan_first(run, None, console)
-    if run.train.timeline is not None:
-        refuse_timeline(run.plan, Path(run.train.timeline))
-    if fresh:
-        _move_aside(run, console)
-    _show(run, console)
     again = partial(_command, run_file, overrides)
-    finished = _finished(run)
+    finished = None if fresh else _finished(run)
+    if finished is None:
+        refuse_if_used(run.folder)
+    _refuse_before_plan(run, fresh)
     if finished is not None:
         refuse_other_training(finished, _prepare(run, console), run)
         _say_finished(finished, run, again, console)
     else:
-        refuse_if_used(run.folder)  # now, not after the proof
+        if not has_layout(run):
+            run = _plan_first(run, None, console)
+        if run.train.timeline is not None:
+            refuse_timeline(run.plan, Path(run.train.timeline))
+        if fresh:
+            _move_aside(run, console)
+        _show(run, console)
         _prepare(run, console)
         if verify:
             _verify(fork_server, run, console)
@@ -128,6 +132,16 @@ def train_here(
         raise SystemExit(UNFINISHED)
 
 
+def _refuse_before_plan(run: Run, fresh: bool = False) -> None:
+    """Raises for what needs no plan, whose search and proof may take minutes: data that is not there, and a run folder
+    of another training.
+    """
+    refuse_missing_data(run)
+    newest = None if fresh else _newest(run)
+    if newest is not None:
+        refuse_other_training(newest, None, run)
+
+
 Again = Callable[..., str]  # (a command, changes to the run) -> what to type, with the overrides that were given
 
 
@@ -141,17 +155,24 @@ def _finished(run: Run) -> Checkpoint | None:
     """Returns the last checkpoint of a run that has done all its steps, or has stopped early. None if it has not, or
     if that checkpoint is damaged: training then resumes from an older one, and says so.
     """
-    done = steps(run.folder / "checkpoints")
-    if not done or (done[-1] < run.train.steps and stopped_early(run, done[-1]) is None):
+    newest = _newest(run)
+    if newest is None or (newest.step < run.train.steps and stopped_early(run, newest.step) is None):
         return None
+    return newest
+
+
+def _newest(run: Run) -> Checkpoint | None:
+    """Returns the newest checkpoint of a run; None if there is none, or if it is damaged."""
+    done = steps(run.folder / "checkpoints")
     try:
-        return Checkpoint(run.folder / "checkpoints" / step_name(done[-1]))
+        return Checkpoint(run.folder / "checkpoints" / step_name(done[-1])) if done else None
     except DamagedError:
         return None
 
 
 def _say_finished(finished: Checkpoint, run: Run, again: Again, console: Console) -> None:
-    changed = "; ".join(changed_settings(finished, run))
+    tables = ("train", "plan") if has_layout(run) else ("train",)
+    changed = "; ".join(changed_settings(finished, run, tables))
     then = f"It was trained with {changed}. " if changed else ""
     why = stopped_early(run, finished.step)
     if why is not None:

@@ -18,7 +18,7 @@ from weft.comm import Axis
 from weft.data.chat import ChatRenderer, Packer, PairPacker, packed_chats
 from weft.data.chat_template import load_template, training_time
 from weft.data.config import ChatConfig, DataConfig, ImagesConfig, PreferenceConfig, SlidesConfig
-from weft.data.images import ImageRegion, Images, open_folder
+from weft.data.images import ImageRegion, Images, open_folder, read_labels
 from weft.data.order import batch_indices, coin, epochs_of, local_indices
 from weft.data.slides import slide_folder
 from weft.data.sources import documents
@@ -113,6 +113,15 @@ def _on_tile(samples: Samples, mesh: Mesh) -> Samples:
         for name, size in zip(("rows", "columns"), samples.shape[:2], strict=True)
     )
     return ImageRegion(samples, *intervals)
+
+
+def refuse_missing_data(run: Run) -> None:
+    """Raises DataError if the data is not where the run file says. Reads none of it."""
+    if isinstance(run.data, DataConfig):
+        documents(run.data.source)
+    elif isinstance(run.data, ImagesConfig):
+        assert isinstance(run.model, VisionConfig), "the run file was checked"
+        read_labels(Path(run.data.source), run.model.num_classes)
 
 
 def prepare_data(run: Run, progress: Progress | None = None) -> TrainingData:

@@ -174,20 +174,23 @@ def _put_aside(path: Path) -> None:
     path.rename(aside)
 
 
-def refuse_other_training(checkpoint: Checkpoint, data: TrainingData, run: Run) -> None:
-    """Raises CheckpointError if a checkpoint was trained on other data, with another model, or in another order."""
+def refuse_other_training(checkpoint: Checkpoint, data: TrainingData | None, run: Run) -> None:
+    """Raises CheckpointError if a checkpoint was trained on other data, with another model, or in another order.
+
+    Without `data`, which may take long to prepare, what the run file says of it is compared.
+    """
     _refuse_other_data(checkpoint, data, run)
     _refuse_other_model(checkpoint, run)
     _refuse_other_order(checkpoint, run)
 
 
-def changed_settings(checkpoint: Checkpoint, run: Run) -> list[str]:
-    """Returns the keys of [train] and [plan] that have changed since a checkpoint was saved, as texts
+def changed_settings(checkpoint: Checkpoint, run: Run, tables: Sequence[str] = ("train", "plan")) -> list[str]:
+    """Returns the keys of these tables that have changed since a checkpoint was saved, as texts
     "train.key = then, now ...". The number of steps may change.
     """
     saved = parse_toml(checkpoint.stated("run", str), str(checkpoint.path))
-    then = flat({table: saved.get(table, {}) for table in ("train", "plan")})
-    now = flat({"train": to_table(run.train), "plan": to_table(run.plan)})
+    then = flat({table: saved.get(table, {}) for table in tables})
+    now = flat({table: to_table(getattr(run, table)) for table in tables})
     keys = [key for key in {**now, **then} if now.get(key) != then.get(key) and key != "train.steps"]
     return [f"{key} = {then.get(key, 'not given')}, now {now.get(key, 'not given')}" for key in keys]
 
@@ -202,14 +205,14 @@ def _refuse_other_run(checkpoint: Checkpoint, run_id: str) -> None:
         raise CheckpointError(f"{checkpoint.path} is of run {found}, and this is run {run_id}; remove it")
 
 
-def _refuse_other_data(checkpoint: Checkpoint, data: TrainingData, run: Run | None = None) -> None:
+def _refuse_other_data(checkpoint: Checkpoint, data: TrainingData | None, run: Run) -> None:
     """Raises if the checkpoint was trained on other tokens or images, or on other samples of them.
 
     Data would be skipped, repeated, or held out after training on it.
     """
     found = checkpoint.stated("data", dict).get("fingerprint")
-    changed, places = ([], []) if run is None else changed_keys(_saved_table(checkpoint), run.data)
-    if found != data.fingerprint:
+    changed, places = changed_keys(_saved_table(checkpoint), run.data)
+    if data is not None and found != data.fingerprint:
         changed += [*places, f"fingerprint {found}, now {data.fingerprint}"]
     if changed:
         raise CheckpointError(
