@@ -13,13 +13,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from weft.architectures import VISION_CONFIGS, LanguageConfig, ModelConfig, config_from_table
+from weft.architectures import VISION_CONFIGS, LanguageConfig, ModelConfig, VisionConfig, config_from_table
 from weft.architectures.lora import Lora
 from weft.cluster.hardware import usual_precision
 from weft.data.config import (
     SLIDE_CLASSES,
     Data,
     DataConfig,
+    ImagesConfig,
     PreferenceConfig,
     SlidesConfig,
     data_class,
@@ -247,11 +248,23 @@ def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], defau
     """Returns a run from the tables of its file; raises ConfigError if they break a rule."""
     source = _open_source(tables.get("model", {}))
     if source is not None:
-        tables = {**tables, "data": _with_tokenizer(tables.get("data", {}), source)}
+        from weft.saved_run import with_tokenizer
+
+        tables = {**tables, "data": with_tokenizer(tables.get("data", {}), source)}
     built = _build_tables(tables)
     data, cluster, reason = built.data, tables.get("cluster", "local"), ""
     name = tables.get("name", default_name)
-    model = _model(tables.get("model", {}), data) if source is None else _sourced_model(source, data)
+    if isinstance(data, DataConfig):
+        tokenizer = _tokenizer(data)
+        data = replace(data, end_token=tokenizer.end_token)  # saved: the files beside a tokenizer may change
+        model: ModelConfig = _language_model(tables["model"], tokenizer, data) if source is None else source.model
+        if source is not None:
+            _check_sizes(source.model, data, tokenizer, f"the model in {source.folder}")
+        built = built._replace(data=data)
+    elif source is not None:
+        raise ConfigError(f"model.from = '{source.folder}' reads text, and data.kind = '{data.kind}' gives images")
+    else:
+        model = _vision_model(tables["model"], data)
     if "precision" not in tables.get("plan", {}):
         precision, reason = usual_precision(cluster, on_cpu=built.train.device == "cpu")
         built = built._replace(plan=replace(built.plan, precision=precision))
@@ -325,30 +338,8 @@ def _open_source(table: Mapping[str, Any]) -> Source | None:
         raise type(error)(f"model.from: {error}") from None
 
 
-def _with_tokenizer(table: Mapping[str, Any], source: Source) -> Mapping[str, Any]:
-    """Returns the table `[data]` with the tokenizer of the weights' folder, unless it names one."""
-    if "tokenizer" in table or table.get("kind", "text") not in TEXT_KINDS:
-        return table
-    from weft.saved_run import TOKENIZER_FILE
-
-    if source.tokenizer is None:
-        raise ConfigError(f"model.from = '{source.folder}' has no {TOKENIZER_FILE}; give data.tokenizer")
-    end = {} if source.end_token is None else {"end_token": source.end_token}
-    return {"tokenizer": source.tokenizer, **end, **table}
-
-
-def _sourced_model(source: Source, data: Data) -> LanguageConfig:
-    """Returns the config of the weights to start from; raises ConfigError if it does not suit the data."""
-    if not isinstance(data, DataConfig):
-        raise ConfigError(f"model.from = '{source.folder}' reads text, and data.kind = '{data.kind}' gives images")
-    _check_sizes(source.model, data, f"the model in {source.folder}")
-    return source.model
-
-
-def _model(table: Mapping[str, Any], data: Data) -> ModelConfig:
-    """Returns the config of the table `[model]`; raises ConfigError if it does not suit the data."""
-    if isinstance(data, DataConfig):
-        return _language_model(table, data)
+def _vision_model(table: Mapping[str, Any], data: SlidesConfig | ImagesConfig) -> VisionConfig:
+    """Returns the config of the table `[model]`; raises ConfigError if it does not suit images."""
     if isinstance(data, SlidesConfig) and table.get("architecture") in VISION_CONFIGS:
         table = {"num_classes": SLIDE_CLASSES, **table}
     config = config_from_table(table)
@@ -376,23 +367,22 @@ def _model(table: Mapping[str, Any], data: Data) -> ModelConfig:
     return config
 
 
-def _language_model(table: Mapping[str, Any], data: DataConfig) -> LanguageConfig:
+def _language_model(table: Mapping[str, Any], tokenizer: Tokenizer, data: DataConfig) -> LanguageConfig:
     """Returns the config of the table; the vocabulary's default is the tokenizer's."""
     if table.get("architecture") not in VISION_CONFIGS and "vocab_size" not in table:
-        table = {"vocab_size": _tokenizer(data).vocab_size, **table}
+        table = {"vocab_size": tokenizer.vocab_size, **table}
     config = config_from_table(table)
     if not isinstance(config, LanguageConfig):
         raise ConfigError(
             f"model.architecture = '{config.architecture}' takes images, and data.kind = 'text' gives text; use data "
             f"of kind 'slides' or 'images', or a model of language"
         )
-    _check_sizes(config, data, "model.vocab_size")
+    _check_sizes(config, data, tokenizer, "model.vocab_size")
     return config
 
 
-def _check_sizes(config: LanguageConfig, data: DataConfig, given: str) -> None:
+def _check_sizes(config: LanguageConfig, data: DataConfig, tokenizer: Tokenizer, given: str) -> None:
     """Raise ConfigError if a model has too few tokens or positions for the data. `given` names the model."""
-    tokenizer = _tokenizer(data)
     if config.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
             f"{given} has a vocabulary of {config.vocab_size} but tokenizer '{data.tokenizer}' has "
@@ -406,7 +396,8 @@ def _check_sizes(config: LanguageConfig, data: DataConfig, given: str) -> None:
 def _tokenizer(data: DataConfig) -> Tokenizer:
     from weft.data.tokenizer import load_tokenizer
 
-    return load_tokenizer(data.tokenizer, end_token=data.end_token)
+    adds = data.add_special_tokens
+    return load_tokenizer(data.tokenizer, end_token=data.end_token, adds_special_tokens=adds)
 
 
 def _model_table(run: Run) -> dict[str, Any]:

@@ -10,22 +10,23 @@ Runs start from it (`model.from`), and `weft generate`, `weft export` and `weft 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
 from weft.checkpoint import Checkpoint, latest, steps
 from weft.checkpoint.folder import step_name
 from weft.checkpoint.manifest import MANIFEST
-from weft.data.config import ChatConfig, DataConfig, data_from_table
+from weft.data.config import ChatConfig, DataConfig, as_saved, data_class, data_from_table
+from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import CheckpointError, ConfigError, DamagedError, NumbersError, WeftError
 from weft.inspection.model_tensors import saved_buffers
 from weft.models import LanguageConfig, config_from_table, read_config, weight_reader
 from weft.models.adapter import adapter_weights
-from weft.models.hf_config import CONFIG_FILE, exported_end_token
+from weft.models.hf_config import CONFIG_FILE
 from weft.models.lora import is_adapter, merged
 from weft.models.tuning import Tuning
 from weft.schema import build_dataclass, parse_toml
@@ -40,14 +41,14 @@ _HASHED_BYTES = 1 << 20  # at each end of a file of weights, with its size
 class Source:
     """A model with its weights, to start from or to read.
 
-    `tokenizer` and `end_token` are what `[data]` would say; `tokenizer` is None if the folder has none. `read(name)`
-    returns a whole parameter or buffer. `fingerprint` is a hash that detects other weights without reading all of them.
+    `data` has the keys of `[data]` that tell how its texts became tokens; none if a Hugging Face folder has no
+    tokenizer. `read(name)` returns a whole parameter or buffer. `fingerprint` is a hash that detects other weights
+    without reading all of them.
     """
 
     folder: Path
     model: LanguageConfig
-    tokenizer: str | None
-    end_token: str | None
+    data: Mapping[str, Any]
     read: Callable[[str], Tensor]
     fingerprint: str
 
@@ -58,19 +59,43 @@ def open_source(folder: Path) -> Source:
         raise ConfigError(f"'{folder}' is no folder; give a Hugging Face folder, a run or a checkpoint of weft")
     if (folder / CONFIG_FILE).is_file():
         config = read_config(folder)
-        tokenizer = str(folder) if (folder / TOKENIZER_FILE).is_file() else None
+        tokenizer = {"tokenizer": str(folder)} if (folder / TOKENIZER_FILE).is_file() else {}
         files = sorted(folder.glob("*.safetensors"))
         read = weight_reader(folder, config)
-        return Source(folder, config, tokenizer, exported_end_token(folder), read, _hash(files))
+        return Source(folder, config, tokenizer, read, _hash(files))
     if not (folder / MANIFEST).is_file() and latest(folder / "checkpoints") is None and latest(folder) is None:
         raise ConfigError(
             f"'{folder}' holds neither {CONFIG_FILE} (a Hugging Face folder) nor a complete checkpoint of weft; give a "
             f"folder that does"
         )
     checkpoint = open_checkpoint(folder)
-    config, data, read = saved_model(checkpoint), saved_data(checkpoint), saved_values(checkpoint)
-    fingerprint = _hash([checkpoint.path / MANIFEST])
-    return Source(folder, config, saved_tokenizer(checkpoint), data.end_token, read, fingerprint)
+    config, read = saved_model(checkpoint), saved_values(checkpoint)
+    return Source(folder, config, _tokens_of(checkpoint), read, _hash([checkpoint.path / MANIFEST]))
+
+
+def _tokens_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Returns the keys of `[data]` that tell how the texts of a checkpoint's run became tokens."""
+    data = saved_data(checkpoint)
+    found = {
+        "tokenizer": saved_tokenizer(checkpoint),
+        "end_token": data.end_token,
+        "add_special_tokens": data.add_special_tokens,
+        "template": saved_template(checkpoint),
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def with_tokenizer(table: Mapping[str, Any], source: Source) -> Mapping[str, Any]:
+    """Returns the table `[data]` of a run that starts from a source: its texts become tokens as those of the source,
+    unless the table names a tokenizer.
+    """
+    kind = data_class(table)
+    if "tokenizer" in table or not issubclass(kind, DataConfig):
+        return table
+    if not source.data:
+        raise ConfigError(f"model.from = '{source.folder}' has no {TOKENIZER_FILE}; give data.tokenizer")
+    keys = {field.name for field in fields(kind)}
+    return {**{key: value for key, value in source.data.items() if key in keys}, **table}
 
 
 def weights_fingerprint(source: Path | None, adapter: str | None) -> str:
@@ -150,7 +175,7 @@ def saved_data(checkpoint: Checkpoint) -> DataConfig:
     data = parse_toml(checkpoint.stated("run", str), str(checkpoint.path)).get("data")
     if not isinstance(data, dict):
         raise CheckpointError(f"{checkpoint.path} states a run without [data]; it was not saved by weft train")
-    found = data_from_table(data)
+    found = data_from_table(as_saved(data))
     if not isinstance(found, DataConfig):
         raise CheckpointError(f"{checkpoint.path} states a run with data.kind = '{found.kind}', which is no text")
     return found
@@ -162,6 +187,12 @@ def saved_tokenizer(checkpoint: Checkpoint) -> str:
     """
     spec = saved_data(checkpoint).tokenizer
     return spec if spec == "bytes" else _place(checkpoint, spec)
+
+
+def load_saved_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """Returns the tokenizer of a checkpoint's run, with the run's special tokens."""
+    data, spec = saved_data(checkpoint), saved_tokenizer(checkpoint)
+    return load_tokenizer(spec, end_token=data.end_token, adds_special_tokens=data.add_special_tokens)
 
 
 def saved_template(checkpoint: Checkpoint) -> str | None:

@@ -55,18 +55,18 @@ EXPECTED: list[list[tuple[str, bool]]] = [
         ("<user>c<assistant>", False),
         (f"d!{EOS}", True),
     ],
-    [("say hi: ", False), (f"hi{BOS}", True)],
+    [("say hi: ", False), (f"hi{EOS}", True)],
     [(f"{BOS}<user>x<assistant>", False), (f"yz{EOS}", True)],
-    [("count: ", False), (f"one two{BOS}", True)],
-    [("the last one is rather long: ", False), (f"yes{BOS}", True)],
+    [("count: ", False), (f"one two{EOS}", True)],
+    [("the last one is rather long: ", False), (f"yes{EOS}", True)],
 ]
 
 
 # The prompt of each preference, and its two answers.
 EXPECTED_PAIRS = [
-    ("say: ", f"yes{BOS}", f"no, never{BOS}"),
-    ("2+2=", f"4{BOS}", f"5{BOS}"),
-    ("a", f"bc{BOS}", f"xyz{BOS}"),
+    ("say: ", f"yes{EOS}", f"no, never{EOS}"),
+    ("2+2=", f"4{EOS}", f"5{EOS}"),
+    ("a", f"bc{EOS}", f"xyz{EOS}"),
     (f"{BOS}<user>q<assistant>", f"r{EOS}", f"sss{EOS}"),
 ]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from chats_for_tests import write_tokenizer
+from chats_for_tests import EOS, write_tokenizer
 from runs_for_tests import make_run, train_on_ranks, write_run_file
 
 from weft.checkpoint import Checkpoint, latest
@@ -47,7 +47,8 @@ def test_a_sharded_folder_gives_model_tokenizer_and_weights(tmp_path: Path) -> N
     write_tokenizer(folder)
     run = run_from(tmp_path, folder)
     assert run.model == CONFIG
-    assert run.tokenizer.end == 256
+    assert run.tokenizer.end == 257, "as tokenizer_config.json says"
+    assert run.tokenizer.end_token == EOS
     assert f'from = "{folder}"' in run.to_toml()
     values = first_values(run)
     assert all(torch.equal(values(name), parameter) for name, parameter in model.named_parameters())

@@ -22,7 +22,8 @@ from weft.train.batches import prepare_data
 from weft.train.setup import device_type, first_model, keep_documents_apart
 
 ROWS = 4  # sequences that are computed at once
-_OF_KIND = ("kind", "text_field", "documents", "template")  # keys of [data] that are not shared by all kinds of text
+_OF_TOKENS = ("tokenizer", "end_token", "add_special_tokens", "template")
+_OF_KIND = ("kind", "text_field", "documents")  # keys of [data] that are not shared by all kinds of text
 
 
 def evaluate_folder(folder: Path, source: Path, kind: str | None = None, sequence: int | None = None) -> dict[str, Any]:
@@ -55,8 +56,7 @@ def _run(folder: Path, source: Path, kind: str | None, sequence: int | None) -> 
     data: dict[str, Any] = {}
     if not (folder / CONFIG_FILE).is_file():
         data = to_table(saved_data(open_checkpoint(folder)))
-        del data["tokenizer"]  # that of the folder, whose place is found from here
-        data.pop("end_token", None)
+        data = {key: value for key, value in data.items() if key not in _OF_TOKENS}  # `model.from` gives them
     if kind is not None:
         data = {key: value for key, value in data.items() if key not in _OF_KIND} | {"kind": kind}
     if sequence is not None:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from weft.checkpoint import Checkpoint
-from weft.data.chat_template import TEMPLATE_FILE, TOKENIZER_CONFIG
+from weft.data.chat_template import TEMPLATE_FILE
 from weft.data.config import ChatConfig
-from weft.data.tokenizer import load_tokenizer
+from weft.data.special_tokens import SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG
+from weft.data.tokenizer import FileTokenizer
 from weft.errors import ConfigError
 from weft.models import RecurrentConfig, write_weights
 from weft.models.adapter import write_adapter
@@ -20,6 +21,7 @@ from weft.models.hf import parameter_shapes
 from weft.models.hf_config import GENERATION_FILE, generation_config
 from weft.models.lora import is_adapter
 from weft.saved_run import (
+    load_saved_tokenizer,
     saved_data,
     saved_model,
     saved_template,
@@ -96,13 +98,19 @@ def _files(checkpoint: Checkpoint) -> dict[str, Path | str]:
         path = Path(spec) / TOKENIZER if Path(spec).is_dir() else Path(spec)
         _refuse_missing("tokenizer", data.tokenizer, path)
         folder, files[TOKENIZER] = path.parent, path
-        beside = {name: folder / name for name in (TOKENIZER_CONFIG, TEMPLATE_FILE)}
+        beside = {name: folder / name for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, TEMPLATE_FILE)}
         files |= {name: other for name, other in beside.items() if other.is_file()}
     if template is not None:
         assert isinstance(data, ChatConfig)
         _refuse_missing("chat template", str(data.template), Path(template))
         files[TEMPLATE_FILE] = Path(template)
-    tokenizer = load_tokenizer(spec, end_token=data.end_token)
+    tokenizer = load_saved_tokenizer(checkpoint)
+    if (
+        isinstance(tokenizer, FileTokenizer)
+        and not tokenizer.adds_special_tokens
+        and tokenizer.before + tokenizer.after
+    ):
+        files[TOKENIZER] = tokenizer.without_special_tokens()  # as the run was trained
     ends = [tokenizer.end, *sorted(end_tokens(tokenizer, folder) - {tokenizer.end})]
     files[GENERATION_FILE] = generation_config(folder, ends, data.end_token)
     return files

@@ -105,7 +105,8 @@ TEXT = {
     "source": 'a file, a folder, or "stdlib": the text of Python\'s standard library',
     "sequence": "tokens of a sequence",
     "tokenizer": '"bytes", a tokenizer.json, or a folder with one',
-    "end_token": "the token that ends a document; by default found in the tokenizer's file",
+    "end_token": "the token that ends a document; by default found in the tokenizer's files",
+    "add_special_tokens": "surround each text with the tokens that the tokenizer's file adds, as one that begins it",
     "text_field": "the field of JSON lines and tables that holds the text",
     "documents": "do documents of one sequence attend to each other (joined) or not (separate)?",
     "held_out": _HELD_OUT,
@@ -116,6 +117,7 @@ CHAT = {
     "kind": "chat: conversations; preference: prompts with a chosen and a rejected answer (DPO)",
     "source": "a .jsonl file, or a folder of them",
     "text_field": "not used",
+    "add_special_tokens": "the same for texts; messages have what their template writes",
     "documents": "follows from the kind",
     "template": "a file with a chat template; by default the one in the tokenizer's folder",
 }

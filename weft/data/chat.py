@@ -28,7 +28,7 @@ from weft.data.cache import build_folder, flush_to_disk, lock
 from weft.data.chat_template import ChatTemplate, Messages
 from weft.data.json_lines import json_lines
 from weft.data.sources import DocumentSource, is_unicode
-from weft.data.tokenizer import Tokenizer
+from weft.data.tokenizer import Tokenizer, document_marks, texts_fingerprint
 from weft.data.tokens import is_held_out
 from weft.errors import DataError
 from weft.models.loss import IGNORE
@@ -51,18 +51,17 @@ class ChatRenderer:
 
     def tokens(self, row: Mapping[str, Any], place: str) -> tuple[list[int], list[bool]]:
         """Returns the tokens of a conversation, and which of them are targets. `place` names the line in errors."""
-        ids: list[int] = []
-        is_target: list[bool] = []
+        is_text = "messages" not in row and isinstance(row.get("completion"), str)  # no template begins or ends it
+        before, after = document_marks(self.tokenizer) if is_text else ((), ())
+        ids: list[int] = [*before]
+        is_target = [False] * len(ids)
         for text, counts in self._parts(row, place):
             if not is_unicode(text):
                 raise DataError(f"{place} holds half a surrogate pair, which is not Unicode text; correct it")
             part = self.tokenizer.encode(text).tolist()
             ids += part
             is_target += [counts] * len(part)
-        if "messages" not in row and isinstance(row.get("completion"), str):  # no template ends it
-            ids.append(self.tokenizer.end)
-            is_target.append(True)
-        return ids, is_target
+        return [*ids, *after], [*is_target, *[True] * len(after)]
 
     def _parts(self, row: Mapping[str, Any], place: str) -> Iterator[Part]:
         if "messages" in row:
@@ -212,7 +211,7 @@ def packed_chats(
     if source.kind != "jsonl":
         raise DataError(f"data.kind = 'chat' reads .jsonl files, and the source is {source.description}")
     template = "" if renderer.template is None else renderer.template.fingerprint
-    made_of = [source.fingerprint, renderer.tokenizer.fingerprint, template]
+    made_of = [source.fingerprint, texts_fingerprint(renderer.tokenizer), template]
     identity = json.dumps([packer.__name__, FORMAT_VERSION, *made_of, length, float(held_out)])
     cache = folder / hashlib.sha256(identity.encode()).hexdigest()[:32]
     if not cache.exists():

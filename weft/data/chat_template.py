@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weft.data.special_tokens import TOKENIZER_CONFIG, named_tokens, read_object
 from weft.errors import DataError
 
 if TYPE_CHECKING:
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-TEMPLATE_FILE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
-SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")  # variables of a template
+TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
@@ -76,9 +76,9 @@ def load_template(path: str | None, tokenizer: str, now: Callable[[], datetime] 
     """Returns the template in a file or, if `path` is None, the one beside a tokenizer; None if there is none."""
     folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
     config: dict[str, Any] = {}
-    if tokenizer != "bytes" and (folder / TOKENIZER_CONFIG).is_file():
-        config = _read_config(folder / TOKENIZER_CONFIG)
-    special = {key: _token(config[key]) for key in SPECIAL_TOKENS if key in config}
+    special: dict[str, str] = {}  # variables of the template
+    if tokenizer != "bytes":
+        config, special = read_object(folder / TOKENIZER_CONFIG), named_tokens(folder)
     own = Path(path) if path is not None else folder / TEMPLATE_FILE
     if path is not None or (tokenizer != "bytes" and own.is_file()):
         try:
@@ -90,22 +90,6 @@ def load_template(path: str | None, tokenizer: str, now: Callable[[], datetime] 
         named = (one for one in found if isinstance(one, dict))
         found = next((one.get("template") for one in named if one.get("name") == "default"), None)
     return ChatTemplate(found, special, str(folder / TOKENIZER_CONFIG), now) if isinstance(found, str) else None
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(table, dict):
-        raise DataError(f"{path} holds {type(table).__name__}, not a JSON object")
-    return table
-
-
-def _token(value: Any) -> str:
-    """A special token, which tokenizer_config.json states as a text or as a table with its `content`."""
-    content = value.get("content") if isinstance(value, dict) else value
-    return content if isinstance(content, str) else ""
 
 
 def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:

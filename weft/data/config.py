@@ -32,8 +32,9 @@ class ImageShape(NamedTuple):
 class DataConfig:
     """Text: a file, a folder or "stdlib", split into sequences of `sequence` tokens.
 
-    `end_token` ends a document; if it is not given, it is found in the tokenizer's file. Tokens of one document attend
-    to other documents of the same sequence (`documents` = "joined"), or they do not ("separate").
+    `end_token` ends a document; if it is not given, it is found in the tokenizer's files. With `add_special_tokens`, a
+    document is surrounded as the tokenizer's file says: a token that marks its beginning, for example. Tokens of one
+    document attend to other documents of the same sequence (`documents` = "joined"), or they do not ("separate").
     """
 
     source: str
@@ -41,6 +42,7 @@ class DataConfig:
     kind: Literal["text"] = "text"
     tokenizer: str = "bytes"
     end_token: str | None = None
+    add_special_tokens: bool = True
     text_field: str = "text"
     documents: Literal["joined", "separate"] = "joined"
     held_out: float = 0.05
@@ -155,17 +157,23 @@ def data_from_table(table: Mapping[str, Any]) -> Data:
 
 
 # Keys that say where the data is and how it is read. If they change the samples, they change the data's fingerprint.
-_PLACES = ("source", "cache", "tokenizer", "end_token", "text_field", "on_bad", "template")
+_PLACES = ("source", "cache", "tokenizer", "end_token", "add_special_tokens", "text_field", "on_bad", "template")
+
+
+def as_saved(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the table `[data]` of a saved run, with the values of keys that runs did not have when it was saved."""
+    is_text = issubclass(data_class(table), DataConfig)
+    return {**({"add_special_tokens": False} if is_text else {}), **table}
 
 
 def changed_keys(saved: Mapping[str, Any], data: Data) -> tuple[list[str], list[str]]:
     """The differences between a saved `[data]` table and the current one, as texts "data.key = then, now ...".
 
     Returns two lists: keys that determine the samples, and keys that may change if the samples do not. A key counts as
-    the former unless it is in `_PLACES`. A key that the saved table lacks had its default.
+    the former unless it is in `_PLACES`. A key that the saved table lacks had its default (`as_saved`).
     """
     table = {field.name: getattr(data, field.name) for field in fields(data)}
-    before = {field.name: field.default for field in fields(data) if field.default is not MISSING} | dict(saved)
+    before = {field.name: field.default for field in fields(data) if field.default is not MISSING} | as_saved(saved)
     changed = [key for key in {**table, **before} if table.get(key) != before.get(key)]
     words = {key: f"data.{key} = {_short(before.get(key))}, now {_short(table.get(key))}" for key in changed}
     return [words[key] for key in changed if key not in _PLACES], [words[key] for key in changed if key in _PLACES]

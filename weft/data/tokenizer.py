@@ -1,21 +1,24 @@
 """Tokenizers: bytes, which need no file, or a `tokenizer.json` of the tokenizers library.
 
-Weft trains no tokenizer. A `Tokenizer` has the number of ids, the id that ends a document, encode, decode, the bytes of
-tokens that are parts of characters, and a fingerprint, so that cached tokens are never used with another tokenizer.
+Weft trains no tokenizer. A `Tokenizer` has the number of ids, the id that ends a document, the ids that come before and
+after a text, encode, decode, the bytes of tokens that are parts of characters, and a fingerprint, so that cached tokens
+are never used with another tokenizer.
 """
 
 import hashlib
+import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.data.special_tokens import exported_end_token, named_tokens, stated_end_tokens
 from weft.errors import DataError
 
-# Tokens that end a document in well-known vocabularies, tried in this order, special tokens of the vocabulary first.
+# Tokens that end a document in well-known vocabularies, if no file beside the tokenizer names one. They are tried in
+# this order, special tokens of the vocabulary first.
 END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>", "[EOS]")
 MAX_NAMED = 20
 _PLAIN_BYTES = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # letters of their own in GPT-2's words
@@ -36,14 +39,32 @@ class Tokenizer(Protocol):
         """The id that ends a document."""
 
     @property
+    def end_token(self) -> str | None:
+        """What `data.end_token` of a run with this tokenizer is: the token that ends a document; None for bytes."""
+
+    @property
+    def before(self) -> tuple[int, ...]:
+        """The ids that the tokenizer's file puts before a text, as one that marks its beginning."""
+
+    @property
+    def after(self) -> tuple[int, ...]:
+        """The ids that the tokenizer's file puts after a text."""
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        """Are `before` and `after` put around texts if nothing else is asked for?"""
+
+    @property
     def fingerprint(self) -> str:
         """A text that differs between tokenizers that give different ids."""
 
     def encode(self, text: str) -> NDArray[np.integer[Any]]:
-        """The ids of a text, without ids that mark its beginning or end."""
+        """The ids of a text, without `before` and `after`."""
 
-    def decode(self, ids: NDArray[np.integer[Any]]) -> str:
-        """Returns the text of token ids. Invalid bytes become U+FFFD; the id that ends a document is left out."""
+    def decode(self, ids: NDArray[np.integer[Any]], skip_special_tokens: bool = True) -> str:
+        """Returns the text of token ids. Invalid bytes become U+FFFD. Special tokens, and the one that ends a document,
+        are left out unless `skip_special_tokens` is False.
+        """
 
     def token_bytes(self, token: int) -> bytes | None:
         """The bytes of a token whose text alone has U+FFFD, as that of a part of a character; None if not known."""
@@ -54,13 +75,17 @@ class ByteTokenizer:
 
     vocab_size = 257
     end = 256
+    end_token: str | None = None
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    adds_special_tokens = True
     fingerprint = "bytes, 256 ends a document"
 
     def encode(self, text: str) -> NDArray[np.integer[Any]]:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
-    def decode(self, ids: NDArray[np.integer[Any]]) -> str:
-        ids = np.asarray(ids)
+    def decode(self, ids: NDArray[np.integer[Any]], skip_special_tokens: bool = True) -> str:
+        ids = np.asarray(ids)  # the id that ends a document has no text
         # A model's vocabulary may be padded beyond 257. 0xFF is never valid UTF-8, so such ids become U+FFFD.
         data: bytes = np.minimum(ids[ids != self.end], 255).astype(np.uint8).tobytes()
         return data.decode("utf-8", errors="replace")
@@ -70,10 +95,13 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """The tokenizer of a `tokenizer.json`. Special tokens in a text are encoded as such, as in transformers."""
+    """The tokenizer of a `tokenizer.json`. Special tokens in a text are encoded as such, as in transformers: those of
+    the file, and those that the files beside it name.
+    """
 
-    def __init__(self, path: Path, end_token: str | None, stated: Sequence[int] = ()) -> None:
+    def __init__(self, path: Path, end_token: str | None, adds_special_tokens: bool = True) -> None:
         try:
+            from tokenizers import AddedToken
             from tokenizers import Tokenizer as Backend
         except ImportError:
             raise DataError(f"reading {path} needs tokenizers; run: pip install weft[data]") from None
@@ -88,36 +116,75 @@ class FileTokenizer:
         # A file may contain settings of its model that would truncate or pad documents.
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._named = named_tokens(path.parent)
+        new = [text for text in self._named.values() if self._is_ordinary(text)]
+        self._backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in new])
         self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
-        self.end = self._find_end(path, end_token, stated)
+        self.end = self._find_end(path, end_token)
+        self.end_token: str | None = self.token(self.end)
+        self.before, self.after = self._surroundings()
+        self.adds_special_tokens = adds_special_tokens
         self.definition: str = self._backend.to_str()  # as JSON
-        self.fingerprint = f"{hashlib.sha256(content).hexdigest()}, {self.end} ends a document"
+        also = f", {new} are special" if new else ""
+        self.fingerprint = f"{hashlib.sha256(content).hexdigest()}, {self.end} ends a document{also}"
 
-    def _find_end(self, path: Path, end_token: str | None, stated: Sequence[int]) -> int:
-        """The id of `end_token`, or of the first known end token, special tokens before others of the vocabulary; or
-        else the first that is `stated`.
+    def token(self, identity: int) -> str:
+        """Returns a token as the vocabulary has it."""
+        text: str | None = self._backend.id_to_token(identity)
+        assert text is not None, "an id of the vocabulary"
+        return text
+
+    def _is_ordinary(self, text: str) -> bool:
+        """Is this a word of the vocabulary that is not special in the file?"""
+        identity = self._backend.token_to_id(text)
+        known = self._backend.get_added_tokens_decoder()
+        return identity is not None and not (identity in known and known[identity].special)
+
+    def _find_end(self, path: Path, end_token: str | None) -> int:
+        """Returns the id of `end_token`; without one, that of the end token that the files beside the tokenizer name
+        first, or else that of the first known one, special tokens before others of the vocabulary.
         """
+        folder = path.parent
+        asked = exported_end_token(folder) if end_token is None else end_token
+        candidates = END_TOKENS if asked is None else (asked,)
+        if asked is None:
+            named: int | None = self._backend.token_to_id(self._named.get("eos_token", ""))
+            stated = [one for one in (named, *stated_end_tokens(folder)) if one is not None]
+            for identity in stated:
+                if 0 <= identity < self.vocab_size:
+                    return identity
         special = [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
-        candidates = END_TOKENS if end_token is None else (end_token,)
         for token in sorted(candidates, key=lambda token: token not in special):
-            identity: int | None = self._backend.token_to_id(token)
-            if identity is not None:
-                return identity
-        for identity in stated if end_token is None else ():
-            if 0 <= identity < self.vocab_size:
-                return identity
-        found = ", ".join(special[:MAX_NAMED]) or "those of its vocabulary"
+            found: int | None = self._backend.token_to_id(token)
+            if found is not None:
+                return found
+        others = ", ".join(special[:MAX_NAMED]) or "those of its vocabulary"
         raise DataError(
-            f"{path} has no token {' or '.join(candidates)} to end a document; set data.end_token to one of {found}"
+            f"{path} has no token {' or '.join(candidates)} to end a document; set data.end_token to one of {others}"
         )
+
+    def _surroundings(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the ids that the file puts before and after any text."""
+        whole = self._backend.encode("a", add_special_tokens=True)
+        own = [place for place, is_added in enumerate(whole.special_tokens_mask) if not is_added]
+        if not own:
+            return tuple(whole.ids), ()
+        return tuple(whole.ids[: own[0]]), tuple(whole.ids[own[-1] + 1 :])
 
     def encode(self, text: str) -> NDArray[np.integer[Any]]:
         return np.array(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
 
-    def decode(self, ids: NDArray[np.integer[Any]]) -> str:
+    def decode(self, ids: NDArray[np.integer[Any]], skip_special_tokens: bool = True) -> str:
         ids = np.asarray(ids)
-        text: str = self._backend.decode(ids[ids != self.end].tolist(), skip_special_tokens=False)
+        kept = ids[ids != self.end] if skip_special_tokens else ids
+        text: str = self._backend.decode(kept.tolist(), skip_special_tokens=skip_special_tokens)
         return text
+
+    def without_special_tokens(self) -> str:
+        """Returns a tokenizer.json that surrounds texts with nothing."""
+        table = json.loads(self.definition)
+        table["post_processor"] = None
+        return json.dumps(table, ensure_ascii=False)
 
     def token_bytes(self, token: int) -> bytes | None:
         word: str | None = self._backend.id_to_token(token)
@@ -125,7 +192,7 @@ class FileTokenizer:
             return None
         if re.fullmatch("<0x[0-9A-F]{2}>", word):  # of tokenizers with bytes beside words, as Llama 2's
             return bytes.fromhex(word[3:5])
-        text = self.decode(np.array([token]))
+        text = self.decode(np.array([token]), skip_special_tokens=False)
         for found in (_of_byte_letters(word), word.encode()):
             if found is not None and found.decode(errors="replace") == text:
                 return found
@@ -137,8 +204,10 @@ def _of_byte_letters(word: str) -> bytes | None:
     return bytes(_BYTES_BY_LETTER[letter] for letter in word) if _BYTES_BY_LETTER.keys() >= set(word) else None
 
 
-def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text that somebody gave. Raises DataError for one that has no encoding."""
+def encode_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool | None = None) -> list[int]:
+    """The ids of a text that somebody gave, between `before` and `after` if that is asked for or, without
+    `add_special_tokens`, if the tokenizer does so. Raises DataError for a text that has no encoding.
+    """
     try:
         text.encode()  # the tokenizers library would say TypeError
     except UnicodeEncodeError:
@@ -146,12 +215,36 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
             "a text has half of a surrogate pair (\\ud800 to \\udfff), which is no character; give whole ones, in UTF-8"
         ) from None
     ids: list[int] = tokenizer.encode(text).tolist()
-    return ids
+    adds = tokenizer.adds_special_tokens if add_special_tokens is None else add_special_tokens
+    return [*tokenizer.before, *ids, *tokenizer.after] if adds else ids
 
 
-def load_tokenizer(spec: str | Path, *, end_token: str | None = None, stated: Sequence[int] = ()) -> Tokenizer:
-    """Load a tokenizer: "bytes", a `tokenizer.json`, or a model folder that contains one. Of the `stated` ids the first
-    ends a document if the file has no known end token.
+def document_marks(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the ids before and after each document to learn from. The last one is that which ends a document."""
+    before, after = (tokenizer.before, tokenizer.after) if tokenizer.adds_special_tokens else ((), ())
+    return before, after if after[-1:] == (tokenizer.end,) else (*after, tokenizer.end)
+
+
+def texts_fingerprint(tokenizer: Tokenizer) -> str:
+    """Returns a text that differs if documents to learn from get different ids."""
+    before, after = document_marks(tokenizer)
+    is_plain = not before and after == (tokenizer.end,)
+    return tokenizer.fingerprint if is_plain else f"{tokenizer.fingerprint}, {before} and {after} surround texts"
+
+
+def marks_in_words(tokenizer: Tokenizer) -> str:
+    """Returns which tokens of a tokenizer's file surround each document to learn from; "" for bytes."""
+    if not isinstance(tokenizer, FileTokenizer):
+        return ""
+    before, after = ("".join(map(tokenizer.token, ids)) for ids in document_marks(tokenizer))
+    return f"each text is between {before} and {after}" if before else f"each text ends with {after}"
+
+
+def load_tokenizer(
+    spec: str | Path, *, end_token: str | None = None, adds_special_tokens: bool = True
+) -> ByteTokenizer | FileTokenizer:
+    """Load a tokenizer: "bytes", a `tokenizer.json`, or a model folder that contains one. `adds_special_tokens`: are
+    texts surrounded as the file says?
     """
     if spec == "bytes":
         if end_token is not None:
@@ -160,4 +253,4 @@ def load_tokenizer(spec: str | Path, *, end_token: str | None = None, stated: Se
             )
         return ByteTokenizer()
     path = Path(spec)
-    return FileTokenizer(path / "tokenizer.json" if path.is_dir() else path, end_token, stated)
+    return FileTokenizer(path / "tokenizer.json" if path.is_dir() else path, end_token, adds_special_tokens)

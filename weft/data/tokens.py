@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from weft.data.cache import build_folder, flush_to_disk, lock
 from weft.data.sources import DocumentSource
-from weft.data.tokenizer import Tokenizer
+from weft.data.tokenizer import Tokenizer, document_marks, texts_fingerprint
 from weft.errors import DataError
 
 FORMAT_VERSION = 2
@@ -44,7 +44,7 @@ logger = logging.getLogger("weft")
 class Tokens:
     """The token ids of a corpus, split into training and held-out tokens."""
 
-    train: TokenArray  # [num_tokens], memory-mapped, each document followed by the end id
+    train: TokenArray  # [num_tokens], memory-mapped, each document between its marks (`document_marks`)
     held_out: TokenArray
     fingerprint: str  # a hash of the tokens: equal on machines that train on the same tokens
 
@@ -58,7 +58,7 @@ def token_cache(
     """
     if not 0 <= held_out < 1:
         raise DataError(f"held_out = {held_out} is not a fraction; use 0 for none, or for example 0.01")
-    identity = [source.fingerprint, tokenizer.fingerprint, float(held_out), FORMAT_VERSION]
+    identity = [source.fingerprint, texts_fingerprint(tokenizer), float(held_out), FORMAT_VERSION]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
     cache = folder / key
     if cache.exists():
@@ -128,17 +128,22 @@ def _write_tokens(
     """Tokenize each document and write it to the training or the held-out file."""
     total_bytes = source.total_bytes
     reported_bytes = number = 0
+    before, after = map(np.array, document_marks(tokenizer))
+    begins = True
     progress(0, total_bytes)
     for piece in source.pieces():
         side = held if is_held_out(number, held_out) else train
+        if begins:
+            side.append(before)
         ids = tokenizer.encode(piece.text)
         assert ids.size == 0 or int(ids.max()) < tokenizer.vocab_size, "the tokenizer gave an id beyond its vocab_size"
         side.append(ids)
         if piece.ends_document:
-            side.append(np.array([tokenizer.end]))
+            side.append(after)
             number += 1
         else:
             side.cuts.append(side.num_tokens)
+        begins = piece.ends_document
         if piece.done_bytes - reported_bytes >= PROGRESS_BYTES:
             reported_bytes = piece.done_bytes
             progress(reported_bytes, total_bytes)

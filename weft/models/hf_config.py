@@ -263,13 +263,6 @@ def generation_config(folder: Path | None, end_tokens: Sequence[int], end_token:
     return json.dumps({**table, END_TOKENS: list(end_tokens), **own}, indent=2, sort_keys=True) + "\n"
 
 
-def exported_end_token(folder: Path) -> str | None:
-    """Returns data.end_token of the run that was exported to a folder; None if the run, or the folder, states none."""
-    path = folder / GENERATION_FILE
-    found = read_json(path, "a JSON object").get(DOCUMENT_END) if path.is_file() else None
-    return found if isinstance(found, str) else None
-
-
 def read_json(path: Path, wanted: str = "a folder with config.json and safetensors files") -> dict[str, Any]:
     """Returns a JSON object. Raises CheckpointError if there is none; `wanted` is what to give instead."""
     try:

@@ -20,13 +20,12 @@ from weft.data.tokenizer import Tokenizer, encode_text, load_tokenizer
 from weft.errors import ConfigError
 from weft.models import LanguageConfig, RecurrentConfig, read_config
 from weft.models.hf import FolderWeights
-from weft.models.hf_config import exported_end_token
 from weft.models.hf_quantisation import Quantisation
 from weft.saved_run import (
+    load_saved_tokenizer,
     open_checkpoint,
     saved_data,
     saved_model,
-    saved_tokenizer,
     saved_values,
     with_intact_checkpoint,
 )
@@ -39,7 +38,6 @@ from weft.serve.model.streamed_model import Streaming, stream_model
 from weft.serve.parallel.rank_part import PartValues, RankPlace, build_part, build_whole, refuse_model
 from weft.serve.scheduling.request import Request, RequestError, Sampling
 from weft.serve.scheduling.speculation import EarlyLayers
-from weft.serve.served_model import stated_end_tokens
 from weft.serve.weights.folder_codes import Packed, Quantised, codes_of_folder, make_room_for_codes
 from weft.serve.weights.packed_linear import make_room
 from weft.serve.weights.usable_weights import finite
@@ -155,9 +153,7 @@ def _folder_tokenizer(path: Path, tokenizer: str | None) -> Tokenizer:
     spec = tokenizer or str(path / "tokenizer.json")
     if not tokenizer and not Path(spec).is_file():
         raise ConfigError(f"{path} has no tokenizer.json; pass --tokenizer bytes or a tokenizer.json")
-    if tokenizer:
-        return load_tokenizer(tokenizer)
-    return load_tokenizer(spec, end_token=exported_end_token(path), stated=stated_end_tokens(path))
+    return load_tokenizer(spec)
 
 
 def model_config(path: Path) -> LanguageConfig:
@@ -179,8 +175,7 @@ def _load_checkpoint(
 ) -> tuple[nn.Module, Tokenizer, int]:
     saved, data = saved_model(checkpoint), saved_data(checkpoint)
     dtype = checkpoint.entries("parameter")[0].dtype
-    end_token = data.end_token if tokenizer is None else None  # another tokenizer has its own end token
-    own = load_tokenizer(tokenizer or saved_tokenizer(checkpoint), end_token=end_token)
+    own = load_saved_tokenizer(checkpoint) if tokenizer is None else load_tokenizer(tokenizer)
     rows = None if wanted.texts is None else wanted.texts(own, data.sequence, saved.vocab_size)
     read = finite(saved_values(checkpoint), checkpoint.path)
     return _load(saved, dtype, read, wanted, rows), own, data.sequence

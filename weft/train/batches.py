@@ -22,6 +22,7 @@ from weft.data.images import ImageRegion, Images, open_folder, read_labels
 from weft.data.order import batch_indices, coin, epochs_of, local_indices
 from weft.data.slides import slide_folder
 from weft.data.sources import documents
+from weft.data.tokenizer import marks_in_words
 from weft.data.tokens import Sequences, token_cache
 from weft.errors import DataError
 from weft.inspection.parameter_cut import share
@@ -145,16 +146,23 @@ def _prepare_chats(run: Run, data: ChatConfig, progress: Progress | None) -> Tra
     packer = PairPacker if isinstance(data, PreferenceConfig) else Packer
     found = packed_chats(source, renderer, packer, data.sequence, data.held_out, Path(data.cache), progress)
     held_out = found.held_out if len(found.held_out) else None
-    return TrainingData(found.train, held_out, found.fingerprint, f"{source.description}; {found.note}")
+    about = _joined(source.description, found.note, marks_in_words(renderer.tokenizer))
+    return TrainingData(found.train, held_out, found.fingerprint, about)
 
 
 def _prepare_text(run: Run, data: DataConfig, progress: Progress | None) -> TrainingData:
     source = documents(data.source, text_field=data.text_field)
-    tokens = token_cache(source, run.tokenizer, data.held_out, Path(data.cache), progress)
+    tokenizer = run.tokenizer
+    tokens = token_cache(source, tokenizer, data.held_out, Path(data.cache), progress)
     train, held_out = Sequences(tokens.train, data.sequence), None
     if data.held_out > 0:
         held_out = Sequences(tokens.held_out, data.sequence, name="held-out data")
-    return TrainingData(train, held_out, tokens.fingerprint, source.description)
+    about = _joined(source.description, marks_in_words(tokenizer))
+    return TrainingData(train, held_out, tokens.fingerprint, about)
+
+
+def _joined(*texts: str) -> str:
+    return "; ".join(text for text in texts if text)
 
 
 def _prepare_images(run: Run, progress: Progress | None) -> TrainingData:
