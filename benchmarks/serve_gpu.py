@@ -195,7 +195,8 @@ def many_lengths(is_tiny: bool) -> dict[str, list[tuple[int, int]]]:
 
 def warm_engine(model: Decoder, options: dict[str, Any]) -> Engine:
     engine = Engine(model, EngineOptions(**options))
-    engine.warm_up()
+    for capture in engine.captures():
+        capture()
     for sampling in (Sampling(temperature=0), Sampling(temperature=1.0, seed=1)):  # kernels are compiled now
         serve(engine, [(64, 8)] * 4, sampling)
     return engine

@@ -117,7 +117,8 @@ def profile_steps(model: nn.Module, options: dict[str, Any], waits: Waits, devic
 def steps_by_kind(model: nn.Module, options: dict[str, Any], waits: Waits, is_tiny: bool) -> None:
     """A whole run: how long steps took, by how many decodes they had and whether prompts came with them."""
     engine = new_engine(model, options)
-    engine.warm_up()
+    for capture in engine.captures():
+        capture()
     for index, (num_in, num_out) in enumerate(many_lengths(is_tiny)["sharegpt"]):
         add(engine, str(index), num_in, num_out)
     kinds: dict[tuple[bool, int], list[tuple[float, float, int, int]]] = defaultdict(list)

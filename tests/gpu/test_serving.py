@@ -47,6 +47,16 @@ def test_an_engine_on_the_gpu_answers_as_on_a_cpu(options: dict[str, str], fork_
     assert len({tuple(tokens) for tokens in here.values()}) == len(here)  # requests differ in their answers
 
 
+@pytest.mark.parametrize("way", ["plain", "int4", "fp8", "cache int4", "ngram"])
+def test_after_the_warm_up_nothing_is_compiled(way: str, fork_server: ForkServer) -> None:
+    assert not fork_server.call("compiled_while_serving", way=way, warms_up=True)
+
+
+def test_without_a_warm_up_requests_wait_for_the_compiler(fork_server: ForkServer) -> None:
+    """The control. Kernels on disk count, too: a process loads them."""
+    assert fork_server.call("compiled_while_serving", way="plain", warms_up=False)
+
+
 @pytest.mark.parametrize("cache", [None, "int4"])
 def test_a_text_is_embedded_as_on_a_cpu(cache: str | None, fork_server: ForkServer) -> None:
     here, there = (fork_server.call("embedded", device=device, cache=cache) for device in ("cuda", "cpu"))

@@ -300,6 +300,42 @@ def _lost_logits(architecture: str, weights: str | None = None) -> dict[str, flo
     }
 
 
+def _compiled_while_serving(way: str, warms_up: bool) -> list[str]:
+    """The kernels that Triton compiles while an engine in bf16 answers requests of many lengths, alone and together."""
+    import random
+
+    from serving_for_tests import GREEDY
+    from triton import knobs
+
+    from weft.serve.cache_formats import block_size_of, cache_format
+    from weft.serve.engine import Engine, EngineOptions
+    from weft.serve.scheduling.request import Request
+    from weft.serve.warm_up import WAYS, warm_up
+    from weft.serve.weights.packed_linear import pack_model
+    from weft.serve.weights.weight_formats import FORMATS
+
+    model, rng, found = _small_model("llama"), random.Random(1), list[str]()
+    if way in FORMATS:
+        pack_model(model, FORMATS[way])
+    kept = cache_format(way.removeprefix("cache ") if way.startswith("cache ") else None)
+    given = {"num_blocks": 2000, "context_length": 512, "token_budget": 256, "max_running": 48}
+    drafts = "ngram" if way == "ngram" else None
+    options = EngineOptions(cache=kept, block_size=block_size_of(kept), device="cuda", speculate=drafts, **given)  # type: ignore[arg-type]
+    engine = Engine(model.to("cuda", torch.bfloat16), options)
+    if warms_up:
+        warm_up(engine, options)
+    knobs.runtime.jit_post_compile_hook = lambda *, fn, already_compiled, **_: found.append(fn.name)
+    for number in (*[1] * 12, 40, 48, 48, 3, 7):
+        for index in range(number):
+            tokens = tuple(rng.choices(range(512), k=rng.randrange(8, 482)))
+            sampling = rng.choice([GREEDY, *WAYS])
+            engine.add(Request(f"{number} {index}", tokens, rng.randrange(1, 12), sampling))
+        while engine.has_work():
+            engine.step()
+    torch.cuda.synchronize()
+    return found
+
+
 def _peaks(name: str, late: str = "") -> tuple[list[int], list[int]]:
     """Measured and predicted memory of each rank of a pipeline (`freeing_for_tests.py`)."""
     from freeing_for_tests import LARGE, peaks
@@ -315,6 +351,7 @@ JOBS = {
     "embedded": _embedded,
     "lost_logits": _lost_logits,
     "peaks": _peaks,
+    "compiled_while_serving": _compiled_while_serving,
 }
 
 

@@ -172,7 +172,8 @@ def test_decodes_by_graphs_are_padded_to_the_next_size_and_change_nothing() -> N
             with pytest.warns(UserWarning, match="cannot be captured .* going on without CUDA graphs"):
                 results = tokens_of(serve_all(engine, requests))
         else:
-            engine.warm_up()
+            for capture in engine.captures():
+                capture()
             results = tokens_of(serve_all(engine, requests))
         assert results == {one.name: likeliest(model, one.tokens, one.max_tokens) for one in requests}
     assert recorder.num_rows == [6, 4, 2, 1]
@@ -207,7 +208,8 @@ def test_steps_with_prompts_by_graphs_are_padded_to_the_next_size_and_change_not
             with pytest.warns(UserWarning, match="steps of .* tokens cannot be captured .* without CUDA graphs"):
                 results = tokens_of(serve_all(engine, requests, every=2))
         else:
-            engine.warm_up()
+            for capture in engine.captures():
+                capture()
             results = tokens_of(serve_all(engine, requests, every=2))
         assert results == {one.name: likeliest(model, one.tokens, one.max_tokens) for one in requests}
         assert min(sizes) < 16 < max(sizes) <= 20

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weft.commands.device_option import DeviceOption, chosen_device
+from weft.commands.progress_bar import progress_on_stderr
 from weft.errors import ConfigError
 from weft.schema import build_dataclass, parse_override
 from weft.serve.http.addresses import is_loopback
@@ -140,6 +141,9 @@ DrainOption = Annotated[float, typer.Option(help="seconds to finish requests aft
 ShareOption = Annotated[
     bool, typer.Option("--share-gpus", help="ranks share GPUs if there are more ranks; for tests only, as it is slow")
 ]
+WarmUpOption = Annotated[
+    bool, typer.Option(help="compile, capture and tune before the first request, and not while it waits")
+]
 
 
 def serve_command(
@@ -171,6 +175,7 @@ def serve_command(
     sums: SumsOption = "library",
     calibration: CalibrationOption = None,
     share_gpus: ShareOption = False,
+    warm_up: WarmUpOption = True,
     body_bytes: Annotated[int, typer.Option(help="maximum bytes of a request; larger ones get 413", min=1)] = 4 << 20,
     request_seconds: SecondsOption = 600.0,
     drain_seconds: DrainOption = 30.0,
@@ -191,6 +196,7 @@ def serve_command(
     ways: dict[str, Any] = {"precision": precision, "weights": weights, "calibration": _text(calibration)}
     ways |= {"cache": cache, "swap_blocks": swap_blocks, "head": head, "speculate": speculate, "sums": sums}
     ways |= {"stream_weights": stream_weights, "resident_blocks": resident_blocks, "share_gpus": share_gpus}
+    ways |= {"warms_up": warm_up}
     limits = ServerLimits(body_bytes=body_bytes, request_seconds=request_seconds, drain_seconds=drain_seconds)
     options = ServeOptions(**where, **served, **sizes, **ways, limits=limits)
     _serve(source, options, serving_plan(overrides or []), partial(_announce, as_json=as_json))
@@ -216,9 +222,9 @@ def _serve(source: Path, options: ServeOptions, plan: Plan, ready: Ready) -> Non
 
     rank_info = detect(os.environ)
     if rank_info is not None:
-        run_rank(source, options, plan, rank_info, None, ready, say)
+        run_rank(source, options, plan, rank_info, None, ready, say, progress_on_stderr)
     elif plan.num_ranks == 1:
-        run_server(source, options, ready, say)
+        run_server(source, options, ready, say, progress_on_stderr)
     else:
         _serve_on_ranks(source, options, plan, ready)
 
@@ -267,7 +273,7 @@ def _serve_on_ranks(source: Path, options: ServeOptions, plan: Plan, ready: Read
     refuse_options(source, options, plan)
     refuse_plan(model_config(source), plan)
     sock = listen(options.host, options.port)  # before the fork server, so that ranks inherit it
-    with ForkServer(partial(serve_as_rank, ready=ready, say=say)) as fork_server:
+    with ForkServer(partial(serve_as_rank, ready=ready, say=say, bar=progress_on_stderr)) as fork_server:
         status = start_server(fork_server, sock, source, options, plan)
     if status:
         raise SystemExit(status)
@@ -282,7 +288,9 @@ def _refuse_address(host: str, keys: list[str]) -> None:
 
 
 def _announce(about: dict[str, Any], as_json: bool) -> None:
-    words = f"serving {about['model']} ({about['weights']}) on {about['url']}; stop with Ctrl-C"
+    seconds = about["warm_up_seconds"]
+    warm = "not warmed up" if seconds is None else f"warmed up in {seconds:.1f} s"
+    words = f"serving {about['model']} ({about['weights']}) on {about['url']}, {warm}; stop with Ctrl-C"
     print(json.dumps(about) if as_json else words, flush=True)
 
 

@@ -189,12 +189,17 @@ class Engine:
             self._scheduler.end(active)
         self._early = [one for one in self._early if one.request != name]
 
-    @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Capture the CUDA graphs of all batch sizes now rather than when they are first needed."""
-        for graphs in (self._graphs, self._mixed_graphs):
-            if graphs is not None:
-                graphs.warm_up()
+    def captures(self) -> list[Callable[[], None]]:
+        """Functions that capture the CUDA graphs of all sizes now rather than when they are first needed."""
+        return [one for graphs in (self._graphs, self._mixed_graphs) if graphs is not None for one in graphs.captures()]
+
+    def reset(self) -> None:
+        """Forget what was computed, and counts of it. There must be no requests."""
+        self._forget_cache()
+        self._scheduler.num_preempted = self._scheduler.num_swapped = self._scheduler.num_prefix_tokens = 0
+        self._num_generated = 0
+        if self._speculation is not None:
+            self._speculation.reset()
 
     def has_work(self) -> bool:
         return bool(self._all or self._early or self._begun)

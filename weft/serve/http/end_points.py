@@ -52,10 +52,18 @@ PAGE_POLICY = (
 class Api:
     """The end points. `fingerprint` names the weights in use; `--follow` changes it."""
 
-    def __init__(self, model: ServedModel, worker: EngineWorker, limits: ServerLimits, fingerprint: str = "") -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        worker: EngineWorker,
+        limits: ServerLimits,
+        fingerprint: str = "",
+        warm_up_seconds: float | None = None,
+    ) -> None:
         self._model, self._worker, self._limits = model, worker, limits
         self.fingerprint = fingerprint
-        self.metrics = ServerMetrics()
+        self._warm_up_seconds = warm_up_seconds
+        self.metrics = ServerMetrics(warm_up_seconds)
         self._created = int(time.time())
         self._words = TokenWords(model.tokenizer)
         self._page = resources.files("weft.serve.http").joinpath(PAGE).read_text(encoding="utf-8")
@@ -84,6 +92,7 @@ class Api:
         body = {
             "status": "ok" if refusal is None else str(refusal),
             "weights": self.fingerprint,
+            "warm_up_seconds": self._warm_up_seconds,
             "num_running": state.num_running,
             "num_waiting": state.num_waiting,
             "num_generated": state.num_generated,

@@ -28,6 +28,7 @@ from weft.launch.environment import detect
 from weft.launch.fork_server import ForkServer
 from weft.plan import Plan
 from weft.schema import build_dataclass, to_table
+from weft.serve.calibration.bars import Bar, no_bar
 from weft.serve.http.answers import error_body
 from weft.serve.http.guard import ServerLimits
 from weft.serve.http.run_server import Ready, Say, ServeOptions, run_rank
@@ -73,7 +74,7 @@ def start_server(fork_server: ForkServer, sock: socket.socket, source: Path, opt
             )
 
 
-def serve_as_rank(arguments: list[str], ready: Ready, say: Say) -> None:
+def serve_as_rank(arguments: list[str], ready: Ready, say: Say, bar: Bar = no_bar) -> None:
     """Run a rank of `start_server`."""
     order = json.loads(arguments[0])
     rank_info = detect(os.environ)
@@ -90,7 +91,8 @@ def serve_as_rank(arguments: list[str], ready: Ready, say: Say) -> None:
         ready(about)
 
     plan = build_dataclass(Plan, order["plan"], "plan")
-    run_rank(Path(order["source"]), options, plan, rank_info, sock, say_ready, say, ServedRecord(Path(order["served"])))
+    record = ServedRecord(Path(order["served"]))
+    run_rank(Path(order["source"]), options, plan, rank_info, sock, say_ready, say, bar, record)
 
 
 class UnreadyAnswers:

@@ -36,7 +36,8 @@ class Histogram:
 class ServerMetrics:
     """What the server measures: answers by end point and status, tokens of prompts, and times."""
 
-    def __init__(self) -> None:
+    def __init__(self, warm_up_seconds: float | None = None) -> None:
+        self._warm_up_seconds = warm_up_seconds or 0.0
         self.responses: Counter[tuple[str, int]] = Counter()
         self.num_prompt_tokens = 0
         self.first_token = Histogram()
@@ -63,6 +64,7 @@ class ServerMetrics:
             ("generated_tokens_total", "counter", state.num_generated, "Tokens generated."),
             ("draft_tokens_total", "counter", state.num_drafted, "Tokens drafted by speculative decoding."),
             ("accepted_draft_tokens_total", "counter", state.num_accepted, "Drafted tokens that the model accepted."),
+            ("warm_up_seconds", "gauge", self._warm_up_seconds, "Seconds of the warm-up before the first request."),
             ("prompt_tokens_total", "counter", self.num_prompt_tokens, "Tokens of prompts."),
         ):
             yield from _head(f"weft_{name}", kind, about)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -24,6 +25,7 @@ from weft.plan import Plan
 from weft.saved_run import first_usable
 from weft.serve.cache.split_formats import split_format
 from weft.serve.cache_formats import block_size_of, cache_format, refuse_shared_axes, why_slow
+from weft.serve.calibration.bars import Bar, no_bar
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.follow import follow, require_run
 from weft.serve.follow_steps import follow_steps
@@ -41,6 +43,7 @@ from weft.serve.model.ranks import ServingRanks, sums_of
 from weft.serve.model.streamed_model import Streaming
 from weft.serve.parallel.rank_part import refuse_plan
 from weft.serve.replicas import ReplicaFront, serve_replica
+from weft.serve.warm_up import warm_up
 from weft.serve.weights.packed_linear import what_cpus_do
 from weft.serve.weights.streamed_weights import refuse_resident
 from weft.serve.weights.usable_weights import ServedRecord, paths_to_try
@@ -85,6 +88,7 @@ class ServeOptions:
     stream_weights: int = 0  # blocks whose weights are copied ahead from host memory; 0: none
     resident_blocks: int = 0  # of each rank's blocks, that stay on the device while others are streamed
     share_gpus: bool = False  # ranks share GPUs if there are more ranks
+    warms_up: bool = True  # compile, capture and tune before the first request
 
     @property
     def packing(self) -> Packing:
@@ -166,8 +170,10 @@ def _refuse_for_recurrent(source: Path, options: ServeOptions, plan: Plan) -> No
         refuse_for_recurrent(found)
 
 
-def run_server(source: Path, options: ServeOptions, ready: Ready, say: Say) -> None:
-    """Serve a model until SIGTERM or Ctrl-C. `ready` is told what is served and where, `say` what happens."""
+def run_server(source: Path, options: ServeOptions, ready: Ready, say: Say, bar: Bar = no_bar) -> None:
+    """Serve a model until SIGTERM or Ctrl-C. `ready` is told what is served and where, `say` what happens; `bar` shows
+    progress.
+    """
     refuse_options(source, options, Plan())
     sock = listen(options.host, options.port)  # before the model is loaded: a port in use is known at once
     streaming = Streaming.of(options.stream_weights, options.resident_blocks, None)
@@ -180,7 +186,8 @@ def run_server(source: Path, options: ServeOptions, ready: Ready, say: Say) -> N
     if on_cpu and streaming is None and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(fastest_threads(torch.get_num_threads()))
     _say_what_is_slow(loaded.model, options, Plan(), say)
-    engine = Engine(loaded.model, options.engine(loaded, options.max_waiting, options.device))
+    of_engine = options.engine(loaded, options.max_waiting, options.device)
+    engine = Engine(loaded.model, of_engine)
 
     def load(checkpoint: Path) -> nn.Module:
         # On the host: a GPU may have no room for two.
@@ -189,7 +196,8 @@ def run_server(source: Path, options: ServeOptions, ready: Ready, say: Say) -> N
             merge_adapter(model, Path(options.merged_adapter))
         return model
 
-    _serve_engine(engine, loaded, sock, source, options, 1, load, ready, say, ServedRecord())
+    warm = partial(_warm_up, engine, of_engine, options, bar)
+    _serve_engine(engine, loaded, sock, source, options, 1, load, warm, ready, say, ServedRecord())
 
 
 def run_rank(
@@ -200,6 +208,7 @@ def run_rank(
     sock: socket.socket | None,
     ready: Ready,
     say: Say,
+    bar: Bar = no_bar,
     record: ServedRecord = ServedRecord(),  # noqa: B008 (it records nothing)
 ) -> None:
     """Serve a model as one of the plan's ranks. Rank 0 listens, on `sock` if it is given. `record` has the weights that
@@ -239,12 +248,15 @@ def run_rank(
         follow_steps(ModelPart(loaded.model, of_engine, ranks, load))
     else:
         engine = Engine(loaded.model, of_engine, ranks, load)
+        warm = partial(_warm_up, engine, of_engine, options, bar if rank_info.rank == 0 else no_bar)
         if replicas.index > 0:
+            warm()
             serve_replica(engine, replicas)
         else:
             assert sock is not None
             front = ReplicaFront(engine, replicas, max_held) if plan.data > 1 else engine
-            _serve_engine(front, loaded, sock, source, options, plan.data, lambda path: path, ready, say, record)
+            take = Path  # each rank reads the checkpoint itself
+            _serve_engine(front, loaded, sock, source, options, plan.data, take, warm, ready, say, record)
     shutdown()
 
 
@@ -258,6 +270,11 @@ def _say_what_is_slow(model: nn.Module, options: ServeOptions, plan: Plan, say: 
         say(reason)
 
 
+def _warm_up(engine: Engine, of_engine: EngineOptions, options: ServeOptions, bar: Bar) -> float | None:
+    """Warm an engine up, and return the seconds that it took; None if it is not to be."""
+    return warm_up(engine, of_engine, bar) if options.warms_up else None
+
+
 def _serve_engine(
     engine: Engine | ReplicaFront,
     loaded: LoadedModel,
@@ -266,11 +283,12 @@ def _serve_engine(
     options: ServeOptions,
     num_replicas: int,
     load: Callable[[Path], nn.Module | Path],
+    warm: Callable[[], float | None],
     ready: Ready,
     say: Say,
     record: ServedRecord,
 ) -> None:
-    """Serve an engine on a socket until the process is told to stop."""
+    """Serve an engine on a socket until the process is told to stop. `warm` returns the seconds of its warm-up."""
     name = options.name or source.resolve().name
     longest = min(engine.context_length, engine.num_slots)
     if longest < engine.context_length:
@@ -280,7 +298,9 @@ def _serve_engine(
         )
     served = loaded.served(name, options.template, longest, engine.vocab_size, options.adapters)
     worker = EngineWorker(engine, num_replicas * (options.max_running + options.max_waiting))
-    api = Api(served, worker, options.limits, loaded.weights)
+    seconds = {"warm_up_seconds": warm()}
+    engine.idle()  # other replicas answer when they are warm
+    api = Api(served, worker, options.limits, loaded.weights, **seconds)
 
     async def take(weights: nn.Module | Path, name: str) -> None:
         await worker.replace_weights(weights)
@@ -289,7 +309,7 @@ def _serve_engine(
 
     watch = follow(source, loaded.weights, load, take, say) if options.follows else None
     url = f"http://{url_name(options.host)}:{sock.getsockname()[1]}"
-    about = {"url": url, "model": name, "weights": loaded.weights, "device": options.device}
+    about = {"url": url, "model": name, "weights": loaded.weights, "device": options.device, **seconds}
     app = build_app(api, options.api_keys, options.host)
     record.write(loaded.weights)
     HttpServer(app, worker, options.limits, lambda: ready(about), watch).run([sock])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -98,13 +99,16 @@ class DecodeGraphs:
         logits = self._replayed(num_rows)
         return logits[: len(chunks)], flat[2, : len(chunks)]
 
-    def warm_up(self) -> None:
-        """Capture all graphs now. Padding alone is computed."""
-        for size in reversed(self.sizes):
-            self._flat.zero_()[1].fill_(-1)
-            self._flat[3].fill_(self._layout.num_blocks * self._layout.block_size)
-            self._tables.zero_()[:, : TABLE + 1].copy_(torch.tensor(padding_table(self._layout)))
-            self._replayed(size)
+    def captures(self) -> list[Callable[[], None]]:
+        """Functions that capture one graph each, the largest first. Padding alone is computed."""
+        return [partial(self._capture, size) for size in reversed(self.sizes)]
+
+    @torch.inference_mode()
+    def _capture(self, size: int) -> None:
+        self._flat.zero_()[1].fill_(-1)
+        self._flat[3].fill_(self._layout.num_blocks * self._layout.block_size)
+        self._tables.zero_()[:, : TABLE + 1].copy_(torch.tensor(padding_table(self._layout)))
+        self._replayed(size)
 
     def _replayed(self, num_rows: int) -> Tensor:
         return self._steps.result(num_rows, lambda: self._logits(num_rows))

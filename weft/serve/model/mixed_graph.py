@@ -8,7 +8,8 @@ which keep the device busy for longer than the host, are not recorded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -62,12 +63,14 @@ class MixedGraphs:
         ends = inputs.sampled_tokens(self._layout.device)
         return self._paged.logits(residual[ends]), self._flat[2, ends]
 
-    def warm_up(self) -> None:
-        """Capture all graphs now. Padding alone is computed."""
-        nothing = StepInputs(self._flat[:, :0].cpu(), self._tables[:0].cpu(), [], 0, [])
-        for size in reversed(self.sizes):
-            self._take(nothing, size)
-            self._steps.result(size, lambda size=size: self._residual(size))  # type: ignore[misc]
+    def captures(self) -> list[Callable[[], None]]:
+        """Functions that capture one graph each, the largest first. Padding alone is computed."""
+        return [partial(self._capture, size) for size in reversed(self.sizes)]
+
+    @torch.inference_mode()
+    def _capture(self, size: int) -> None:
+        self._take(StepInputs(self._flat[:, :0].cpu(), self._tables[:0].cpu(), [], 0, []), size)
+        self._steps.result(size, lambda: self._residual(size))
 
     def _take(self, inputs: StepInputs, size: int) -> None:
         """Copy the inputs of a step, padded to `size` tokens, into the tensors of the captures."""

@@ -135,6 +135,11 @@ class Speculation:
         self.num_accepted = 0
         self._drafter, self._policy, self._token_budget = drafter, policy, token_budget
 
+    def reset(self) -> None:
+        """Forget how long steps took, and counts."""
+        self.lengths = DraftLengths(self.lengths.most)
+        self.num_drafted = self.num_accepted = 0
+
     def extend(self, chunks: list[ScheduledChunk]) -> list[ScheduledChunk]:
         """The chunks of a step with drafts, as far as the token budget, the cache and the request's length allow."""
         budget = self._token_budget - sum(chunk.num_tokens for chunk in chunks)
