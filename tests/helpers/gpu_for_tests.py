@@ -167,7 +167,7 @@ def _prove(
     if spoiled:
         SPOILERS[spoiled]()
     trial = Trial(plan_to_prove(own, precision), ranks_per_node=case.ranks_per_node, device="cuda", compiles=compiles)  # type: ignore[arg-type]
-    return report_to_json(prove_plan(case.model, case.batch, CROSS_ENTROPY, trial, None, SECONDS))
+    return report_to_json(prove_plan(case.model, case.batch, CROSS_ENTROPY, trial, SECONDS))
 
 
 def _skip_reductions() -> None:

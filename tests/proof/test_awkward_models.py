@@ -19,8 +19,9 @@ from weft.inspection.functional_call import no_fakes_left
 from weft.parallel.apply import refuse
 from weft.pipeline import trace
 from weft.profiling import profile
-from weft.proof.compare import worst_tensor
+from weft.proof.compare import numbers, tensors
 from weft.proof.prove import ProofReport, verify
+from weft.proof.report import nan_as_inf
 from weft.step.objective import CROSS_ENTROPY, Objective
 
 WIDTH, CLASSES, VOCABULARY = 8, 4, 12
@@ -122,7 +123,7 @@ def test_it_is_proved_where_each_forward_has_the_whole_batch() -> None:
 @processes
 def test_a_fault_of_the_plan_is_not_taken_for_one_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.step.train_step.grad_norm", None)
-    monkeypatch.setattr("weft.proof.rank.worst_number", lambda found, expected, names=(): (1.0, "step 1"))
+    monkeypatch.setattr("weft.proof.rank.numbers", lambda found, expected, names=(): numbers([2.0], [1.0]))
     assert "loss" in failed(verify(Chain, vectors, weft.Plan(data=2, micro_batch=1)))
 
 
@@ -168,8 +169,8 @@ def test_a_model_that_draws_pythons_numbers_is_not_proved() -> None:
 
 def test_tensors_that_only_one_run_has_differ() -> None:
     one = {"weight": torch.ones(2)}
-    assert worst_tensor(one, one) == 0.0
-    assert worst_tensor({}, one) == worst_tensor(one, {}) == float("inf")
+    assert tensors(one, one).worst().error == 0.0
+    assert [nan_as_inf(tensors(*pair).worst().error) for pair in (({}, one), (one, {}))] == [float("inf")] * 2
 
 
 # --- buffers of a pipeline

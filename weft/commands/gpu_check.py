@@ -66,7 +66,7 @@ def describe() -> str:
 def _row(what: str, trial: Trial) -> dict[str, Any]:
     begin = time.perf_counter()
     try:
-        report = prove_plan(_model, _batch, CROSS_ENTROPY, trial, None, SECONDS)
+        report = prove_plan(_model, _batch, CROSS_ENTROPY, trial, SECONDS)
         failure = report.first_failure
         worst = next(check for check in report.checks if check.what == "worst gradient")
         found = f"gradients differ by {worst.found}"

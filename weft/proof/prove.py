@@ -34,11 +34,12 @@ from weft.plan import Context, Memory, Plan, split_batch
 from weft.planner.predict import refuse_run
 from weft.profiling import profile
 from weft.proof.float64 import Float64
-from weft.proof.rank import STEPS, Case, Trial, answer_of_rank, refused, unsplit
+from weft.proof.rank import answer_of_rank, refused
 from weft.proof.report import TOLERANCE, Check, ProofReport, report_of
 from weft.proof.result import arguments_of
 from weft.proof.sequential import BatchFn, ModelFn, double_of, make_model, to_double
 from weft.proof.small_run import small_runs_of
+from weft.proof.trial import STEPS, Case, Trial, unsplit
 from weft.run_file import Run
 from weft.schema import build_dataclass, to_table
 from weft.sharding.layout import COMPUTE_DTYPE
@@ -87,9 +88,9 @@ def verify(
     """
     _refuse_arguments(model_fn, batch_fn, plan)
     proved, left_out = plan_to_prove(plan, precision), inexact_options(plan)
-    trial = Trial(proved, steps, clip, ranks_per_node, device, compiles, cluster=cluster, not_proved=left_out)
+    trial = Trial(proved, steps, clip, ranks_per_node, device, compiles, False, cluster, left_out, tolerance)
     if device == "cpu" and fork_obstacle() is None:
-        return prove_plan(model_fn, batch_fn, objective, trial, tolerance, timeout_seconds)
+        return prove_plan(model_fn, batch_fn, objective, trial, timeout_seconds)
     arguments = {
         "model": importable_name(model_fn, "model_fn"),
         "batch": importable_name(batch_fn, "batch_fn"),
@@ -97,7 +98,7 @@ def verify(
         "trial": {**asdict(trial), "plan": to_table(trial.plan)},
     }
     answers = run_spawned(f"{__name__}:spawned_rank", arguments, trial.plan.num_ranks, timeout_seconds, device, True)
-    return _report(answers, trial, tolerance)
+    return _report(answers, trial)
 
 
 def _refuse_arguments(model_fn: Any, batch_fn: Any, plan: Any) -> None:
@@ -131,7 +132,6 @@ def prove_plan(
     batch_fn: BatchFn,
     objective: Objective | None,
     trial: Trial,
-    tolerance: float | None,
     timeout_seconds: float,
 ) -> ProofReport:
     """Prove a plan on forked ranks. Nothing here runs a backward, because after one torch cannot fork on machines with
@@ -143,7 +143,7 @@ def prove_plan(
         return answer_of_rank(case, trial)
 
     answers = run_local(rank, trial.plan.num_ranks, timeout_seconds, trial.device, own_errors=True)
-    return _report(answers, trial, tolerance)
+    return _report(answers, trial)
 
 
 def spawned_rank(
@@ -213,14 +213,14 @@ def _example(given: Any) -> Any:
     return map_tensors(lambda tensor: tensor.detach().to("cpu", double_of(tensor.dtype), copy=True), given)
 
 
-def _report(answers: list[dict[str, Any]], trial: Trial, tolerance: float | None) -> ProofReport:
+def _report(answers: list[dict[str, Any]], trial: Trial) -> ProofReport:
     refused = next((answer["refused"] for answer in answers if "refused" in answer), None)
     if refused is not None:
         raise (error_class(refused[0]) or WeftError)(refused[1])
     dependence = next((answer["dependence"] for answer in answers if answer["dependence"]), None)
     if dependence is not None:
         raise PlanError(dependence)
-    return report_of(answers, trial.plan, trial.not_proved, tolerance, trial.device)
+    return report_of(answers, trial.plan, trial.not_proved, trial.tolerance, trial.device)
 
 
 def inexact_options(plan: Plan) -> tuple[str, ...]:
@@ -274,7 +274,7 @@ def prove_run(
         )
         seconds = SLOW_SECONDS if compiles else SECONDS
         try:
-            return prove_plan(proof.model, proof.batch, proof.objective, trial, None, seconds)
+            return prove_plan(proof.model, proof.batch, proof.objective, trial, seconds)
         except PlanError as error:  # the run itself was not refused
             refused = refused or error
     return ProofReport(run.plan, (), (f"the plan fits the run and no small copy of its model: {refused}",))

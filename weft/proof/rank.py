@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import logging
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import weft.optim
 from weft.cluster.hardware import load
 from weft.comm import Traffic, add_traffic, expand
-from weft.comm.backends import DeviceType
 from weft.comm.ledger import Key
 from weft.compile.blocks import compile_blocks
 from weft.data.order import local_indices
-from weft.errors import PlanError, WeftError
-from weft.inspection.nested_tensors import map_tensors
+from weft.errors import WeftError
 from weft.memory.activation_choice import offload_from
 from weft.mesh import Mesh
 from weft.parallel.apply import cost, parallelize
@@ -33,78 +27,42 @@ from weft.parallel.tile import own_tiles
 from weft.pipeline.rank_model import rank_model
 from weft.plan import BatchSplit, Plan
 from weft.profiling import Profile
-from weft.proof.compare import Worst, noise_of, worst_buffer, worst_number, worst_piece
+from weft.proof.compare import Noise, Pairs, buffers, largest_of, noise_of, numbers, pieces
 from weft.proof.float64 import Float64
-from weft.proof.report import TOLERANCE
+from weft.proof.noise import NUM_RUNS
+from weft.proof.report import NOISE_MULTIPLE, TOLERANCE, Worst, severity
 from weft.proof.result import compare_result
 from weft.proof.routed_rows import RoutedRows
-from weft.proof.sample_dependence import sample_dependence
 from weft.proof.sequential import (
     EPSILON,
     LEARNING_RATE,
-    BatchFn,
-    ModelFn,
     SequentialResult,
     make_model,
     make_optimizer,
-    run_sequential,
     to_double,
 )
-from weft.schedule.schedules import make_schedule
+from weft.proof.trial import Case, Trial, dependence, device_of, explained, sequential, unsplit, unusual_calls
 from weft.sharding.layout import ParameterPart
-from weft.step.batch import Batch, plain_batch, take_samples
+from weft.step.batch import Batch, take_samples
 from weft.step.cuda_graph import Graph, recording_stream
-from weft.step.objective import Objective, step_traffic
+from weft.step.objective import step_traffic
 from weft.step.train_step import evaluate, train_step
 
 logger = logging.getLogger("weft")
-
-STEPS = 3
-MAX_MESSAGE = 300  # characters of an error of a model's own code that are repeated
-
-
-@dataclass(frozen=True)
-class Trial:
-    """How a plan is run for a proof: its device, number of steps, and whether it compiles or records."""
-
-    plan: Plan
-    steps: int = STEPS
-    clip: float | None = 1.0
-    ranks_per_node: int | None = None
-    device: DeviceType = "cpu"
-    compiles: bool = False
-    records: bool = False  # records a CUDA graph
-    cluster: str | None = None  # by whose links `communication.between = "fastest"` chooses
-    not_proved: tuple[str, ...] = ()  # parts of the run that are not proved, in words
-
-
-@dataclass(frozen=True)
-class Case:
-    """The model, batches and objective of a proof, how a batch is split, and the model's profile."""
-
-    model_fn: ModelFn
-    batch_fn: BatchFn
-    objective: Objective
-    split: BatchSplit
-    counted: Profile
-
-    def batch(self, step: int, device: torch.device) -> Batch:
-        """Returns the whole batch of a step on a device."""
-        return map_tensors(lambda tensor: tensor.to(device), plain_batch(self.batch_fn(step)))
 
 
 def answer_of_rank(case: Case, trial: Trial) -> dict[str, Any]:
     """Returns a rank's answer, or why the plan is refused. All ranks refuse alike, before any communication."""
     assert case.counted.model is not None
     try:
-        with _explained(trial.plan, type(case.counted.model).__name__), _arithmetic(trial):
+        with explained(trial.plan, type(case.counted.model).__name__), _arithmetic(trial):
             cost(case.counted, trial.plan, case.split)
     except WeftError as error:
         return refused(error)
     with ExitStack() as inside:
         inside.enter_context(offload_from(1))  # tensors of any size, for memory.activations
         if trial.records:
-            inside.enter_context(recording_stream(_device(trial)))
+            inside.enter_context(recording_stream(device_of(trial)))
         return _run_rank(case, trial)
 
 
@@ -118,43 +76,42 @@ def _arithmetic(trial: Trial) -> AbstractContextManager[Any]:
     return nullcontext() if trial.compiles else Float64(is_wide=trial.plan.precision == "fp64")
 
 
-def _device(trial: Trial) -> torch.device:
-    """Returns this rank's device: the CPU, or the current GPU, which was set when the rank started."""
-    return torch.device("cuda", torch.cuda.current_device()) if trial.device == "cuda" else torch.device("cpu")
-
-
 def _run_rank(case: Case, trial: Trial) -> dict[str, Any]:
-    plan, split, objective, device = trial.plan, case.split, case.objective, _device(trial)
-    run = _sequential(case, trial, device)
+    plan, split, objective, device = trial.plan, case.split, case.objective, device_of(trial)
+    run = sequential(case, trial, device)
     with unsplit(type(case.counted.model).__name__):
-        expected = run(False)
+        expected = run(0)
     mesh = Mesh(plan, device, trial.ranks_per_node, None if trial.cluster is None else load(trial.cluster))
     model = make_model(case.model_fn).to(device)
     arithmetic = _arithmetic(trial)
-    with _explained(plan, type(model).__name__):
+    with explained(plan, type(model).__name__):
         with arithmetic:
             model = parallelize(model, plan, mesh, example=case.counted.example)
         found = _train(model, case, trial, mesh, arithmetic)
-    errors = {
-        "loss": worst_number(found.losses, expected.losses),
-        "grad_norm": worst_number(found.norms, expected.norms),
-        "gradient": worst_piece(found.recorder.gradients, expected.gradients),
-        "parameter": worst_piece(found.pieces, expected.parameters),
+    compared = {
+        "loss": numbers(found.losses, expected.losses),
+        "grad_norm": numbers(found.norms, expected.norms),
+        "gradient": pieces(found.recorder.gradients, expected.gradients),
+        "parameter": pieces(found.pieces, expected.parameters),
     }
-    notes = [*expected.notes, *_compare_buffers(case, plan, found.buffers, expected, errors)]
+    notes = [*expected.notes, *_compare_buffers(case, plan, found.buffers, expected, compared)]
     if _can_evaluate(case.counted, plan):
         batches = _own_batches(case, 0, model, mesh)
         rows = _rows(split, mesh)[0]
         with arithmetic:
             measured = evaluate(model, batches, mesh, objective).flatten().tolist()
-            errors["evaluation"] = worst_number(measured, expected.measured, objective.measures)
-            notes += compare_result(model, mesh, objective, batches[0], rows, split.batch, expected.outputs, errors)
-    noise: dict[str, float] = {}
-    dependence: str | None = None
-    if plan.precision == "fp64" and not all(error <= TOLERANCE for error, _ in errors.values()):
-        noise = noise_of(expected, run(True), objective.measures)
+            compared["evaluation"] = numbers(measured, expected.measured, objective.measures)
+            result, words = compare_result(model, mesh, objective, batches[0], rows, split.batch, expected.outputs)
+        notes += words
+        if result is not None:
+            compared["result"] = result
+    noise: dict[str, dict[str, float]] = {}
+    depends: str | None = None
+    is_close = all(pairs.worst().error <= TOLERANCE for pairs in compared.values())
+    if plan.precision == "fp64" and trial.tolerance is None and not is_close:
+        noise = noise_of((run(number + 1) for number in range(NUM_RUNS)), expected, objective.measures)
         if not expected.draws and not plan.has_batch_statistics:  # these are meant to depend on the whole batch
-            dependence = _dependence(case, trial, device, expected, noise)
+            depends = dependence(case, trial, device, expected, noise)
     with arithmetic:
         predicted = cost(case.counted, plan, split, mesh.coordinates)
     flat = add_traffic(predicted.traffic, step_traffic(plan))
@@ -163,13 +120,12 @@ def _run_rank(case: Case, trial: Trial) -> dict[str, Any]:
     for key, added in found.routed.added_bytes(case.counted).items():
         expected_bytes["{} {}".format(*key)][1] += added
     return {
-        "errors": {key: list(worst) for key, worst in errors.items()},
-        "noise": noise,
+        "errors": {key: list(_worst(key, pairs, noise, expected, plan)) for key, pairs in compared.items()},
         "notes": notes,
         "draws": list(expected.draws),
-        "calls": _unusual_calls(case.counted, expected),
+        "calls": unusual_calls(case.counted, expected),
         "made_buffers": list(expected.made),
-        "dependence": dependence,
+        "dependence": depends,
         "num_compared": sum(tensor.numel() for part, tensor in found.pieces if _is_first(part)),
         "num_expected": sum(tensor.numel() for tensor in expected.parameters.values()),
         "predicted": expected_bytes,
@@ -179,137 +135,6 @@ def _run_rank(case: Case, trial: Trial) -> dict[str, Any]:
         "predicted_host": dict(predicted.host_bytes),
         "counted_host": found.recorder.host,
     }
-
-
-@contextmanager
-def _explained(plan: Plan, name: str) -> Iterator[None]:
-    """Raise a PlanError where a model that runs unsplit fails under the plan, for a reason that no rule foresaw."""
-    try:
-        yield
-    except (WeftError, dist.DistError):
-        raise
-    except Exception as error:
-        raise PlanError(
-            f"{name} runs unsplit and fails under {plan.describe_axes()}: {_described(error)}. Its code does something "
-            f"that this plan changes, and no rule of weft names it (it may take parameters from parameters() or "
-            f"named_parameters(), which are this rank's parts, or expect all features); use another plan"
-        ) from error
-
-
-@contextmanager
-def unsplit(name: str) -> Iterator[None]:
-    """Raise a PlanError where a model's own code fails before it is split."""
-    try:
-        yield
-    except WeftError:
-        raise
-    except Exception as error:
-        raise PlanError(
-            f"{name} fails before it is split, on a batch of batch_fn: {_described(error)}; return what its forward "
-            f"takes: (inputs, labels) for one input, or a dict of arguments for several"
-        ) from error
-
-
-def _described(error: Exception) -> str:
-    """Returns an error of a model's own code in words: its class, its message and the last line of that code."""
-    frames = traceback.extract_tb(error.__traceback__)
-    frame = next((one for one in reversed(frames) if _is_of_a_model(one.filename)), frames[-1])
-    message = str(error).strip().partition("\n")[0]  # torch's may go on for a page
-    if len(message) > MAX_MESSAGE:
-        message = f"{message[:MAX_MESSAGE]} …"
-    return f"{type(error).__name__}: {message} ({Path(frame.filename).name}:{frame.lineno})"
-
-
-def _is_of_a_model(file: str) -> bool:
-    """Is this file neither torch's nor weft's, but for weft's models?"""
-    weft_root = Path(__file__).parents[1]
-    is_ours = file.startswith(str(weft_root)) and not file.startswith(str(weft_root / "models"))
-    return not is_ours and not file.startswith(str(Path(torch.__file__).parent))
-
-
-# --- the unsplit model
-
-
-def _sequential(case: Case, trial: Trial, device: torch.device) -> Callable[[bool], SequentialResult]:
-    """Returns a function that trains the unsplit model, in another order of summing if it is given True.
-
-    It runs whole batches. If forwards change buffers, it runs what all ranks together do at a time, and with batch
-    norms whose statistics are each rank's own, one micro-batch at a time.
-    """
-    plan, split = trial.plan, case.split
-    together = split.micro_batch * split.num_batch_ranks
-    parts = [split.batch, together]
-    if case.counted.batch_mixers:
-        parts = [together if plan.statistics == "batch" else split.micro_batch]
-
-    def run(reordered: bool) -> SequentialResult:
-        model = make_model(case.model_fn).to(device)
-        replicas = _replicas(plan, split) if parts[0] == together else []
-        return run_sequential(
-            model,
-            lambda step: case.batch(step, device),
-            case.objective,
-            trial.steps,
-            trial.clip,
-            parts[0],
-            replicas,
-            reordered,
-            keeps_casts=trial.compiles and plan.precision == "fp64",
-        )
-
-    def run_as_ranks_do(reordered: bool) -> SequentialResult:
-        result = run(reordered)
-        if result.changed and parts[1:] and parts[0] != together:
-            parts.pop(0)
-            result = run(reordered)
-        return result
-
-    return run_as_ranks_do
-
-
-def _dependence(
-    case: Case, trial: Trial, device: torch.device, expected: SequentialResult, noise: Mapping[str, float]
-) -> str | None:
-    """Returns in words that the unsplit model computes something else from micro-batches; None if it does not."""
-    size = case.split.micro_batch
-
-    def run_parts() -> SequentialResult:
-        model, batches = make_model(case.model_fn).to(device), partial(case.batch, device=device)
-        return run_sequential(model, batches, case.objective, trial.steps, trial.clip, size, [])
-
-    return sample_dependence(type(case.counted.model).__name__, size, expected, run_parts, noise)
-
-
-def _replicas(plan: Plan, split: BatchSplit) -> list[int]:
-    """Returns the replica of each micro-batch if the pipeline has mirrored replicas; else an empty list."""
-    pipe = plan.pipe
-    if pipe.degree == 1:
-        return []
-    schedule = make_schedule(pipe.schedule, pipe.degree, split.accumulation, **pipe.options)
-    steps = [step for rank in range(pipe.degree) for step in schedule.compute(rank)]
-    found = {step.micro_batch: step.replica for step in steps}
-    return [found[number] for number in sorted(found)] if len(schedule.placement) > 1 else []
-
-
-def _unusual_calls(counted: Profile, expected: SequentialResult) -> list[str]:
-    """Returns in words how a loss called the model and its blocks, where it is not as the profile counted."""
-    words = []
-    if expected.inner_gradients:
-        words.append(
-            f"the loss computes gradients before its own backward (torch.autograd.grad, "
-            f"{', '.join(expected.inner_gradients)}), for which the profile counts no communication; use data, or "
-            f"shard stage 1 or 2"
-        )
-    for name, usual in [("", 1), *((block.name, block.calls) for block in counted.blocks)]:
-        forward, backward = expected.calls[name, "forward"], expected.calls[name, "backward"]
-        if (forward, backward) != (usual, 0):
-            what = f"block '{name}'" if name else "the model"
-            again = f" and {backward} times in backward (checkpointing by the model itself)" if backward else ""
-            words.append(
-                f"one loss calls {what} {forward} times{again}, and the profile counted {usual}, for which bytes are "
-                f"predicted; compute the loss from one call, of all inputs together"
-            )
-    return words
 
 
 # --- the split model
@@ -399,23 +224,36 @@ def _buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _compare_buffers(
-    case: Case, plan: Plan, buffers: list[tuple[str, Tensor]], expected: SequentialResult, errors: dict[str, Worst]
+    case: Case, plan: Plan, found: list[tuple[str, Tensor]], expected: SequentialResult, compared: dict[str, Pairs]
 ) -> list[str]:
     """Compares every buffer. Returns in words which are not compared."""
     mixers = () if _has_batch_statistics(plan) else tuple(f"{name}." for name in case.counted.batch_mixers)
     shapes = {name: buffer.shape for name, buffer in expected.buffers.items()}
-    own = [name for name, _ in buffers if name.startswith(mixers)] if mixers else []
-    others = [name for name, buffer in buffers if shapes.get(name) != buffer.shape]
-    compared = [(name, buffer) for name, buffer in buffers if name not in {*own, *others}]
-    if compared:
-        worst = worst_buffer(compared, expected)
-        if worst.where in expected.changed and plan.num_batch_ranks > 1 and worst.error > TOLERANCE:
-            worst = Worst(worst.error, f"{worst.where}, which forwards change by the samples of each rank alone")
-        errors["buffer"] = worst
+    own = [name for name, _ in found if name.startswith(mixers)] if mixers else []
+    others = [name for name, buffer in found if shapes.get(name) != buffer.shape]
+    pairs = [(name, buffer) for name, buffer in found if name not in {*own, *others}]
+    if pairs:
+        compared["buffer"] = buffers(pairs, expected)
     words = [f"buffer '{name}': a rank holds only a part of it, or weft made it" for name in others]
     if own:
         words.append(f"{len(own)} buffers ('{own[0]}', …): the running statistics of batch norms are each rank's own")
     return words
+
+
+def _worst(quantity: str, pairs: Pairs, noise: Mapping[str, Noise], expected: SequentialResult, plan: Plan) -> Worst:
+    """Returns the worst error of a quantity, and says where the unsplit model explains it."""
+    worst = pairs.worst(noise.get(quantity))
+    if worst.error <= TOLERANCE:
+        return worst
+    words, name = "", worst.where
+    is_difference, _ = severity(worst)
+    if quantity == "buffer" and is_difference and name in expected.changed and plan.num_batch_ranks > 1:
+        words = ", which forwards change by the samples of each rank alone"
+    elif quantity in ("gradient", "parameter") and name in expected.gradients:
+        rounding = NOISE_MULTIPLE * noise.get("gradient", {}).get(name, 0.0)
+        if largest_of([expected.gradients[name]]) <= rounding:
+            words = ", whose gradient is rounding and nothing else, so its steps are not determined"
+    return worst._replace(where=f"{name}{words}")
 
 
 def _has_batch_statistics(plan: Plan) -> bool:

@@ -17,7 +17,7 @@ from weft.parallel.tensor.split_logits import own_logits
 from weft.parallel.tensor.vocabulary import vocabulary_of
 from weft.parallel.tile import own_targets, tile
 from weft.pipeline.rank_model import pipeline_of
-from weft.proof.compare import Worst, largest_of, worst_result
+from weft.proof.compare import Pairs, largest_of, results
 from weft.spatial.tiling import tiling_of
 from weft.step.batch import Batch
 from weft.step.objective import Objective
@@ -58,31 +58,28 @@ def compare_result(
     rows: Tensor,
     batch_size: int,
     outputs: Sequence[Sequence[Tensor]],
-    errors: dict[str, Worst],
-) -> list[str]:
-    """Compares the result of an evaluation forward for one micro-batch. Returns in words what is not compared.
+) -> tuple[Pairs | None, list[str]]:
+    """Returns pairs of the result of an evaluation forward for one micro-batch, and in words what is not compared.
 
     `rows` are the samples of the micro-batch among the `batch_size` of the batch, and `outputs` the tensors with dims
     that the unsplit model returned for each part of the batch.
     A rank that holds a part of the result (classes, tokens, pixels) compares it.
     """
     if pipeline_of(model) is not None:
-        return ["the model's result: the stages of pipe return only the loss, which is compared"]
+        return None, ["the model's result: the stages of pipe return only the loss, which is compared"]
     with in_mode(model, training=False), torch.no_grad():
         args, kwargs = arguments_of(model, objective, own_part(batch, model, mesh, objective))
         found = [own_logits(tensor) for tensor in tensors_in(model(*args, **kwargs))]
         found = [tensor for tensor in found if tensor.dim()]
     expected = [_joined(tensors, batch_size) for tensors in zip(*outputs, strict=True)]
     pairs = []
-    for tensor, whole in zip(found, expected, strict=False):
+    for index, (tensor, whole) in enumerate(zip(found, expected, strict=False)):
         own = None if whole is None else _own(whole[rows], tensor, model, mesh)
-        pairs += [(tensor, own)] if own is not None else []
+        pairs += [(f"tensor {index + 1}", tensor, own)] if own is not None else []
     left_out = len(found) - len(pairs)
-    if pairs:
-        errors["result"] = worst_result(pairs, largest_of(tensor for part in outputs for tensor in part))
-    return [f"{left_out} of {len(found)} tensors of the model's result, of which ranks hold other parts"] * (
-        left_out > 0
-    )
+    words = [f"{left_out} of {len(found)} tensors of the model's result, of which ranks hold other parts"]
+    compared = results(pairs, largest_of(tensor for part in outputs for tensor in part)) if pairs else None
+    return compared, words * (left_out > 0)
 
 
 def _joined(parts: Sequence[Tensor], batch_size: int) -> Tensor | None:

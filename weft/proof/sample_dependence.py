@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from weft.proof.compare import worst_number, worst_tensor
-from weft.proof.report import NOISE_MULTIPLE, TOLERANCE
+from weft.proof.compare import Noise, training
+from weft.proof.report import severity
 from weft.proof.sequential import SequentialResult
 
 
@@ -19,7 +19,7 @@ def sample_dependence(
     num_samples: int,
     expected: SequentialResult,
     run_parts: Callable[[], SequentialResult],
-    noise: Mapping[str, float],
+    noise: Mapping[str, Noise],
 ) -> str | None:
     """Returns in words that a model's steps depend on how many samples a forward has; None if they do not.
 
@@ -28,17 +28,14 @@ def sample_dependence(
     """
     if num_samples >= expected.num_samples:
         return None
-    parts = run_parts()
-    differences = {
-        "loss": worst_number(parts.losses, expected.losses).error,
-        "gradient": worst_tensor(parts.gradients, expected.gradients),
-        "parameter": worst_tensor(parts.parameters, expected.parameters),
-    }
-    for quantity, difference in differences.items():
-        if difference > max(TOLERANCE, NOISE_MULTIPLE * noise.get(quantity, 0.0)):
+    pairs = training(run_parts(), expected)
+    for quantity in ("loss", "gradient", "parameter"):
+        worst = pairs[quantity].worst(noise.get(quantity))
+        is_difference, _ = severity(worst)
+        if is_difference:
             return (
                 f"{name} with this loss, unsplit, computes another {quantity} from {num_samples} samples at a time "
-                f"than from {expected.num_samples} (relative difference {difference:.0e}), so its result for a sample "
+                f"than from {expected.num_samples} (relative difference {worst.error:.0e}), so its result for a sample "
                 f"depends on the others of a forward, on earlier forwards or on numbers that it draws, and no plan "
                 f"that splits the batch can equal it; let it treat each sample alone, or give each forward the whole "
                 f"batch (data, shard and expert 1, and no smaller micro_batch)"

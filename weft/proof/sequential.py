@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from weft.inspection.module_modes import in_mode
 from weft.inspection.nested_tensors import map_tensors, tensors_in
 from weft.models.router import change_biases
 from weft.proof.float64 import Float64
+from weft.proof.noise import RoundedOtherwise
 from weft.step.batch import Batch, num_samples, take_samples
 from weft.step.objective import Objective, counts_of, training_total
 
@@ -26,7 +27,6 @@ LEARNING_RATE = 1e-2
 # AdamW's epsilon. With the usual 1e-8, rounding noise of 1e-17 in a gradient of zero moves a parameter by a billionth
 # of a step.
 EPSILON = 1e-6
-ULP = 2.0**-52  # relative distance of neighbouring float64 numbers
 
 ModelFn = Callable[[], nn.Module]
 BatchFn = Callable[[int], Batch]
@@ -67,30 +67,28 @@ def run_sequential(
     clip: float | None,
     part: int,
     replicas: Sequence[int],
-    reordered: bool = False,
+    rounding: int = 0,
     keeps_casts: bool = False,
 ) -> SequentialResult:
     """Trains the model for some steps, with `part` samples of a batch at a time, and returns the results.
 
     `part` is the whole batch, unless batch norms should see micro-batches. Part i of a batch then updates the running
-    statistics of `replicas[i]`, if replicas are given. `reordered` changes only how results are rounded: samples are in
-    another order within each part, and each parameter begins one unit in its last place away. `keeps_casts` leaves
-    casts to narrower types inside of the model as they are, as compiled blocks do.
+    statistics of `replicas[i]`, if replicas are given. A `rounding` that is not 0 changes only how results are rounded
+    (`proof/noise.py`). `keeps_casts` leaves casts to narrower types inside of the model as they are, as compiled blocks
+    do.
     """
     optimizer, statistics, found = make_optimizer(model), _Statistics(model, replicas), SequentialResult(part)
     wide = Float64(is_wide=not keeps_casts)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    generator = torch.Generator().manual_seed(1)
-    if reordered:
-        _move_by_one_ulp(model, generator)
+    rounded = RoundedOtherwise(model, rounding) if rounding else None
     for step in range(steps):
         batch = to_double(batch_fn(step))
-        parts = _parts(batch, part, generator if reordered else None)
+        parts = _parts(batch, part, rounded)
         scales = 1 / counts_of(objective, [batch]).clamp(min=1)
         loss = torch.zeros((), dtype=torch.float64, device=scales.device)
         for number, own in enumerate(parts):
             calls = found.calls if step == number == 0 else None
-            with statistics.of(number), _counting(model, calls), wide:
+            with statistics.of(number), _counting(model, calls), rounded or nullcontext(), wide:
                 mean = training_total(objective, model, own, scales) * scales[0]
                 mean.backward()
             loss += mean.detach()
@@ -115,19 +113,12 @@ def run_sequential(
     return found
 
 
-def _parts(batch: Batch, part: int, generator: torch.Generator | None) -> list[Batch]:
-    """Returns a batch in parts of so many samples; with a generator, the samples of each part in a random order."""
+def _parts(batch: Batch, part: int, rounded: RoundedOtherwise | None) -> list[Batch]:
+    """Returns a batch in parts of so many samples; for another rounding, the samples of each part in another order."""
     starts = range(0, num_samples(batch), part)
-    if generator is None:
+    if rounded is None:
         return [take_samples(batch, slice(start, start + part)) for start in starts]
-    return [take_samples(batch, start + torch.randperm(part, generator=generator)) for start in starts]
-
-
-def _move_by_one_ulp(model: nn.Module, generator: torch.Generator) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            signs = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter.device) * 2 - 1
-            parameter.mul_(1 + ULP * signs)
+    return [take_samples(batch, start + rounded.order(part)) for start in starts]
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:
