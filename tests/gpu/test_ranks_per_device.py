@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import models_for_tests as models
@@ -62,20 +63,25 @@ def test_equals_the_unsplit_model(fork_server: ForkServer, name: str) -> None:
     assert any("data/device reduce" in line.what for line in report.checks)
 
 
-def services() -> list[str]:
-    """What is left of services that runs have started."""
-    return [str(path) for path in Path(tempfile.gettempdir()).glob("weft-mps-*")]
+@pytest.fixture
+def services() -> Iterator[Path]:
+    """The folder for temporary files of this test's commands, where services of other tests are not counted. Its path
+    is short, as sockets need.
+    """
+    with tempfile.TemporaryDirectory(prefix="w") as folder:
+        yield Path(folder)
 
 
-def test_training_equals_data_parallelism_and_the_service_ends_with_it(tmp_path: Path) -> None:
+def test_training_equals_data_parallelism_and_the_service_ends_with_it(tmp_path: Path, services: Path) -> None:
     given = ["train.device=cuda", "plan.data=4", "plan.precision=fp32", "train.steps=6", "--no-verify"]
     run = write_run(tmp_path)
     succeeded(weft("train", run, *given, "train.share_gpus=true", f"folder={tmp_path}/plain"))
-    left = succeeded(weft("train", run, *given, "plan.ranks_per_device=4", f"folder={tmp_path}/shared"))
+    shared_run = (*given, "plan.ranks_per_device=4", f"folder={tmp_path}/shared")
+    left = succeeded(weft("train", run, *shared_run, TMPDIR=str(services)))
     plain, shared = losses(tmp_path / "plain"), losses(tmp_path / "shared")
     assert plain.keys() == shared.keys()
     assert all(abs(plain[step] - shared[step]) < 1e-4 for step in plain), (plain, shared)
-    assert not services(), left.err
+    assert not list(services.glob("weft-mps-*")), left.err
 
 
 def test_too_many_ranks_for_the_gpus_are_refused(tmp_path: Path) -> None:
@@ -86,12 +92,12 @@ def test_too_many_ranks_for_the_gpus_are_refused(tmp_path: Path) -> None:
     assert "plan.ranks_per_device = 2 needs" in left.err
 
 
-def test_a_killed_rank_changes_nothing_and_the_service_ends(tmp_path: Path) -> None:
+def test_a_killed_rank_changes_nothing_and_the_service_ends(tmp_path: Path, services: Path) -> None:
     given = ["plan.data=2", "plan.ranks_per_device=2", "plan.precision=fp32", "train.steps=40", "train.device=cuda"]
     given += ["train.deterministic=true", "train.evaluate_every=40"]
     more = ["--kinds", "kill", "--mtbf", "3s", "--faults", 1, "--seed", 1, "--json"]
-    found = weft("chaos", write_run(tmp_path), *given, *more, seconds=120)
+    found = weft("chaos", write_run(tmp_path), *given, *more, seconds=120, TMPDIR=str(services))
     assert found.status == 0, found.out[-2000:] + found.err[-3000:]
     assert found.json["equal"]
     assert found.json["faults"]
-    assert not services()
+    assert not list(services.glob("weft-mps-*"))
