@@ -226,10 +226,17 @@ class NumbersConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Where metrics are written in addition to metrics.jsonl in the run folder, which is always written."""
+    """Where metrics are written in addition to metrics.jsonl in the run folder, which is always written.
+
+    `every_seconds`: a log of what `weft train` prints has a line at least so often.
+    """
 
     tensorboard: bool = False
     wandb: str | None = None
+    every_seconds: int = 60
+
+    def __post_init__(self) -> None:
+        at_least("log.every_seconds", self.every_seconds, 1)
 
 
 @dataclass(frozen=True)

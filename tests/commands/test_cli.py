@@ -236,6 +236,25 @@ def test_a_long_run_shows_about_twenty_lines_where_there_is_no_terminal() -> Non
     assert steps_shown == [1, *range(50, 1001, 50)]
 
 
+def test_a_log_of_slow_steps_has_a_line_a_minute() -> None:
+    """Twenty lines of a job of a day are one in 72 minutes: it would look hung."""
+    now, shown = [0.0], io.StringIO()
+    reporter = LiveReporter(Console(file=shown, width=80), 1000, 60, lambda: now[0])
+    for step in range(1, 50):
+        now[0] = 25.0 * step
+        reporter.step(metrics(step))
+    steps_shown = [int(line.split("/")[0].removeprefix("step ")) for line in shown.getvalue().splitlines()]
+    assert steps_shown == [1, *range(4, 50, 3)]
+    assert max(map(len, shown.getvalue().splitlines())) <= 100
+
+
+def test_every_summary_of_a_command_is_whole_at_80_columns(weft: Weft, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in ([], ["bench"], ["tune"]):
+        shown = CliRunner().invoke(cli.app, [*command, "--help"]).output
+        assert not [line for line in shown.splitlines()[1:] if line.endswith("...")], shown
+
+
 def test_a_terminal_shows_a_bar_and_the_lines_above_it() -> None:
     shown = io.StringIO()
     reporter = LiveReporter(Console(file=shown, width=200, force_terminal=True), 3)
@@ -245,6 +264,7 @@ def test_a_terminal_shows_a_bar_and_the_lines_above_it() -> None:
     reporter.close()
     assert "held-out loss 2.0000" in shown.getvalue()
     assert "step 3/3" in shown.getvalue()
+    assert "after 0:00:0" in shown.getvalue()
 
 
 def test_a_terminal_of_80_columns_breaks_no_word_and_a_log_has_no_escapes() -> None:
@@ -368,7 +388,8 @@ def test_a_run_from_its_start_to_fresh(run_file: Path, weft: Weft, monkeypatch: 
     assert left.err == ""
     for words in ("machine", "16 sequences/step", "verified in float64", "sequences,", "held out", "step 5/5  loss"):
         assert words in left.out, words
-    assert left.out.count("predicted memory per device") == 1
+    assert left.out.count("per device (predicted): ") == 1
+    assert "predicted memory per device" not in left.out  # the tables are those of weft plan
     assert "not done under a launcher" not in left.out
     assert re.search(r"saved step 5 in \d s\n[^a-z]*the model continues 'def ' \(in \d+ s\):", left.out)
     assert left.out.index("held out") < left.out.index("step 1/5")

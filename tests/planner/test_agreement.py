@@ -18,7 +18,7 @@ from weft.parallel.tensor.axis import TensorAxes
 from weft.plan import Context, Pipe, Plan, Tensor
 from weft.planner.answer import Answer, ask
 from weft.planner.candidate import Candidate
-from weft.planner.explain import GB, sensitivities
+from weft.planner.explain import sensitivities
 from weft.planner.model import _profiled, _traced, planned_model
 from weft.planner.question import Question, parse_constraints
 from weft.planner.search import Model, search
@@ -98,7 +98,7 @@ def test_more_memory_is_searched() -> None:
     cluster = load("h100:1x8")
     question = Question(256, SEQUENCE, constraints=parse_constraints(["no offload", "no pipe"]))
     best = search(tiny(), question, keep=1).best[0]
-    limit = int(best.memory.total_bytes - 0.5 * GB)
+    limit = int(best.memory.total_bytes / 1.05)
     device = replace(cluster.node.device, memory_bytes=limit)
     model = tiny().on(replace(cluster, node=replace(cluster.node, device=device)))
     found = search(model, question, keep=1)

@@ -416,8 +416,8 @@ def describe(cluster: Cluster) -> str:
     dtype = next((name for name in ("bf16", "fp16", "fp32") if name in device.peak_flops), None)
     peak = f"{device.peak_flops[dtype] / 1e12:g} TFLOP/s {dtype}" if dtype else "peak unknown"
     return (
-        f"{cluster.name}: {cluster.num_nodes} x {node.num_devices} {device.name} = {cluster.num_devices} devices, "
-        f"each {device.memory_bytes / 1e9:.4g} GB, {peak}\n"
+        f"{cluster.name}: {cluster.num_nodes} x {node.num_devices} {device.name} = {cluster.num_devices} device"
+        f"{'s' * (cluster.num_devices > 1)}, each {device.memory_bytes / 1e9:.4g} GB, {peak}\n"
         f"  in a node {_describe_link(node.intra, 'device')}; between nodes {_describe_link(node.inter, 'node')}; "
         f"host {node.host_memory_bytes / 1e9:.4g} GB, {node.num_cpu_cores} cores"
     )

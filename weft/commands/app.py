@@ -47,7 +47,7 @@ tune_app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
-    help="Choose a setting of a run by short measurements on this machine.",
+    help="Choose a setting of a run by short measurements.",
     epilog="Example: weft tune ranks-per-device run.toml --most 3",
 )
 app.add_typer(bench_app, name="bench")
@@ -123,7 +123,7 @@ def verify_command(
     compiles: Annotated[bool, typer.Option("--compile", help="with cuda: what the run compiles and records")] = False,
     as_json: Json = False,
 ) -> None:
-    """Prove that the plan equals the unsplit model, in float64 on local processes, on a small copy of the model."""
+    """Prove that the plan equals the unsplit model. In float64 on local processes, on a small copy of the model."""
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"--device {device} is not one of cpu, cuda")
     if precision not in ("fp64", "bf16"):
@@ -166,7 +166,7 @@ def chaos_command(
     faults: Annotated[int | None, typer.Option(help="no more faults than this", min=1)] = None,
     as_json: Json = False,
 ) -> None:
-    """Train a run without and with random faults, and check that both end with the same bits (exit status 1 if not)."""
+    """Train a run with and without faults, and compare the bits. Exit status 1 if they differ, or if no fault came."""
     from weft.run_file import check_run_file
 
     check_run_file(run_file, overrides or [])
@@ -188,7 +188,7 @@ def evaluate_command(
     sequence: Annotated[int | None, typer.Option(help="tokens of a sequence, if not as the run", min=1)] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure a model on data: mean loss, perplexity and accuracy of the targets."""
+    """Measure a model on data: loss, perplexity and accuracy."""
     from weft.commands.console import make_console, print_json
     from weft.commands.evaluate import evaluate_folder, in_words
 
@@ -204,7 +204,7 @@ def export_command(
     adapter: Annotated[bool, typer.Option("--adapter", help="write LoRA's updates alone, for PEFT")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face folder that transformers loads."""
+    """Write a checkpoint as a folder that transformers loads."""
     from weft.commands.console import make_console, print_json
     from weft.commands.export import DTYPES, export
     from weft.commands.progress_bar import byte_progress
@@ -226,7 +226,7 @@ def profile_command(
     port: Annotated[int, typer.Option(help="of --live; 0 takes a free one", min=0, max=65535)] = 0,
     as_json: Json = False,
 ) -> None:
-    """Show where the communication time of recorded steps goes: a table, a page (HTML) and a Chrome trace."""
+    """Show where the communication time of recorded steps goes. A table, a page (HTML) and a Chrome trace."""
     from weft.commands.console import make_console
     from weft.commands.profile import serve_live, show_profile
 
@@ -249,8 +249,8 @@ def doctor_command(
     check: Annotated[bool, typer.Option(help="where there are GPUs: prove a few plans on them, in a minute")] = True,
     as_json: Json = False,
 ) -> None:
-    """Report versions, devices, back-ends, memory, the launcher found, the measured all-reduce speed, and whether GPUs
-    give right results.
+    """Report what this machine has, and whether GPUs compute right. Versions, devices, back-ends, memory, the launcher
+    found, and the measured all-reduce speed.
     """
     from weft.cluster.local_gpus import gpus
     from weft.commands.console import make_console, print_json, show_findings

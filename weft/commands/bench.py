@@ -28,7 +28,7 @@ bench_app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
-    help="Measure this machine (links between ranks and to GPUs, matmuls, memory, storage) or a server.",
+    help="Measure this machine, or a server under load.",
     epilog="Example: weft bench links --ranks 4; weft bench machine --write machine.toml",
 )
 
@@ -66,7 +66,7 @@ def links_command(
     svg: Annotated[Path | None, typer.Option(help="draw microseconds over bytes to this file")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Time messages and collectives between ranks, check their contents, and fit latency and bandwidth."""
+    """Time messages and collectives between ranks. Checks their contents, and fits latency and bandwidth."""
     from weft.bench.links import LinkOptions, parse_sizes
     from weft.bench.operations import OPERATIONS
     from weft.bench.ranks import bench_links
@@ -142,7 +142,7 @@ def memory_command(device: DeviceOption = "cpu", seconds: Seconds = 1.0, as_json
 
 @bench_app.command("host-link", epilog="Example: weft bench host-link")
 def host_link_command(seconds: Seconds = 1.0, as_json: JsonOption = False) -> None:
-    """Time copies between host memory and a GPU: both ways, from pinned and from ordinary memory."""
+    """Time copies between host memory and a GPU. Both ways, from pinned and from ordinary memory."""
     from weft.bench.machine import host_link_rates
 
     found = host_link_rates(seconds)
@@ -175,7 +175,7 @@ def machine_command(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure everything that the planner needs of this machine, and write it as a cluster file."""
+    """Measure this machine for the planner, and write a cluster file."""
     if write.exists():
         raise ConfigError(f"{write} exists; remove it or name another file with --write")
     if serve and device != "cpu":
@@ -204,7 +204,6 @@ def machine_command(
     if as_json:
         print(json.dumps({"file": str(write)}))
     else:
-        print(write.read_text(encoding="utf-8"))
         print(describe_link(found.intra))
         print(f"wrote {write}; plan with it: weft plan {'--serve ' * serve}RUN_FILE --cluster {write}")
 

@@ -38,7 +38,8 @@ def bench_serve_command(
     out: Annotated[Path, typer.Option(help="write OUT.json and OUT.svg")] = Path("bench-serve"),
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Drive a server with requests at random times (Poisson) at rising rates: time to first token, per token, tokens/s.
+    """Drive a server with requests at rising rates. At random times (Poisson). Measures the time to the first
+    token, the time per token, and tokens/s.
 
     Prompts are random tokens; lengths are drawn evenly from half to one and a half times their means.
     """

@@ -28,7 +28,7 @@ def calibrate_command(
     device: DeviceOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Find the axes of a model's keys on a text, for a cache that attends to chosen tokens (Loki)."""
+    """Find the axes of keys for a cache that chooses tokens (Loki). On a text, with a model."""
     refuse_place(out)
     kind = chosen_device(device)
     from weft.serve.cache.loki_choice import LokiChoice

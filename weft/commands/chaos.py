@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from weft.chaos.report import BaselineRun, ChaosReport, GoodputPrediction, by_kind, differences
@@ -32,7 +32,7 @@ from weft.chaos.storm import (
     survival_overrides,
 )
 from weft.checkpoint.folder import step_name
-from weft.commands.console import format_seconds, print_json, say
+from weft.commands.console import ElapsedColumn, format_seconds, print_json, say
 from weft.commands.run_planning import has_layout
 from weft.errors import ConfigError
 from weft.launch.environment import detect
@@ -154,13 +154,16 @@ def _train(fork_server: StormForkServer, storm: Storm, console: Console, title: 
         open(log, "w") as file,
         redirect_stderr(file),
     ):
-        return start_ranks(fork_server, storm.run, lambda file: ["train", str(file), "--json"], environ), log
+        status = start_ranks(fork_server, storm.run, lambda file: ["train", str(file), "--json"], environ)
+        if status == 0:  # the last steps may end between two looks
+            storm.on_progress(storm.run.train.steps, len(storm.records))
+        return status, log
 
 
 @contextmanager
 def _bar(console: Console, title: str, num_steps: int) -> Iterator[Callable[[int, int], None]]:
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} steps"))
-    with Progress(*columns, TextColumn("{task.fields[faults]}"), TimeElapsedColumn(), console=console) as bar:
+    with Progress(*columns, TextColumn("{task.fields[faults]}"), ElapsedColumn(), console=console) as bar:
         task = bar.add_task(title, total=num_steps, faults="")
 
         def tell(step: int, num_faults: int) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task
 from rich.table import Table
 from rich.text import Text
 
@@ -24,7 +27,8 @@ from weft.run_file import Run
 from weft.schedule.draw import heading, to_text, write
 from weft.train.metrics import StepMetrics
 
-BAR_WIDTH, ELAPSED_WIDTH = 10, 10  # columns of a progress bar, and of the time beside it
+LOG_WIDTH = 100  # columns of a line of a log, at least
+BAR_WIDTH, ELAPSED_WIDTH = 10, 15  # columns of a progress bar, and of the time beside it
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -60,8 +64,12 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
-def show_run(console: Console, run: Run, cluster: Cluster, profile: Profile, prediction: Prediction) -> None:
-    """Print the machine, the plan with its predicted memory, traffic and time, and the batch identity."""
+def show_run(
+    console: Console, run: Run, cluster: Cluster, profile: Profile, prediction: Prediction, brief: bool = False
+) -> None:
+    """Print the machine, the plan with its predicted memory, traffic and time, and the batch identity; if `brief`,
+    memory and traffic on a line each.
+    """
     console.print(f"[bold]machine[/]  {describe(cluster)}", highlight=False)
     model = run.model.architecture
     console.print(f"[bold]model[/]    {model}, {profile.numel:,} parameters in {len(profile.blocks)} blocks")
@@ -74,9 +82,14 @@ def show_run(console: Console, run: Run, cluster: Cluster, profile: Profile, pre
     console.print(f"[bold]batch[/]    {run.split.identity(run.plan)}", highlight=False)
     if prediction.branches:
         say(console, f"[bold]branches[/] {prediction.branches}")
-    console.print(_memory_table(prediction))
-    if prediction.traffic:
-        console.print(_traffic_table(prediction))
+    if brief:
+        say(console, f"[bold]memory[/]   {_memory_text(prediction)}")
+        if prediction.traffic:
+            say(console, f"[bold]traffic[/]  {_traffic_text(prediction)}")
+    else:
+        console.print(_memory_table(prediction))
+        if prediction.traffic:
+            console.print(_traffic_table(prediction))
     for text in run.scaled:
         say(console, f"[yellow]scaled[/]   {text}")
     for text in prediction.assumptions:
@@ -84,16 +97,38 @@ def show_run(console: Console, run: Run, cluster: Cluster, profile: Profile, pre
     console.print(f"[bold]time[/]     {_time_text(prediction, is_cpu(cluster))}", highlight=False)
 
 
+def _memory_rows(prediction: Prediction) -> dict[str, int]:
+    """Returns the predicted bytes of a device by what they hold, without those that are 0."""
+    cost = prediction.cost
+    rows = {**cost.state_bytes, "activations": cost.saved_bytes, "temporary": cost.transient_bytes}
+    return {name: num_bytes for name, num_bytes in rows.items() if num_bytes}
+
+
+def _memory_text(prediction: Prediction) -> str:
+    largest = sorted(_memory_rows(prediction).items(), key=lambda row: -row[1])
+    hosted = sum(prediction.cost.host_bytes.values())
+    return (
+        f"{format_bytes(prediction.cost.memory_bytes)} of {format_bytes(prediction.memory_limit_bytes)} per device "
+        f"(predicted): {', '.join(f'{name} {format_bytes(num_bytes)}' for name, num_bytes in largest)}"
+        f"{f'; {format_bytes(hosted)} in host memory' if hosted else ''}"
+    )
+
+
+def _traffic_text(prediction: Prediction) -> str:
+    by_axis: dict[str, int] = {}
+    for (axis, _), value in prediction.traffic.items():
+        by_axis[axis] = by_axis.get(axis, 0) + value.num_bytes
+    total = sum(by_axis.values())
+    main = ", ".join(f"{axis} {format_bytes(size)}" for axis, size in by_axis.items() if size > total / 1000)
+    return f"{format_bytes(total)} per step and device (predicted): {main}; weft plan has the tables"
+
+
 def _memory_table(prediction: Prediction) -> Table:
     table = Table(title="predicted memory per device", title_justify="left", box=None, pad_edge=False)
     table.add_column("what")
     table.add_column("bytes", justify="right")
-    rows = {**prediction.cost.state_bytes}
-    rows["activations"] = prediction.cost.saved_bytes
-    rows["temporary"] = prediction.cost.transient_bytes
-    for name, num_bytes in rows.items():
-        if num_bytes:
-            table.add_row(name, format_bytes(num_bytes))
+    for name, num_bytes in _memory_rows(prediction).items():
+        table.add_row(name, format_bytes(num_bytes))
     total, limit = prediction.cost.memory_bytes, prediction.memory_limit_bytes
     style = "bold red" if total > limit else "bold"
     which = f" (pipe rank {prediction.pipe_rank}, the fullest)" if prediction.pipe_rank is not None else ""
@@ -212,11 +247,28 @@ class _StepColumn(ProgressColumn):
         return Text(task.fields.get("line", ""))
 
 
-class LiveReporter:
-    """Shows the progress of a run: a live bar on a terminal, and about 20 lines in all."""
+class ElapsedColumn(ProgressColumn):
+    """Column of a progress bar with the time since it was shown."""
 
-    def __init__(self, console: Console, num_steps: int) -> None:
+    def render(self, task: Task) -> Text:
+        return Text(f"after {timedelta(seconds=int(task.elapsed or 0))}")
+
+
+class LiveReporter:
+    """Shows the progress of a run: a live bar on a terminal, about 20 lines in all, and in a log one more whenever
+    `every_seconds` have passed without one.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        num_steps: int,
+        every_seconds: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._console, self._num_steps = console, num_steps
+        self._every_seconds, self._clock, self._said_at = every_seconds, clock, clock()
+        self._width = console.width if console.is_terminal else max(console.width, LOG_WIDTH)
         self._bar: Progress | None = None
         self._task: Any = None
         self._lines = 0
@@ -225,15 +277,16 @@ class LiveReporter:
         """Show one step."""
         if self._console.is_terminal:
             if self._bar is None:
-                self._bar = Progress(BarColumn(BAR_WIDTH), _StepColumn(), TimeElapsedColumn(), console=self._console)
+                self._bar = Progress(BarColumn(BAR_WIDTH), _StepColumn(), ElapsedColumn(), console=self._console)
                 self._bar.start()
                 self._task = self._bar.add_task("", total=self._num_steps)
             line = step_line(metrics, self._num_steps, self._console.width - BAR_WIDTH - ELAPSED_WIDTH)
             self._bar.update(self._task, completed=metrics.step, line=line)
         every = max(1, self._num_steps // 20)
-        if metrics.step == 1 or metrics.step // every > self._lines or metrics.step == self._num_steps:
-            self._lines = metrics.step // every
-            self.say(step_line(metrics, self._num_steps, self._console.width if self._console.is_terminal else None))
+        is_late = not self._console.is_terminal and self._clock() - self._said_at >= self._every_seconds
+        if metrics.step == 1 or is_late or metrics.step // every > self._lines or metrics.step == self._num_steps:
+            self._lines, self._said_at = metrics.step // every, self._clock()
+            self.say(step_line(metrics, self._num_steps, self._width))
 
     def say(self, message: str) -> None:
         """Print a line, above the bar if there is one."""

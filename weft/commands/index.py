@@ -25,7 +25,7 @@ def index_command(
     tokenizer: Annotated[str | None, typer.Option(help="bytes or a tokenizer.json, for HF folders without one")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Build a graph over a model's output matrix, by which a CPU finds the likeliest tokens (FGD)."""
+    """Build a graph that finds the likeliest tokens on a CPU. Over a model's output matrix (FGD)."""
     refuse_place(out)
     from weft.serve.calibration.graph_index import index_model
     from weft.serve.generate import load_for_generation

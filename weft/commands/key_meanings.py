@@ -279,7 +279,11 @@ NUMBERS = {
     "compare_every": "steps between comparisons of state that several ranks hold",
     "repeat_every": "steps between micro-batches that are computed twice and compared",
 }
-LOG = {"tensorboard": "write TensorBoard's files to the run folder", "wandb": "the project in Weights & Biases"}
+LOG = {
+    "tensorboard": "write TensorBoard's files to the run folder",
+    "wandb": "the project in Weights & Biases",
+    "every_seconds": "where no terminal is: seconds between lines about steps, at most (if steps end that often)",
+}
 ROLES = {
     "loader": "ranks that read and prepare batches ahead of training",
     "validator": "1: a rank evaluates snapshots while training goes on",

@@ -78,7 +78,7 @@ def plan_command(
     accepted: Annotated[float, typer.Option(help="with --speculate: the share of drafts that are accepted")] = 0.7,
     as_json: Json = False,
 ) -> None:
-    """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
+    """Find the best plans, and why; or predict a run file's plan."""
     _refuse_ignored(context, serve)
     if serve:
         ways = dict(zip(WAYS, (weights, cache, head, precision, stream_weights, resident_blocks, "fp32"), strict=True))

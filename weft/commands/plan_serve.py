@@ -11,7 +11,7 @@ from rich.table import Table
 from weft.architectures import LanguageConfig, ModelConfig, RecurrentConfig, TransformerConfig
 from weft.cluster.cpu_rates import is_cpu
 from weft.cluster.hardware import Cluster, load
-from weft.commands.console import print_json
+from weft.commands.console import print_json, say
 from weft.commands.plan_serve_cpu import CpuQuestion, plan_cpu_serving, refuse_options
 from weft.errors import ConfigError, PlanError
 from weft.planner.predict import is_known
@@ -94,7 +94,7 @@ def plan_serving(
         lines.insert(-1, _of_drafts(price))
     lines.append(NOT_PRICED)
     for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+        say(console, line)
 
 
 def _refuse_lengths(name: str, config: LanguageConfig, workload: ServingWorkload) -> None:
@@ -237,9 +237,9 @@ def _share(one: ServingPrediction) -> float:
 def _show(name: str, cluster: str, found: list[ServingPrediction], workload: ServingWorkload, console: Console) -> None:
     prompt, output = workload.lengths[0]
     title = f"{name} on {cluster}: {len(workload.lengths)} requests of {prompt} tokens in, {output} out"
-    table = Table(title=title, caption=f"{TOKEN_BUDGET} tokens a step, {MAX_RUNNING} requests at once in each replica")
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in ("layout", "weights", "held", "first token", "tokens/s", "floor", "first alone", "per s alone"):
-        table.add_column(column, justify="left" if column == "layout" else "right")
+        table.add_column(column, justify="left" if column == "layout" else "right", no_wrap=column == "layout")
     for one in found[:NUM_SHOWN]:
         table.add_row(
             _layout(one),
@@ -252,6 +252,7 @@ def _show(name: str, cluster: str, found: list[ServingPrediction], workload: Ser
             _rate(one.alone),
         )
     console.print(table)
+    say(console, f"{TOKEN_BUDGET} tokens a step, {MAX_RUNNING} requests at once in each replica")
 
 
 def _as_json(one: ServingPrediction) -> dict[str, Any]:

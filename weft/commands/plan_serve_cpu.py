@@ -11,7 +11,7 @@ from rich.table import Table
 from weft.architectures import LanguageConfig
 from weft.cluster.decode_rates import HOW_TO_MEASURE, DecodeRates
 from weft.cluster.hardware import Cluster
-from weft.commands.console import print_json
+from weft.commands.console import print_json, say
 from weft.errors import ConfigError
 from weft.planner.serving_cpu import CpuDecode, predict_decode, refuse_size
 from weft.serve.head.graph_head import GraphHead, graph_head
@@ -70,14 +70,15 @@ def plan_cpu_serving(asked: CpuQuestion, console: Console, as_json: bool) -> Non
     if as_json:
         print_json(_as_json(asked, rates, found))
         return
-    table = Table(title=f"{asked.name} on {asked.cluster.name}: a decode of one request with {asked.length} tokens")
+    title = f"{asked.name} on {asked.cluster.name}: a decode of one request with {asked.length} tokens"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, min_width=len(title))
     for column in ("", "ms", "share"):
         table.add_column(column, justify="right" if column else "left")
     for cause, seconds in found.seconds_by_cause.items():
         table.add_row(cause, f"{1e3 * seconds:.2f}", f"{seconds / found.seconds:.0%}")
     console.print(table)
     for line in _sentences(asked, rates, found, graph):
-        console.print(line, highlight=False, soft_wrap=True)
+        say(console, line)
 
 
 def _sentences(asked: CpuQuestion, rates: DecodeRates, found: CpuDecode, graph: GraphHead | None) -> list[str]:

@@ -13,6 +13,8 @@ from weft.planner.report.page import exposed_seconds
 from weft.planner.report.style import number
 
 MAX_REFUSED = 2
+NUMBERS_WIDTH = 62  # columns of the numbers of a plan
+LEAST_SHOWN = 0.0005  # of a step; what saves less saves nothing
 
 
 def show_answer(console: Console, answer: Answer) -> None:
@@ -31,7 +33,7 @@ def show_answer(console: Console, answer: Answer) -> None:
         highlight=False,
     )
     if answer.found.best:
-        console.print(_plans(answer))
+        _show_plans(console, answer)
     say(console, f"[bold]why[/]      {answer.why}")
     for text in answer.assumptions:
         say(console, f"[yellow]assumed[/]  {text}")
@@ -46,19 +48,31 @@ def show_answer(console: Console, answer: Answer) -> None:
         console.print(_sensitivities(answer))
 
 
-def _plans(answer: Answer) -> Table:
+def _show_plans(console: Console, answer: Answer) -> None:
+    """Print the plans with their numbers; on a narrow terminal the plans are listed below the table."""
+    plans = [
+        f"{one.plan.describe_axes()}, micro-batch {one.plan.micro_batch} × {one.num_micro_batches}"
+        f"{one.plan.memory.words}"
+        for one in answer.layouts()
+    ]
+    is_narrow = console.width < max(map(len, plans)) + NUMBERS_WIDTH
+    console.print(_plans(answer, [str(number) for number in range(1, len(plans) + 1)] if is_narrow else plans))
+    for index, plan in enumerate(plans if is_narrow else [], 1):
+        say(console, f"plan {index}: {plan}")
+
+
+def _plans(answer: Answer, names: list[str]) -> Table:
     table = Table(title="the best plan of each layout", title_justify="left", box=None, pad_edge=False)
-    table.add_column("plan", overflow="fold", min_width=20)
+    table.add_column("plan", no_wrap=True)
     unit = answer.question.unit
     for name in ("step", f"{unit}/s", "MFU", "memory", "exposed", "bubble"):
         table.add_column(name, justify="right", no_wrap=True)
     limit = answer.model.cluster.node.device.memory_bytes
-    for index, one in enumerate(answer.layouts()):
+    for index, (name, one) in enumerate(zip(names, answer.layouts(), strict=True)):
         rates, step = answer.rates(one), one.step
         assert step is not None
         table.add_row(
-            f"{one.plan.describe_axes()}, micro-batch {one.plan.micro_batch} × {one.num_micro_batches}"
-            f"{one.plan.memory.words}",
+            name,
             format_seconds(one.seconds),
             number(rates[f"{unit}_per_second"]),
             "" if rates["mfu"] is None else f"{rates['mfu']:.1%}",
@@ -76,5 +90,7 @@ def _sensitivities(answer: Answer) -> Table:
         table.add_column(name, overflow="fold")
     for one in answer.sensitivities:
         saved = one.saved_seconds / (one.seconds + one.saved_seconds)
-        table.add_row(one.change, format_seconds(one.seconds), f"{saved:.2%}", one.axes)
+        table.add_row(
+            one.change, format_seconds(one.seconds), f"{saved:.1%}" if saved >= LEAST_SHOWN else "nothing", one.axes
+        )
     return table

@@ -181,7 +181,7 @@ def serve_command(
     drain_seconds: DrainOption = 30.0,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Serve a model over HTTP with OpenAI's API, and a page to chat at /. Ends on Ctrl-C or SIGTERM."""
+    """Serve a model over HTTP, by OpenAI's API. With a page to chat at /. Ends on Ctrl-C or SIGTERM."""
     _refuse_address(host, api_key or [])
     kind = chosen_device(device)
     with _needs_extra():

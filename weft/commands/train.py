@@ -209,9 +209,9 @@ def _train_rank(run: Run, rank_info: RankInfo, as_json: bool) -> None:
         step_seconds = prediction.step_seconds
         refuse_if_too_large(run, cluster, prediction)
         if prints:
-            show_run(console, run, cluster, micro_batch_profile(run), prediction)
+            show_run(console, run, cluster, micro_batch_profile(run), prediction, brief=True)
             console.print("Prove this plan with: weft verify (not done under a launcher)")
-    reporter = LiveReporter(console, run.train.steps) if prints else QuietReporter()
+    reporter = LiveReporter(console, run.train.steps, run.log.every_seconds) if prints else QuietReporter()
     try:
         outcome = train(run, rank_info, reporter, step_seconds)
     except OutOfMemoryError as error:
@@ -236,7 +236,7 @@ def _run_ranks(fork_server: ForkServer, run: Run, as_json: bool) -> None:
 def _show(run: Run, console: Console) -> None:
     cluster = run_cluster(run)
     prediction = predict(run, cluster)
-    show_run(console, run, cluster, micro_batch_profile(run), prediction)
+    show_run(console, run, cluster, micro_batch_profile(run), prediction, brief=True)
     refuse_if_too_large(run, cluster, prediction)
 
 

@@ -221,8 +221,8 @@ def planned(config: ModelConfig, cluster: Cluster, question: Question) -> Model:
 
 
 def with_more(answer: Answer, say: Progress) -> Answer:
-    """Returns the answer with sensitivities: how much time one more GB/s, GB of memory or node would save."""
-    say("what one more GB/s, GB or node would change")
+    """Returns the answer with sensitivities: how much time faster links, more memory or more nodes would save."""
+    say("what faster links, more memory or more nodes would change")
     return replace(answer, sensitivities=tuple(sensitivities(answer.model, answer.question, answer.found)))
 
 

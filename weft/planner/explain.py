@@ -15,6 +15,7 @@ from weft.planner.question import Question
 from weft.planner.search import Model, search
 
 GB = 1e9
+TENTH_MORE = 1.1
 MAX_TIMES = 64
 WORDS = {
     "compute": "compute",
@@ -201,21 +202,21 @@ def _lighter(candidate: Candidate) -> Iterator[tuple[str, Plan, int]]:
 
 
 def sensitivities(model: Model, question: Question, found: SearchResult) -> list[Sensitivity]:
-    """Returns the effect of 1 GB/s more inside and between nodes, 1 GB more memory, one more node, twice the nodes."""
+    """Returns the effect of links a tenth faster, a tenth more memory, one more node and twice the nodes."""
     if not found.best:
         return []
     node, best = model.cluster.node, found.best[0].seconds
     found_changes = []
-    links = {"+1 GB/s for each device inside a node": replace(node, intra=_faster(node.intra))}
+    links = {"links inside a node a tenth faster": replace(node, intra=_faster(node.intra))}
     if model.cluster.num_nodes > 1:
-        links["+1 GB/s for each node between nodes"] = replace(node, inter=_faster(node.inter))
+        links["links between nodes a tenth faster"] = replace(node, inter=_faster(node.inter))
     for words, faster in links.items():
         again = model.on(replace(model.cluster, node=faster))
         found_changes.append(_changed(words, _timed_again(again, found.best), best))
-    device = replace(node.device, memory_bytes=node.device.memory_bytes + int(GB))
+    device = replace(node.device, memory_bytes=int(node.device.memory_bytes * TENTH_MORE))
     roomier = model.on(replace(model.cluster, node=replace(node, device=device)))
     more = search(roomier, question, keep=1, limit_seconds=best).best
-    found_changes.append(_changed("+1 GB of memory for each device", [*more, found.best[0]], best))
+    found_changes.append(_changed("a tenth more memory for each device", [*more, found.best[0]], best))
     for words, num_nodes in (("one more node", 1), ("twice the nodes", model.cluster.num_nodes)):
         larger = replace(model.cluster, num_nodes=model.cluster.num_nodes + num_nodes)
         found_changes.append(_changed(words, search(model.on(larger), question, keep=1, limit_seconds=best).best, best))
@@ -223,7 +224,7 @@ def sensitivities(model: Model, question: Question, found: SearchResult) -> list
 
 
 def _faster(link: Link) -> Link:
-    return replace(link, bandwidth_bytes_per_second=link.bandwidth_bytes_per_second + GB)
+    return replace(link, bandwidth_bytes_per_second=link.bandwidth_bytes_per_second * TENTH_MORE)
 
 
 def _timed_again(model: Model, candidates: Sequence[Candidate]) -> list[Candidate]:
