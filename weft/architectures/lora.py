@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from weft.errors import ConfigError
-from weft.schema import at_least
+from weft.schema import at_least, to_table
+
+ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True)
 class Lora:
-    """The table `[lora]`: the rank and scale (`alpha` / `rank`) of the updates, the names of the linears that have one,
-    and the dropout of their inputs. `adapter` is a folder in PEFT's format to start from, which then gives the rest.
+    """The table `[lora]`: the rank and scale (`alpha` / `rank`) of the updates, the linears that have one, and the
+    dropout of their inputs. `adapter` is a folder in PEFT's format to start from, which then gives the rest.
+
+    `targets` is as PEFT's target_modules: a list of names, or of ends of names after a dot, of linears inside blocks; a
+    regular expression for their whole names; or "all-linear".
     """
 
     rank: int = 8
     alpha: float = 16.0
-    targets: tuple[str, ...] = ("q_proj", "v_proj")
+    targets: tuple[str, ...] | str = ("q_proj", "v_proj")
     dropout: float = 0.0
     adapter: str | None = None
 
@@ -26,11 +32,33 @@ class Lora:
         if not 0 < self.alpha < math.inf:
             raise ConfigError(f"lora.alpha = {self.alpha}; it must be above 0 and finite")
         if not self.targets:
-            raise ConfigError("lora.targets = [] names no linear; give names, such as ['q_proj', 'v_proj']")
+            raise ConfigError(
+                f"lora.targets = {to_table(self.targets)!r} names no linear; give names, such as ['q_proj', 'v_proj']"
+            )
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"lora.dropout = {self.dropout}; it must be at least 0 and below 1")
+
+        if isinstance(self.targets, str) and self.targets != ALL_LINEAR:
+            try:
+                re.compile(self.targets)
+            except re.error as error:
+                raise ConfigError(
+                    f"lora.targets = '{self.targets}' is no regular expression ({error}); give one for whole names, "
+                    f"a list of names, or '{ALL_LINEAR}'"
+                ) from None
+
+    def is_target(self, name: str) -> bool:
+        """Does `targets` choose the linear with this whole name?"""
+        if isinstance(self.targets, str):
+            return self.targets == ALL_LINEAR or re.fullmatch(self.targets, name) is not None
+        return any(is_end_of(target, name) for target in self.targets)
 
     @property
     def scaling(self) -> float:
         """The factor of the update."""
         return self.alpha / self.rank
+
+
+def is_end_of(target: str, name: str) -> bool:
+    """Is `target` the name of a module, or its end after a dot?"""
+    return name == target or name.endswith(f".{target}")

@@ -294,7 +294,7 @@ ROLES = {
 LORA = {
     "rank": "the rank of the updates",
     "alpha": "their scale is alpha / rank",
-    "targets": "names of the linears that have an update",
+    "targets": "names of the linears that have an update, or ends of names; as a string, a regular expression",
     "dropout": "the probability of dropout on the updates' inputs",
     "adapter": "a folder in PEFT's format to start from, which gives the rest",
 }

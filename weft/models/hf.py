@@ -226,6 +226,17 @@ def _check_found(
             raise CheckpointError(f"{one.file}: unexpected tensor {one.name}; the config has no such parameter")
         if one.shape != shapes[name]:
             raise CheckpointError(f"{one.file}: {one.name} has shape {one.shape}, but the config needs {shapes[name]}")
+        if isinstance(one, FileTensor):
+            refuse_integers(one.file, one.name, one.dtype)
+
+
+def refuse_integers(file: Path, name: str, dtype: str) -> None:
+    """Raise CheckpointError if a weight's dtype, as safetensors names it, is not of floating-point numbers."""
+    if not dtype.startswith(("F", "BF")):
+        raise CheckpointError(
+            f"{file}: {name} has dtype {dtype}, and weights are floating-point numbers; give the folder as it was "
+            f"trained, or with the quantization_config that says what its whole numbers mean"
+        )
 
 
 def _check_tensor(

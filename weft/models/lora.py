@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.architectures.lora import Lora
+from weft.architectures.lora import Lora, is_end_of
 from weft.errors import ConfigError
 from weft.inspection.blocks import find_blocks
 from weft.inspection.split_probe import ADAPTER
@@ -50,24 +50,18 @@ class LoraLinear(nn.Linear):
 
 
 def add_lora(model: nn.Module, lora: Lora, seed: int = 0) -> None:
-    """Freeze a model and add updates to the linears of its blocks whose names end with one of `lora.targets`.
+    """Freeze a model and add updates to the linears of its blocks that `lora.targets` chooses.
 
     A and B get their initial values, unless the model is on the meta device.
     """
-    chosen, names = dict[str, nn.Linear](), set[str]()
-    for block, inside in find_blocks(model).items():
-        for name, module in inside.named_modules():
-            if type(module) is nn.Linear:
-                names.add(name.rpartition(".")[2])
-                if any(name == target or name.endswith(f".{target}") for target in lora.targets):
-                    chosen[f"{block}.{name}"] = module
-    if not names:
-        raise ConfigError("[lora] updates linears of blocks, and the blocks of this model have none; leave it out")
-    for target in lora.targets:
-        if not any(name.endswith(f".{target}") for name in chosen):
-            raise ConfigError(
-                f"lora.targets: no linear of a block is named '{target}'; the blocks have {', '.join(sorted(names))}"
-            )
+    linears = {
+        f"{block}.{name}" if name else block: module
+        for block, inside in find_blocks(model).items()
+        for name, module in inside.named_modules()
+        if type(module) is nn.Linear
+    }
+    chosen = {name: module for name, module in linears.items() if lora.is_target(name)}
+    _refuse_targets(lora, linears, chosen)
     model.requires_grad_(False)
     for name, linear in chosen.items():
         parent, _, leaf = name.rpartition(".")
@@ -76,6 +70,27 @@ def add_lora(model: nn.Module, lora: Lora, seed: int = 0) -> None:
         for own, parameter in ((own, getattr(made, own)) for own in ADAPTER):
             if not parameter.is_meta:
                 parameter.data.copy_(initial_adapter(f"{name}.{own}", tuple(parameter.shape), seed))
+
+
+def _refuse_targets(lora: Lora, linears: Collection[str], chosen: Mapping[str, nn.Linear]) -> None:
+    """Raise ConfigError if a target is no linear of a block, or the rank is above what any of the linears can use."""
+    if not linears:
+        raise ConfigError("[lora] updates linears of blocks, and the blocks of this model have none; leave it out")
+    names = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
+    if isinstance(lora.targets, str) and not chosen:
+        raise ConfigError(
+            f"lora.targets = '{lora.targets}' matches the whole name of no linear of a block, such as "
+            f"'{min(linears)}'; the blocks have {names}"
+        )
+    for target in () if isinstance(lora.targets, str) else lora.targets:
+        if not any(is_end_of(target, name) for name in chosen):
+            raise ConfigError(f"lora.targets: no linear of a block is named '{target}'; the blocks have {names}")
+    largest = max(min(linear.in_features, linear.out_features) for linear in chosen.values())
+    if lora.adapter is None and lora.rank > largest:  # an adapter that exists may have such a rank
+        raise ConfigError(
+            f"lora.rank = {lora.rank} is above {largest}, the largest rank that an update of these linears can have; "
+            f"use at most {largest}"
+        )
 
 
 def is_adapter(name: str) -> bool:
