@@ -52,6 +52,10 @@ class LostRankError(WeftError):
     """A message from another rank did not arrive. The text names the rank, the stage and the message."""
 
 
+class EngineError(WeftError):
+    """The engine of a server failed while it served. The same weights may be served by ranks that start again."""
+
+
 class LocalError(WeftError):
     """A process that weft started on this machine failed, died or hung. The message names it."""
 

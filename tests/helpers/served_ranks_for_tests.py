@@ -90,6 +90,13 @@ class ServedRanks:
     def ask(self, seconds: float = LIMIT_SECONDS) -> httpx.Response:
         return httpx.post(f"{self.url}/v1/completions", json=BODY, timeout=seconds, verify=False)
 
+    def ask_if_it_answers(self, seconds: float = LIMIT_SECONDS) -> int:
+        """The status of an answer; 0 if the connection ends without one."""
+        try:
+            return self.ask(seconds).status_code
+        except httpx.HTTPError:
+            return 0
+
     def text(self) -> str:
         found: str = self.ask().json()["choices"][0]["text"]
         return found

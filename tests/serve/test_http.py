@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -280,18 +281,25 @@ def test_requests_end_at_the_time_limit() -> None:
         assert served.worker.num_requests == 0
 
 
-def test_an_engine_that_fails_answers_503(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_that_fails_answers_503_to_all_who_wait_and_the_server_ends(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     engine = RepeatingEngine()
-    with serving(engine) as served:
+    with ThreadPoolExecutor() as pool, serving(engine) as served:
         stream = open_stream(served)
+        engine.go_on.clear()
+        bodies = {"/v1/completions": {"prompt": "x"}, "/v1/embeddings": {"input": "x"}}
+        others = [pool.submit(served.post, path, body) for path, body in bodies.items()]
+        wait_for(lambda: served.worker.num_clients == 3)
         engine.error = ValueError("the device is lost")
+        engine.go_on.set()
         text = "".join(stream.iter_text())
         assert "the engine failed, and with it this answer; the server's log says why. Ask again in" in text
         assert "the device is lost" not in text  # a traceback's words are for operators
-        for path in ("/v1/completions", "/v1/embeddings"):
-            after = served.post(path, {"prompt": "x"} if "comp" in path else {"input": "x"})
+        for one in others:
+            after = one.result(LIMIT_SECONDS)
             assert (after.status_code, after.json()["error"]["code"]) == (503, "unavailable")
-        assert served.get("/health").status_code == 503
+        wait_for(lambda: served.server.should_exit)
     assert "ValueError: the device is lost" in capfd.readouterr().err
 
 

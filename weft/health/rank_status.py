@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from weft.errors import DEFECT, CorruptionError, LaunchError, LostRankError, WeftError, exit_status
+from weft.errors import DEFECT, CorruptionError, EngineError, LaunchError, LostRankError, WeftError, exit_status
 
 FOLDER_VARIABLE = "WEFT_STATUS"
 WAITING = "waiting in "  # the prefix of `StatusPage.doing` while a rank waits for others
@@ -31,6 +31,7 @@ VALIDATING = "waiting for the validator"  # after the last step
 FILE_PHASES = (SAVING, GOING_BACK, RESERVING, VALIDATING)
 _PAGE = struct.Struct("<qqddd240s144s80s64s")  # the fields of StatusPage; text that is too long is truncated
 _NO_STEP = -1
+_RESTARTABLE = (LostRankError, CorruptionError, EngineError)  # errors that a restart may not meet again
 _STACK_POLL_SECONDS = 0.05
 _LOST, _TAKEN = "lost.json", "taken-over.json"
 
@@ -190,7 +191,7 @@ def wait_for_stacks(paths: Sequence[Path], most_seconds: float) -> None:
 
 def record_failure(environ: Mapping[str, str], rank: int, error: BaseException) -> int:
     """Write the error that ends this rank to its failure file, if there is a folder, and return the exit status."""
-    final = isinstance(error, WeftError) and not isinstance(error, (LostRankError, CorruptionError))
+    final = isinstance(error, WeftError) and not isinstance(error, _RESTARTABLE)
     message = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
     status = exit_status(error) if isinstance(error, WeftError) else DEFECT
     trace, chance = "".join(traceback.format_exception(error)), isinstance(error, CorruptionError)

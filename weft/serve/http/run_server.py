@@ -6,8 +6,8 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from weft.errors import ConfigError, WeftError
+from weft.errors import ConfigError, EngineError, WeftError
 from weft.launch.environment import RankInfo, check_world, init_process_group, shutdown
 from weft.mesh import Mesh
 from weft.models import RecurrentConfig
@@ -245,19 +245,31 @@ def run_rank(
         options = replace(options, speculate=None)  # the scheduling rank drafts
     of_engine = options.engine(loaded, max_held if plan.data > 1 else options.max_waiting, device)
     if not ranks.is_lead:
-        follow_steps(ModelPart(loaded.model, of_engine, ranks, load))
+        part = ModelPart(loaded.model, of_engine, ranks, load)
+        with _as_engine_errors():
+            follow_steps(part)
     else:
         engine = Engine(loaded.model, of_engine, ranks, load)
         warm = partial(_warm_up, engine, of_engine, options, bar if rank_info.rank == 0 else no_bar)
         if replicas.index > 0:
             warm()
-            serve_replica(engine, replicas)
+            with _as_engine_errors():
+                serve_replica(engine, replicas)
         else:
             assert sock is not None
             front = ReplicaFront(engine, replicas, max_held) if plan.data > 1 else engine
             take = Path  # each rank reads the checkpoint itself
             _serve_engine(front, loaded, sock, source, options, plan.data, take, warm, ready, say, record)
     shutdown()
+
+
+@contextmanager
+def _as_engine_errors() -> Iterator[None]:
+    """Make weft's errors EngineErrors: the weights can be used, so what fails in a step may succeed after a restart."""
+    try:
+        yield
+    except WeftError as error:
+        raise EngineError(f"the engine failed: {type(error).__name__}: {error}") from error
 
 
 def _say_what_is_slow(model: nn.Module, options: ServeOptions, plan: Plan, say: Say) -> None:
@@ -315,7 +327,7 @@ def _serve_engine(
     HttpServer(app, worker, options.limits, lambda: ready(about), watch).run([sock])
     has_ended = worker.join(END_SECONDS)
     if worker.has_failed:
-        raise WeftError(f"{worker.failure}; restart the server")
+        raise EngineError(worker.failure)
     if has_ended:
         with suppress(RuntimeError):  # a rank that was lost meanwhile is not told
             engine.close()

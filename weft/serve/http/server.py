@@ -1,7 +1,8 @@
 """The HTTP server: listens, and stops without losing what it has begun.
 
 On SIGTERM or Ctrl-C it takes no more requests (503) and finishes those that it has, for at most `drain_seconds`: an
-HTTP request may ask for several answers, one after the other. A second signal stops it at once.
+HTTP request may ask for several answers, one after the other. A second signal stops it at once. If the engine fails, it
+tells those who wait, and stops.
 """
 
 from __future__ import annotations
@@ -79,6 +80,10 @@ class HttpServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second."""
+        if (
+            self._worker.has_failed
+        ):  # who waited is answered; ranks start again, or whoever watches this process does it
+            self.should_exit = True
         if self._drain_until is not None and (self._worker.num_clients == 0 or time.monotonic() > self._drain_until):
             self.should_exit = True
         return await super().on_tick(counter)
