@@ -216,6 +216,9 @@ def _build_tables(tables: Mapping[str, Any]) -> _Built:
             raise ConfigError(f"'{key}' = {tables[key]!r} but it expects a string")
         if not tables.get(key, "default"):
             raise ConfigError(f"'{key}' is empty; give it a value or leave it out")
+    for key in _VALUES:
+        if not tables.get(key, "default").isprintable():
+            raise ConfigError(f"{key} = {tables[key]!r} has line breaks or other characters that cannot be printed")
     if Path(tables.get("name", "run")).name != tables.get("name", "run") or tables.get("name") == "..":
         raise ConfigError(f"name = '{tables['name']}' is a path; give a plain name, and the path as folder = ...")
     data, train, model = tables.get("data", {}), tables.get("train", {}), tables.get("model", {})

@@ -14,6 +14,7 @@ from weft.plan import Plan
 from weft.schema import at_least, at_most
 
 MAX_BATCH, MAX_BATCH_TOKENS = 1 << 24, 1 << 36  # of a step; more micro-batches could not be listed
+MAX_STEPS = 10**12
 MAX_LOADERS = 1 << 10  # also of batches on their way to a rank
 # Limits of AdamW and torch's generators: a value is at least the first number and below the second.
 LIMITS = {
@@ -87,6 +88,7 @@ class TrainConfig:
             if getattr(self, name) is not None:
                 at_least(f"train.{name}", getattr(self, name), 1)
         at_least("train.warmup_steps", self.warmup_steps, 0)
+        at_most("train.steps", self.steps, MAX_STEPS)
         at_most("train.batch", self.batch or 0, MAX_BATCH)
         at_most("train.batch_tokens", self.batch_tokens or 0, MAX_BATCH_TOKENS)
         for name, (low, high) in LIMITS.items():

@@ -227,13 +227,26 @@ def open_checkpoint(path: Path) -> Checkpoint:
         newest = latest(folder)
         if newest is not None:
             return Checkpoint(newest)
+    refuse_unsaved(path)
     return Checkpoint(path)
+
+
+def refuse_unsaved(path: Path) -> None:
+    """Raise CheckpointError for the folder of a run that has not saved yet."""
+    if not (path / MANIFEST).exists() and ((path / "checkpoints").is_dir() or (path / "metrics.jsonl").is_file()):
+        raise CheckpointError(
+            f"{path} is the folder of a run without a complete checkpoint; train it on, or save more often "
+            f"(checkpoint.every)"
+        )
 
 
 def checkpoint_paths(path: Path) -> list[Path]:
     """The checkpoint at a path, or those of a run folder, the newest first."""
     folder = path / "checkpoints" if steps(path / "checkpoints") else path
-    return [folder / step_name(step) for step in reversed(steps(folder))] or [path]
+    found = [folder / step_name(step) for step in reversed(steps(folder))]
+    if not found:
+        refuse_unsaved(path)
+    return found or [path]
 
 
 def first_usable(

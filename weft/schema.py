@@ -47,7 +47,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes; this is not a TOML file of weft")
-        return parse_toml(path.read_text(encoding="utf-8"), str(path))
+        return parse_toml(path.read_text(encoding="utf-8-sig"), str(path))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; check the path") from None
     except (OSError, UnicodeDecodeError) as error:

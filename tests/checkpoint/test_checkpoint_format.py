@@ -839,7 +839,7 @@ def test_pickles_are_refused(victim: Path, name: str) -> None:
 def test_what_is_no_checkpoint_is_refused(victim: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no manifest.json.*did you mean .*step-00000002\?"):
         Checkpoint(victim.parent)
-    with pytest.raises(CheckpointError, match="is no checkpoint folder"):
+    with pytest.raises(CheckpointError, match="give a run folder, a checkpoint folder"):
         Checkpoint(victim / MANIFEST)
 
 

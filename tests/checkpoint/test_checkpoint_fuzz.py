@@ -253,7 +253,7 @@ def test_a_header_that_claims_an_exabyte_is_refused(original: Path) -> None:
     with pytest.raises(CheckpointError, match=r"rank-00000.safetensors cannot be used: .*header"):
         Checkpoint(original)
     shutil.rmtree(original)
-    with pytest.raises(CheckpointError, match="is no checkpoint folder"):
+    with pytest.raises(CheckpointError, match="give a run folder, a checkpoint folder"):
         Checkpoint(original)
 
 

@@ -33,4 +33,4 @@ def test_empty_options_are_refused_by_every_command(weft: Weft, command: tuple[s
 def test_empty_arguments_are_refused_and_a_prompt_may_be_empty(weft: Weft) -> None:
     assert weft("serve", "").err == "weft: an argument is given as empty text; give a value, or leave it out\n"
     for given in (("--prompt", ""), ("--prompt=",)):
-        assert "is no checkpoint folder" in weft("generate", "nowhere", *given).err
+        assert "nowhere does not exist; give a run folder" in weft("generate", "nowhere", *given).err

@@ -132,7 +132,11 @@ class Checkpoint:
     def _open_manifest(self) -> Manifest:
         path = self.path / MANIFEST
         if not self.path.is_dir():
-            raise CheckpointError(f"{self.path} is no checkpoint folder")
+            found = "is a file" if self.path.exists() else "does not exist"
+            raise CheckpointError(
+                f"{self.path} {found}; give a run folder, a checkpoint folder or, where one is read, a Hugging Face "
+                f"folder"
+            )
         self._refuse_unreadable(self.path, os.R_OK | os.X_OK)
         pickled = sorted(name for name in os.listdir(self.path) if name.endswith(_PICKLED_SUFFIXES))
         if pickled:

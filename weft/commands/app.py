@@ -287,7 +287,7 @@ def ranks_per_device_command(
     rounds: Annotated[int, typer.Option(help="measure the fastest numbers so many times more", min=0)] = 2,
     as_json: Json = False,
 ) -> None:
-    """Measure 1 to --most ranks per device at the run's global batch, and say which to use (plan.ranks_per_device)."""
+    """Measure how many ranks per device to use. From 1 to --most, at the run's global batch (plan.ranks_per_device)."""
     from weft.run_file import check_run_file, load_run
 
     check_run_file(run_file, overrides or [])

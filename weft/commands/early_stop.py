@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM at a command that has nothing to save yet: one line, and status 130 or 143."""
+"""Ctrl-C, SIGTERM or SIGHUP at a command that has nothing to save yet: one line, and status 130, 143 or 129."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _IMPORT_SYSTEM = "<frozen importlib"  # how file names of its frames begin
 
 
@@ -26,7 +26,10 @@ def stopping_early() -> Iterator[None]:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    print(f"weft: stopped by {signal.Signals(number).name}; there was nothing to save", file=sys.stderr, flush=True)
+    for other in STOP_SIGNALS:  # one that comes while this process ends: it has been said
+        signal.signal(other, lambda again, frame: os._exit(128 + again))
+    with suppress(OSError):  # the terminal may be gone
+        print(f"weft: stopped by {signal.Signals(number).name}; there was nothing to save", file=sys.stderr, flush=True)
     if _is_importing(frame):  # modules that try an import may catch SystemExit, and the command would go on
         os._exit(128 + number)
     raise SystemExit(128 + number)

@@ -13,6 +13,7 @@ from weft.errors import BAD_INPUT, ConfigError, WeftError, exit_status
 from weft.launch.one_speaker import is_first_to_say
 
 COMMANDS = ("train", "verify", "plan", "chaos")  # whose first argument is a run file
+CLOSED_PIPE = 141  # the exit status of programs that SIGPIPE ends
 PLANNING = "plan"  # after this command, nothing is left to clean up: its process ends at once
 MAY_BE_EMPTY = ("--prompt",)  # a text that is continued from its beginning
 FLAGS = ("--json", "--verify", "--no-verify", "--fresh", "--print-config")  # options without a value
@@ -25,7 +26,10 @@ def run() -> None:
     freeing them takes two seconds.
     """
     if sys.argv[1:2] != [PLANNING]:
-        main()
+        try:
+            main()
+        finally:
+            _leave_closed_pipe()
         return
     gc.disable()
     try:
@@ -37,8 +41,21 @@ def run() -> None:
     _end_process(0)
 
 
+def _leave_closed_pipe() -> None:
+    """Ends this process as SIGPIPE would, without a word, if the reader of its output has closed it (`| head`)."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os._exit(CLOSED_PIPE)
+    except OSError:
+        return  # Python says so when it ends
+    if type(sys.stdout).__name__ == "PacifyFlushWrapper":  # what click leaves behind when a print has failed
+        os._exit(CLOSED_PIPE)
+
+
 def _end_process(status: int) -> None:
     """End this process without Python's cleanup, unless its output cannot be written: then the cleanup says so."""
+    _leave_closed_pipe()
     try:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -58,6 +75,8 @@ def main() -> None:
             app()
     except WeftError as error:
         _fail(str(error), exit_status(error))
+    except BrokenPipeError:
+        raise SystemExit(CLOSED_PIPE) from None
     except OSError as error:  # a file that cannot be read or written, a full disk
         what = f"{error.filename or 'a file'}: {error.strerror or error}"
         _fail(f"{what}; check the path, its permissions and the space left", BAD_INPUT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -283,6 +284,14 @@ def _refuse_address(host: str, keys: list[str]) -> None:
     """Raise ConfigError for keys that cannot be sent, and for an address of other machines without a key."""
     if any(not key.isascii() or not key.isprintable() or " " in key or not key for key in keys):
         raise ConfigError("--api-key must be printable ASCII without spaces, as it is sent in a header")
+    if not is_loopback(host):
+        try:
+            socket.getaddrinfo(host, None)
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(
+                f"--host {host} is no address and no name that is known here ({error}); give 127.0.0.1, or an address "
+                f"of this machine"
+            ) from None
     if not is_loopback(host) and not keys:
         raise ConfigError(f"--host {host} is reached from other machines; give --api-key, or serve on 127.0.0.1")
 

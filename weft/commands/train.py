@@ -319,7 +319,7 @@ def _show_sample(
         f"\n[bold]what to try next[/]\n"
         f"train on:        {again('train', more)}\n"
         f"{with_other_plan}"
-        f"what it costs:   {again('plan', *_other_plan_to_price(run, 'plan.shard.stage=2'))}\n"
+        f"what it costs:   {again('plan', *_other_plan_to_price(run))}\n"
         f"more text:       {shlex.join(['weft', 'generate', str(run.folder), '--prompt', 'import '])}\n"
         f"for others:      {shlex.join(['weft', 'export', str(run.folder), 'my-model'])}",
         highlight=False,
@@ -327,9 +327,14 @@ def _show_sample(
     )
 
 
-def _other_plan_to_price(run: Run, change: str) -> tuple[str, ...]:
-    """The change, unless the run's optimizer would be refused with it."""
-    return () if run.train.kfac is not None else (change,)
+def _other_plan_to_price(run: Run) -> tuple[str, ...]:
+    """A change of the plan that costs something else; none if the run's optimizer would be refused with it."""
+    if run.train.kfac is not None:
+        return ()
+    has_stages = run.plan.shard.degree > 1 and run.plan.memory.accumulate == "whole"
+    change = f"plan.shard.stage={3 if run.plan.shard.stage == 2 else 2}" if has_stages else ""
+    other = "none" if run.plan.memory.recompute == "full" else "full"
+    return (change or f"plan.memory.recompute={other}",)
 
 
 def _show_accuracy(run: Run, again: Again, console: Console) -> None:
@@ -344,7 +349,7 @@ def _show_accuracy(run: Run, again: Again, console: Console) -> None:
     console.print(
         f"\n[bold]what to try next[/]\n"
         f"train on:        {again('train', f'train.steps={2 * run.train.steps}')}\n"
-        f"what it costs:   {again('plan', *_other_plan_to_price(run, 'plan.memory.recompute=full'))}",
+        f"what it costs:   {again('plan', *_other_plan_to_price(run))}",
         highlight=False,
         soft_wrap=True,
     )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 TEMPLATE_FILE = "chat_template.jinja"
+REMEDY = "correct it, or name another one (data.template in a run file, --chat-template of weft serve)"
 TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
@@ -44,7 +45,7 @@ class ChatTemplate:
         try:
             self._template = _environment(now).from_string(source)
         except TemplateSyntaxError as error:
-            raise DataError(f"the chat template of {place} is not valid Jinja: {error}; give data.template") from None
+            raise DataError(f"the chat template of {place} is not valid Jinja: {error}; {REMEDY}") from None
         self._special, self._place, self.source = dict(special), place, source
         made_of: list[Any] = [source, self._special]
         if now is training_time and "strftime_now" in source:  # what was rendered before had the day's date
@@ -84,7 +85,7 @@ def load_template(path: str | None, tokenizer: str, now: Callable[[], datetime] 
         try:
             return ChatTemplate(own.read_text(encoding="utf-8"), special, str(own), now)
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"cannot read the chat template {own} ({error}); give data.template") from None
+            raise DataError(f"cannot read the chat template {own} ({error}); {REMEDY}") from None
     found = config.get("chat_template")
     if isinstance(found, list):  # several, by name
         named = (one for one in found if isinstance(one, dict))

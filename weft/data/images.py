@@ -167,7 +167,7 @@ def read_labels(folder: Path, num_classes: int) -> list[LabelledImage]:
     try:
         if path.stat().st_size > MAX_LABEL_BYTES:
             raise DataError(f"{path} is larger than {MAX_LABEL_BYTES} bytes; this is no list of images")
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             lines = list(csv.reader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read: {error}; give a file with the columns image,label") from None

@@ -1,0 +1,107 @@
+"""What commands say about inputs that people try: the place that is wrong, the rule and what to change."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands_for_tests import Weft, caller
+from runs_for_tests import make_run, write_run_file
+
+from weft.commands.early_stop import stopping_early
+from weft.commands.train import _other_plan_to_price
+from weft.data.images import read_labels
+from weft.run_file import load_run
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Weft:
+    return caller(monkeypatch, capfd)
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return write_run_file(tmp_path)
+
+
+def test_a_folder_that_is_not_there_and_a_run_that_has_not_saved(weft: Weft, tmp_path: Path) -> None:
+    for command in (
+        ("generate", "nosuchrun"),
+        ("export", "nosuchrun", "out"),
+        ("evaluate", "nosuchrun", "--data", "x"),
+    ):
+        assert "nosuchrun does not exist; give a run folder" in weft(*command).err
+    (tmp_path / "young" / "checkpoints").mkdir(parents=True)
+    for command in (("generate", tmp_path / "young"), ("export", tmp_path / "young", tmp_path / "out")):
+        assert f"{tmp_path / 'young'} is the folder of a run without a complete checkpoint" in weft(*command).err
+
+
+def test_a_host_that_nobody_knows(weft: Weft, tmp_path: Path) -> None:
+    left = weft("serve", tmp_path, "--host", "no.such.host.invalid")
+    assert left.status == 2
+    assert "--host no.such.host.invalid is no address and no name that is known here" in left.err
+    assert "is reached from other machines; give --api-key" in weft("serve", tmp_path, "--host", "0.0.0.0").err
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(run_file: Path, tmp_path: Path) -> None:
+    run_file.write_bytes(b"\xef\xbb\xbf" + run_file.read_bytes())
+    assert load_run(run_file).train.steps == 15
+    (tmp_path / "labels.csv").write_bytes(b"\xef\xbb\xbfimage,label\na.npy,1\n")
+    assert [entry.label for entry in read_labels(tmp_path, 2)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ('name="a\\nb"', "name = 'a\\nb' has line breaks"),
+        ('folder="a\\nb"', "folder = 'a\\nb' has line breaks"),
+        ("train.steps=100000000000000000000", "train.steps = 100000000000000000000; it must be at most 1000000000000"),
+    ],
+)
+def test_values_that_no_run_can_have(weft: Weft, run_file: Path, change: str, message: str) -> None:
+    left = weft("train", run_file, change)
+    assert left.status == 2
+    assert message in left.err
+
+
+def test_what_is_suggested_changes_something(run_file: Path) -> None:
+    suggested = {
+        (): "plan.memory.recompute=full",
+        ("plan.shard=2",): "plan.shard.stage=2",
+        ("plan.shard={degree=2, stage=2}",): "plan.shard.stage=3",
+        ("plan.memory.recompute=full",): "plan.memory.recompute=none",
+    }
+    for overrides, change in suggested.items():
+        assert _other_plan_to_price(make_run(run_file, "run", *overrides)) == (change,)
+
+
+def test_a_closed_pipe_ends_a_command_without_a_word(tmp_path: Path) -> None:
+    """As `weft plan ... | head` does; 141 is the status of programs that SIGPIPE ends."""
+    for command in (["--help"], ["init", "run.toml"]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        found = subprocess.run(
+            [sys.executable, "-m", "weft", *command], stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path, timeout=300
+        )
+        os.close(writer)
+        assert (found.returncode, found.stderr) == (141, b""), command
+
+
+def test_a_hangup_is_said_and_a_second_signal_is_not(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with stopping_early():
+        with pytest.raises(SystemExit) as left:
+            signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGINT)
+    assert (left.value.code, ended) == (129, [130])
+    assert capfd.readouterr().err == "weft: stopped by SIGHUP; there was nothing to save\n"
