@@ -112,6 +112,12 @@ class Served:
     def __init__(self, server: HttpServer, worker: EngineWorker, api: Api, url: str) -> None:
         self.server, self.worker, self.api, self.url = server, worker, api, url
 
+    @property
+    def address(self) -> tuple[str, int]:
+        """Its host and port."""
+        host, _, port = self.url.removeprefix("http://").rpartition(":")
+        return host, int(port)
+
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
         if body is not None:
             options["json"] = body

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from serve_for_tests import Served, serving
+from serve_for_tests import Served, serving, wait_for
 from serving_for_tests import GREEDY, MODELS, likeliest, serve_all, tokens_of
 from torch import nn
 
@@ -19,9 +21,11 @@ from weft.data.tokenizer import ByteTokenizer, FileTokenizer
 from weft.models import build, initialise
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.head import sampling as sampling_module
-from weft.serve.scheduling.grammar import ANY_OBJECT, MAX_SCHEMA_BYTES, Grammars
+from weft.serve.scheduling import grammar, schema_trial
+from weft.serve.scheduling.grammar import ANY_OBJECT, MAX_SCHEMA_BYTES, AnswerMatcher, Grammars
 from weft.serve.scheduling.request import GeneratedToken, Request, RequestError, Sampling
 
+pytestmark = pytest.mark.processes
 BYTES = ByteTokenizer()
 SCHEMA = {
     "type": "object",
@@ -195,3 +199,111 @@ def test_a_tokenizer_file_and_an_answer_that_cannot_go_on(tmp_path: Path) -> Non
         assert found[-1].finish == finish
         if finish == "stop":
             assert "".join(words[one.token] for one in found) == '{"cat":true}'
+
+
+ENDLESS = [  # to compile: by time, and by memory
+    {"allOf": [{"type": "string", "pattern": f".*a.{{{number}}}b"} for number in range(20)]},
+    {"type": "integer", "multipleOf": 10**7 + 19},
+]
+
+
+def wanted(schema: Any) -> dict[str, Any]:
+    """A completion that matches a schema."""
+    return {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+
+def test_schemas_that_take_for_ever_to_compile_are_refused_and_others_are_answered_meanwhile(model: nn.Module) -> None:
+    with serving(make_engine(model)) as served, ThreadPoolExecutor(8) as pool:
+        refused = [pool.submit(served.post, "/v1/completions", wanted(schema)) for schema in ENDLESS * 4]
+        num_answered = 0
+        while not all(one.done() for one in refused):
+            assert served.post("/tokenize", {"prompt": "x"}).status_code == 200
+            num_answered += 1
+        assert num_answered > len(refused)
+        for one in refused:
+            assert one.result().status_code == 400
+            assert "to compile" in one.result().json()["error"]["message"]
+        assert served.post("/v1/completions", wanted(SCHEMA)).status_code == 200
+
+
+def test_a_schema_is_left_when_its_client_is_gone(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = list[schema_trial.TrialProcess]()
+    make = schema_trial.TrialProcess
+    monkeypatch.setattr(schema_trial, "TrialProcess", lambda given: started.append(make(given)) or started[-1])
+    with serving(make_engine(model)) as served:
+        body = json.dumps(wanted(ENDLESS[0])).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+        with socket.create_connection(served.address) as client:
+            client.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+            wait_for(lambda: started)
+        wait_for(lambda: started[0].has_ended)
+        assert served.worker.num_requests == 0
+
+
+NO_TEXT: list[dict[str, Any]] = [
+    {"$ref": "#"},
+    {"anyOf": [{"$ref": "#"}]},
+    {"allOf": [{"$ref": "#"}]},
+    {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+]
+
+
+@pytest.mark.parametrize("schema", NO_TEXT)
+def test_a_schema_that_no_text_matches_is_refused(served: Served, schema: dict[str, Any]) -> None:
+    refused = served.post("/v1/completions", wanted(schema))
+    assert refused.status_code == 400
+    assert "the schema cannot be used: no text matches it" in refused.json()["error"]["message"]
+
+
+class PanicException(BaseException):
+    """As that of pyo3."""
+
+
+def panic(*_: object) -> None:
+    raise PanicException("index out of bounds")
+
+
+@pytest.mark.parametrize("name", ["compute_bitmask", "consume_token"])
+def test_a_panic_of_the_library_ends_one_answer_and_not_the_engine(
+    served: Served, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    class Panicking:
+        def __init__(self, matcher: Any) -> None:
+            self._matcher = matcher
+
+        def __getattr__(self, key: str) -> Any:
+            return panic if key == name else getattr(self._matcher, key)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(grammar.CompiledSchema, "matcher", lambda own: AnswerMatcher(Panicking(own._beginning)))  # type: ignore[arg-type]
+        refused = served.post("/v1/completions", wanted(SCHEMA))
+    assert (refused.status_code, refused.json()["error"]["message"][:26]) == (400, "the answer cannot go on: t")
+    assert served.post("/v1/completions", wanted(SCHEMA)).status_code == 200
+
+
+def test_a_panic_while_a_request_is_added_is_told_to_its_client(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "add", panic)
+        assert served.post("/v1/completions", {"prompt": "x"}).status_code == 500
+    assert served.post("/v1/completions", {"prompt": "x"}).status_code == 200
+
+
+def test_schemas_are_kept_by_their_number_and_memory_and_while_somebody_holds_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grammars, trial = Grammars(BYTES, []), schema_trial.SchemaTrial()
+    monkeypatch.setattr(grammar, "MAX_KEPT", 2)
+    held = grammars.compile('{"const": 0}', trial)
+    for number in (1, 2):
+        grammars.compile(json.dumps({"const": number}), trial)
+    assert grammars.known('{"const": 0}') is held
+    del held
+    assert [grammars.known(json.dumps({"const": number})) is not None for number in range(3)] == [False, True, True]
+    first, second = (json.dumps({"type": "integer", "multipleOf": 60000 + number}) for number in (1, 2))
+    num_bytes = grammars.compile(first, trial).num_bytes
+    assert num_bytes > 10 << 20
+    monkeypatch.setattr(grammar, "MAX_KEPT_BYTES", 3 * num_bytes // 2)
+    grammars.compile(second, trial)
+    assert [grammars.known(schema) is not None for schema in (first, second)] == [False, True]

@@ -319,9 +319,11 @@ class _EngineCall(Generic[T]):
         else:
             try:
                 self._result.set_result(self._function())
-            except BaseException as error:  # a panic of a library in Rust is no Exception
-                self._result.set_exception(error)
-                del self  # which the error holds, by this frame, and which holds the error
+            except BaseException as error:
+                # A panic of a library in Rust is no Exception, as which clients are told.
+                told = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+                self._result.set_exception(told)
+                del self, told  # which the error holds, by this frame, and which hold the error
         return True
 
     def fail(self, error: Exception) -> None:

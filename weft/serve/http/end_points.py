@@ -38,6 +38,7 @@ from weft.serve.http.request_body import (
     refuse_other_model,
 )
 from weft.serve.http.running_answer import EventStream, RunningAnswer
+from weft.serve.http.schema_queue import SchemaQueue
 from weft.serve.served_model import ServedModel
 from weft.serve.worker import EngineWorker
 
@@ -66,6 +67,7 @@ class Api:
         self.metrics = ServerMetrics(warm_up_seconds)
         self._created = int(time.time())
         self._words = TokenWords(model.tokenizer)
+        self._schemas = SchemaQueue(model.grammars)
         self._page = resources.files("weft.serve.http").joinpath(PAGE).read_text(encoding="utf-8")
 
     @property
@@ -176,6 +178,7 @@ class Api:
         seconds = self._limits.request_seconds
         try:
             async with asyncio.timeout(seconds):
+                running.schema = await unless_disconnected(request.receive, self._schemas.compiled(asked.schema))
                 await unless_disconnected(request.receive, running.start())
                 self.metrics.num_prompt_tokens += sum(len(one.tokens) for one in asked.requests)
                 if not asked.stream:

@@ -137,6 +137,11 @@ class Generation:
     echoes: tuple[str, ...] = ()  # a text to begin each answer with; empty: none
 
     @property
+    def schema(self) -> str | None:
+        """What all answers match, as JSON."""
+        return self.requests[0].json_schema
+
+    @property
     def scores_prompts(self) -> bool:
         """Do answers begin with the log-probabilities of their prompts?"""
         return bool(self.echoes) and self.has_logprobs
@@ -286,7 +291,6 @@ def _generation(
     ends = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else model.end_tokens)
     schema = schema_of(body.response_format)
     if schema is not None:
-        model.grammars.matcher(schema)  # compiled here, not between two steps of the engine; refused if it is wrong
         ends |= {model.tokenizer.end}
     sampling, name = _sampling(body, num_logprobs), uuid.uuid4().hex
     requests = tuple(

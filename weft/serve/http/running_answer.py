@@ -18,6 +18,7 @@ from weft.serve.http.answers import AnswerForm, GeneratedAnswer, envelope, json_
 from weft.serve.http.guard import error_answer, unless_disconnected
 from weft.serve.http.prometheus import ServerMetrics
 from weft.serve.http.request_body import ApiError, Generation
+from weft.serve.scheduling.grammar import CompiledSchema
 from weft.serve.scheduling.request import GeneratedToken
 from weft.serve.served_model import ServedModel
 from weft.serve.text import TextChunk, TextStream
@@ -46,6 +47,7 @@ class RunningAnswer:
         self._stream: TokenStream | None = None
         self._began, self._created = time.monotonic(), int(time.time())
         self._num_tokens = 0
+        self.schema: CompiledSchema | None = None  # held until the engine has its own copies
         self._prompts: dict[
             tuple[int, ...], list[GeneratedToken]
         ] = {}  # with log-probabilities, if these are asked for

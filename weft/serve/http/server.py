@@ -8,7 +8,9 @@ tells those who wait, and stops.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from types import FrameType
@@ -21,7 +23,10 @@ from weft.serve.http.addresses import MAX_CONNECTIONS
 from weft.serve.http.guard import ServerLimits
 from weft.serve.worker import EngineWorker
 
-CLOSE_SECONDS = 5  # for responses to be sent after the last token
+CLOSE_SECONDS = 3  # for responses to be sent after the last token
+FORCED_END_SECONDS = (
+    8  # after the drain; then whatever holds the process up, as a library's computation, is left behind
+)
 STOPPING = "the server stops and takes no more requests; ask another one, or this one when it is back"
 
 
@@ -52,6 +57,14 @@ class HttpServer(uvicorn.Server):
         self._worker, self._limits, self._ready, self._beside = worker, limits, ready, beside
         self._task: asyncio.Task[None] | None = None
         self._drain_until: float | None = None
+        self._forced_end: threading.Timer | None = None
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            super().run(sockets)
+        finally:
+            if self._forced_end is not None:
+                self._forced_end.cancel()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._worker.start()
@@ -70,8 +83,18 @@ class HttpServer(uvicorn.Server):
         """On a signal."""
         if self._drain_until is None:
             self.drain()
+            self._end_after(self._limits.drain_seconds + FORCED_END_SECONDS)
         else:
             self.should_exit = True
+            self._end_after(FORCED_END_SECONDS)
+
+    def _end_after(self, seconds: float) -> None:
+        """End the process by then, though a thread cannot be ended."""
+        if self._forced_end is not None:
+            self._forced_end.cancel()
+        self._forced_end = threading.Timer(seconds, os._exit, (1,))
+        self._forced_end.daemon = True
+        self._forced_end.start()
 
     def drain(self) -> None:
         """Take no more requests, and stop when those that are held are done."""

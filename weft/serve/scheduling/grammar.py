@@ -5,133 +5,132 @@
     matcher.accept(token)                                      # after it is read
 
 A matcher is the state of one answer. Compiled schemas are kept, so that many answers to one schema cost one compile.
+A schema is tried in another process first (`schema_trial.py`).
 """
 
 from __future__ import annotations
 
 import json
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from weft.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+from weft.data.tokenizer import FileTokenizer, Tokenizer
 from weft.serve.scheduling.request import RequestError
+from weft.serve.scheduling.schema_compile import MAX_SCHEMA_BYTES, VocabularyText, compile_schema, is_panic
+from weft.serve.scheduling.schema_trial import SchemaTrial, SchemaTrials
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_SCHEMA_BYTES = 16 << 10  # of a schema as JSON; one of so many bytes compiles in about a second
-MAX_KEPT = 64  # compiled schemas
+T = TypeVar("T")
+MAX_KEPT, MAX_KEPT_BYTES = 64, 256 << 20  # compiled schemas that nobody holds
 ANY_OBJECT = '{"type": "object"}'
-WHITESPACE = r"[ \n\t]{0,20}"  # between the parts of an answer; bounded, so that no answer is endless blanks
+
+
+class CompiledSchema:
+    """A schema for the tokens of one tokenizer."""
+
+    def __init__(self, beginning: LLMatcher, num_bytes: int) -> None:
+        self._beginning, self.num_bytes = beginning, num_bytes
+
+    def matcher(self) -> AnswerMatcher:
+        """The state of an answer before its first token."""
+        return AnswerMatcher(self._beginning.deep_copy())
 
 
 class AnswerMatcher:
-    """How far one answer has come in its schema."""
+    """How far one answer has come in its schema. A panic of llguidance ends the answer, and no other."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
+        self._is_broken = False
 
     def allowed(self) -> bytes:
         """One bit for each token, set where the token may come next: bit i % 8 of byte i // 8."""
-        return self._matcher.compute_bitmask()
+        return self._guarded(self._matcher.compute_bitmask, b"")
 
     def accept(self, token: int) -> bool:
         """Go on by a token. Returns False if the schema does not allow it, and from then on."""
-        return self._matcher.consume_token(token)
+        return self._guarded(partial(self._matcher.consume_token, token), False)
 
     @property
     def is_complete(self) -> bool:
         """Does the answer match the schema, with nothing that could follow?"""
-        return self._matcher.is_stopped() and not self._matcher.is_error()
+        return self._guarded(lambda: self._matcher.is_stopped() and not self._matcher.is_error(), False)
+
+    def _guarded(self, function: Callable[[], T], otherwise: T) -> T:
+        if self._is_broken:
+            return otherwise
+        try:
+            return function()
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            self._is_broken = True
+            return otherwise
 
 
 class Grammars:
     """Compiles schemas for the tokens of one tokenizer. Several threads may use it."""
 
     def __init__(self, tokenizer: Tokenizer, end_tokens: Iterable[int]) -> None:
-        self._tokenizer, self._end_tokens = tokenizer, sorted({tokenizer.end, *end_tokens})
+        definition = tokenizer.definition if isinstance(tokenizer, FileTokenizer) else None
+        self._vocabulary = VocabularyText(definition, tokenizer.end, sorted({tokenizer.end, *end_tokens}))
+        self._trials = SchemaTrials(self._vocabulary)
         self._lock = threading.Lock()
         self._tokens: LLTokenizer | None = None
-        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()  # matchers at the beginning, least recently used first
+        self._kept: OrderedDict[str, CompiledSchema] = OrderedDict()  # least recently used first
+        self._held: weakref.WeakValueDictionary[str, CompiledSchema] = weakref.WeakValueDictionary()
 
     def matcher(self, schema: str) -> AnswerMatcher:
         """The state of an answer before its first token. Raises RequestError for a schema that cannot be used."""
-        with self._lock:
-            known = self._kept.get(schema)
-            if known is not None:
-                self._kept.move_to_end(schema)
-                return AnswerMatcher(known.deep_copy())
-        compiled = self._compile(schema)
-        with self._lock:
-            self._kept[schema] = compiled
-            while len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
-            return AnswerMatcher(compiled.deep_copy())
+        return (self.known(schema) or self.compile(schema, SchemaTrial())).matcher()
 
-    def _compile(self, schema: str) -> LLMatcher:
+    def known(self, schema: str) -> CompiledSchema | None:
+        """A schema that is kept, or that somebody holds."""
+        with self._lock:
+            found = self._held.get(schema)
+            if schema in self._kept:
+                self._kept.move_to_end(schema)
+            return found
+
+    def compile(self, schema: str, trial: SchemaTrial) -> CompiledSchema:
+        """Returns a schema for answers; `trial` may be cancelled. Raises RequestError for one that cannot be used."""
         if len(schema.encode()) > MAX_SCHEMA_BYTES:
             raise RequestError(
                 "invalid",
                 f"the schema has {len(schema.encode())} bytes of JSON, at most {MAX_SCHEMA_BYTES} are taken; "
                 f"give a smaller one",
             )
+        tokens = self._known_tokens()
+        # It compiles within limits in another process, so it does in this one, where nothing can end it.
+        num_bytes = 0 if schema == ANY_OBJECT else self._trials.run(schema, trial)
+        compiled = CompiledSchema(compile_schema(tokens, schema), num_bytes)
+        with self._lock:
+            self._kept[schema] = self._held[schema] = compiled
+            while len(self._kept) > MAX_KEPT or sum(one.num_bytes for one in self._kept.values()) > MAX_KEPT_BYTES:
+                self._kept.popitem(last=False)
+        return compiled
+
+    def _known_tokens(self) -> LLTokenizer:
         try:
-            from llguidance import LLMatcher
+            import llguidance  # noqa: F401
         except ModuleNotFoundError:
             raise RequestError(
                 "invalid",
                 "answers are held to a schema by llguidance, which is missing; run: pip install 'weft[serve]'",
             ) from None
-        options: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
-        try:
-            grammar = LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
-        except ValueError as error:  # of what Python reads as JSON: endless numbers, and lists in lists in lists ..
-            raise _unusable(str(error)) from None
-        matcher = LLMatcher(self._known_tokens(), grammar, log_level=0)
-        if matcher.is_error():
-            raise _unusable(matcher.get_error())
-        return matcher
-
-    def _known_tokens(self) -> LLTokenizer:
         with self._lock:
-            self._tokens = self._tokens or _tokens_of(self._tokenizer, self._end_tokens)
+            self._tokens = self._tokens or self._vocabulary.tokens()
             return self._tokens
-
-
-def _unusable(words: str) -> RequestError:
-    """The refusal of a schema, for a reason in llguidance's words."""
-    reason = " ".join(words.split())
-    return RequestError("invalid", f"the schema cannot be used: {reason:.300}; give a JSON schema without it")
-
-
-def _tokens_of(tokenizer: Tokenizer, end_tokens: list[int]) -> LLTokenizer:
-    from llguidance import LLTokenizer, TokenizerWrapper
-
-    if isinstance(tokenizer, FileTokenizer):
-        try:
-            return LLTokenizer(tokenizer.definition, eos_token=end_tokens)
-        except ValueError as error:
-            raise RequestError(
-                "invalid",
-                f"answers of this model cannot be held to a schema: llguidance says of its tokenizer: {error}",
-            ) from None
-    assert isinstance(tokenizer, ByteTokenizer)
-
-    class Bytes(SimpleNamespace):
-        def __call__(self, text: bytes) -> list[int]:
-            return list(text)
-
-    # llguidance marks tokens that are no text by the byte 0xFF.
-    tokens = [*(bytes([value]) for value in range(256)), b"\xff<end>"]
-    described = Bytes(eos_token_id=tokenizer.end, bos_token_id=None, tokens=tokens, special_token_ids=[tokenizer.end])
-    return LLTokenizer(TokenizerWrapper(described), eos_token=end_tokens)
 
 
 def allowed_tokens(matchers: Sequence[AnswerMatcher | None], vocab_size: int) -> Tensor:
