@@ -114,7 +114,8 @@ def test_a_decode_is_near_that_with_decoded_weights(monkeypatch: pytest.MonkeyPa
 def test_rounded_inputs_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_dynamic_product, "has_product", lambda: True)
     monkeypatch.setattr(cpu_group_product, "measured_rows", lambda *sizes: 4)
-    (words,) = what_cpus_do(model_of(0, "int4"))
+    words, by_rows = what_cpus_do(model_of(0, "int4"))
+    assert by_rows.startswith("14 of 14 linears round few rows of a step otherwise than many")
     assert words.startswith("14 of 14 linears round the inputs of decodes to 8 bits")
     monkeypatch.setattr(cpu_group_product, "measured_rows", lambda *sizes: 0)
     assert all("of 14 linears are decoded" in words for words in what_cpus_do(model_of(0, "int4")))

@@ -185,6 +185,28 @@ def test_weights_that_are_decoded_are_said(monkeypatch: pytest.MonkeyPatch) -> N
     assert "for fp16, int8-row, int8 and int4" in what_cpus_do(model_of(0, "fp8"))[0]
 
 
+@needs_product
+@pytest.mark.parametrize("kind", ["int8", "int4", "int8-row"])
+def test_the_number_of_rows_alone_decides_the_rounding_and_it_is_said(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_group_product, "measured_rows", lambda *sizes: 4)
+    monkeypatch.setattr(cpu_row_product, "measured_rows", lambda *sizes: 4)
+    model, hidden = model_of(0, kind), torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    linear = next(one for one in model.modules() if isinstance(one, PackedLinear))
+    linear.arrange_for_cpu(torch.float32)
+    with torch.inference_mode():
+        alone = torch.cat([linear(row[None]) for row in hidden])
+        assert torch.equal(linear(hidden[:4]), alone[:4])
+        assert 1e-5 < relative(linear(hidden), alone) < 0.02
+    assert any("14 of 14 linears round few rows of a step otherwise than many" in one for one in what_cpus_do(model))
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp16"])
+def test_of_other_formats_it_is_not_said(kind: str) -> None:
+    assert not any("otherwise than many" in one for one in what_cpus_do(model_of(0, kind)))
+
+
 @pytest.mark.parametrize("product", [cpu_half_product, cpu_row_product])
 def test_products_of_x86_are_not_tried_on_other_cpus(product: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """There, an illegal instruction ends the process."""

@@ -77,7 +77,7 @@ SpeculateOption = Annotated[
     str | None,
     typer.Option(
         help="draft tokens: ngram (by lookup in the request), layers=K (by the model's first K layers), or the FOLDER "
-        "of a smaller model; answers stay the same",
+        "of a smaller model; answers stay the same, but for bf16's last bits and --weights of integers on a CPU",
         show_default=False,
     ),
 ]
@@ -85,7 +85,7 @@ WeightsOption = Annotated[
     str | None,
     typer.Option(
         help="weights of linears in fewer bits: fp8, int8, int4, int4-128, on a CPU fp16 and int8-row too; changes "
-        "answers",
+        "answers, which on a CPU also depend on requests beside them (but for fp8 and fp16)",
         show_default=False,
     ),
 ]

@@ -26,6 +26,7 @@ from weft.serve.weights.weight_formats import (
     HEAD_FORMATS,
     AfterProduct,
     Grouped,
+    RowInt8,
     WeightFormat,
     refuse_bad_weight,
     weight_format,
@@ -204,6 +205,12 @@ def what_cpus_do(model: nn.Module) -> list[str]:
         said.append(
             f"{rounded} of {len(packed)} {what} round the inputs of decodes to 8 bits, each token's between its least "
             f"and largest: this CPU's product of bytes takes no others"
+        )
+    by_rows = sum(isinstance(one.format, Grouped | RowInt8) for one in by_codes)
+    if by_rows:
+        said.append(
+            f"{by_rows} of {len(packed)} {what} round few rows of a step otherwise than many, of which the weight is "
+            f"decoded: an answer may depend on the requests beside it, on drafts and on the number of ranks"
         )
     return said
 
