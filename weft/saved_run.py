@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor
 
 from weft.checkpoint import Checkpoint, latest, steps
+from weft.checkpoint.file_hashes import file_hashes
 from weft.checkpoint.folder import step_name
 from weft.checkpoint.manifest import MANIFEST
 from weft.data.config import ChatConfig, DataConfig, as_saved, data_class, data_from_table
@@ -26,6 +27,7 @@ from weft.errors import CheckpointError, ConfigError, DamagedError, NumbersError
 from weft.inspection.model_tensors import saved_buffers
 from weft.models import LanguageConfig, config_from_table, read_config, weight_reader
 from weft.models.adapter import adapter_weights
+from weft.models.hf import weight_files
 from weft.models.hf_config import CONFIG_FILE
 from weft.models.lora import is_adapter, merged
 from weft.models.tuning import Tuning
@@ -34,7 +36,8 @@ from weft.schema import build_dataclass, parse_toml
 T = TypeVar("T")
 MAX_SIZE = 2**27  # the limit for any number in the model table of a checkpoint
 TOKENIZER_FILE = "tokenizer.json"
-_HASHED_BYTES = 1 << 20  # at each end of a file of weights, with its size
+HASHES_FILE = "weights.json"  # beside a run's checkpoints: hashes of the files that it started from
+WHOLE_HASH = "whole:"  # begins a fingerprint; that of an earlier weft was of the ends of files
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Source:
     model: LanguageConfig
     data: Mapping[str, Any]
     read: Callable[[str], Tensor]
-    fingerprint: str
+    files: tuple[Path, ...]
 
 
 def open_source(folder: Path) -> Source:
@@ -60,9 +63,9 @@ def open_source(folder: Path) -> Source:
     if (folder / CONFIG_FILE).is_file():
         config = read_config(folder)
         tokenizer = {"tokenizer": str(folder)} if (folder / TOKENIZER_FILE).is_file() else {}
-        files = sorted(folder.glob("*.safetensors"))
+        files = tuple(sorted(weight_files(folder)))
         read = weight_reader(folder, config)
-        return Source(folder, config, tokenizer, read, _hash(files))
+        return Source(folder, config, tokenizer, read, files)
     if not (folder / MANIFEST).is_file() and latest(folder / "checkpoints") is None and latest(folder) is None:
         raise ConfigError(
             f"'{folder}' holds neither {CONFIG_FILE} (a Hugging Face folder) nor a complete checkpoint of weft; give a "
@@ -70,7 +73,7 @@ def open_source(folder: Path) -> Source:
         )
     checkpoint = open_checkpoint(folder)
     config, read = saved_model(checkpoint), saved_values(checkpoint)
-    return Source(folder, config, _tokens_of(checkpoint), read, _hash([checkpoint.path / MANIFEST]))
+    return Source(folder, config, _tokens_of(checkpoint), read, (checkpoint.path / MANIFEST,))
 
 
 def _tokens_of(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -98,10 +101,18 @@ def with_tokenizer(table: Mapping[str, Any], source: Source) -> Mapping[str, Any
     return {**{key: value for key, value in source.data.items() if key in keys}, **table}
 
 
-def weights_fingerprint(source: Path | None, adapter: str | None) -> str:
-    """Returns a hash of the weights, and of the adapter, that a run starts from; "" if it starts from neither."""
-    of_model = "" if source is None else open_source(source).fingerprint
-    return of_model if adapter is None else f"{of_model} adapter {_hash([adapter_weights(Path(adapter))])}".strip()
+def weights_fingerprint(source: Path | None, adapter: str | None, folder: Path) -> str:
+    """Returns a hash of all bytes of the weights, and of the adapter, that a run in `folder` starts from; "" if it
+    starts from neither. The folder keeps what was hashed (`checkpoint/file_hashes.py`).
+    """
+    files = [] if source is None else list(open_source(source).files)
+    if adapter is not None:
+        files.append(adapter_weights(Path(adapter)))
+    if not files:
+        return ""
+    hashes = file_hashes(files, folder / "checkpoints" / HASHES_FILE)
+    named = [f"{path.name} {found}" for path, found in zip(files, hashes, strict=True)]
+    return WHOLE_HASH + hashlib.sha256("\n".join(named).encode()).hexdigest()
 
 
 def saved_values(checkpoint: Checkpoint) -> Callable[[str], Tensor]:
@@ -124,19 +135,6 @@ def saved_tuning(checkpoint: Checkpoint) -> Tuning:
     if not isinstance(table, dict):
         raise CheckpointError(f"{checkpoint.path} states tuning = {table!r}, which is no table")
     return build_dataclass(Tuning, table, "tuning")
-
-
-def _hash(files: list[Path]) -> str:
-    """A hash of the names, sizes and both ends of files."""
-    found = hashlib.sha256()
-    for path in files:
-        size_bytes = path.stat().st_size
-        found.update(f"{path.name} {size_bytes} ".encode())
-        with open(path, "rb") as file:
-            found.update(file.read(_HASHED_BYTES))
-            file.seek(max(0, size_bytes - _HASHED_BYTES))
-            found.update(file.read(_HASHED_BYTES))
-    return found.hexdigest()
 
 
 def saved_model(checkpoint: Checkpoint) -> LanguageConfig:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from chats_for_tests import EOS, write_tokenizer
-from runs_for_tests import make_run, train_on_ranks, write_run_file
+from runs_for_tests import Silent, make_run, train_on_ranks, write_run_file
 
-from weft.checkpoint import Checkpoint, latest
+from weft.checkpoint import Checkpoint, file_hashes, latest
 from weft.errors import CheckpointError, WeftError
+from weft.launch.environment import RankInfo
 from weft.launch.local_ranks import LocalError
 from weft.models import DecoderConfig, build, initialise, save_folder, write_weights
 from weft.run_file import Run, load_run
-from weft.saved_run import open_source
+from weft.saved_run import weights_fingerprint
+from weft.train import loop
 from weft.train.setup import first_values
 
 CONFIG = DecoderConfig(
@@ -93,7 +97,8 @@ def test_a_run_starts_from_a_checkpoint_of_another_plan_and_keeps_to_it(tmp_path
         for entry in stored.entries("parameter"):
             assert torch.equal(values(entry.name), stored.read(entry.name, "parameter"))
     train_on_ranks(run)
-    assert Checkpoint(run.folder / "checkpoints" / "step-00000002").state["source"] == open_source(newest).fingerprint
+    fingerprint = weights_fingerprint(newest, None, tmp_path / "other")
+    assert Checkpoint(run.folder / "checkpoints" / "step-00000002").state["source"] == fingerprint
     other = run_from(tmp_path, first.folder / "checkpoints" / "step-00000002", "plan.shard=2", "train.steps=3")
     with pytest.raises((CheckpointError, LocalError), match=r"started from weights [0-9a-f]{12}, now model\.from has"):
         train_on_ranks(other)
@@ -106,3 +111,67 @@ def test_a_frozen_run_does_not_ask_the_folder_again(tmp_path: Path) -> None:
     frozen.write_text(run.to_json())
     (tmp_path / "model" / "config.json").unlink()
     assert load_run(frozen) == run
+
+
+def test_a_changed_byte_anywhere_in_the_weights_is_noticed_and_nothing_is_hashed_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(CONFIG, vocab_size=70_000)  # two megabytes on both sides of the changed byte
+    model = build(config)
+    initialise(model, seed=5)
+    save_folder(tmp_path / "model", model)
+    run = run_from(tmp_path, tmp_path / "model", "data.tokenizer=bytes", "train.steps=1")
+    hashed = []
+
+    def hash_file(path: Path) -> str:
+        hashed.append(path.name)
+        return read_all(path)
+
+    read_all = file_hashes._hash
+    monkeypatch.setattr(file_hashes, "_hash", hash_file)
+    monkeypatch.setattr(file_hashes, "_NEW_SECONDS", 0.0)
+
+    def start(*overrides: str) -> None:
+        file_hashes._known.clear()  # as another process would begin
+        again = run_from(tmp_path, tmp_path / "model", "data.tokenizer=bytes", *overrides)
+        assert again.folder == run.folder
+        loop.train(again, RankInfo(), Silent())
+
+    start("train.steps=1")
+    assert hashed == ["model.safetensors"]
+    start("train.steps=2")
+    assert hashed == ["model.safetensors"]
+    weights = tmp_path / "model" / "model.safetensors"
+    before, middle = weights.stat(), weights.stat().st_size // 2
+    with weights.open("r+b") as file:
+        file.seek(middle)
+        byte = file.read(1)[0]
+        file.seek(middle)
+        file.write(bytes([byte ^ 1]))
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (weights.stat().st_size, weights.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    with pytest.raises(CheckpointError, match=r"started from weights [0-9a-f]{12}, now model\.from has weights"):
+        start("train.steps=3")
+    with weights.open("r+b") as file:
+        file.seek(middle)
+        file.write(bytes([byte]))
+    start("train.steps=3")  # the same bytes again, at another time
+    assert hashed == ["model.safetensors"] * 3
+
+
+def test_hashes_are_found_without_a_record(tmp_path: Path) -> None:
+    weights, empty = tmp_path / "weights", tmp_path / "empty"
+    weights.write_bytes(b"w" * 100)
+    empty.touch()
+    record = tmp_path / "record"
+    found = file_hashes.file_hashes([weights, empty], record)
+    assert len(set(found)) == 2
+    for content in ("", "{", "[1]"):  # cut off, or of another program
+        record.write_text(content)
+        file_hashes._known.clear()
+        assert file_hashes.file_hashes([weights, empty], record) == found
+    record.unlink()
+    record.mkdir()
+    assert file_hashes.file_hashes([weights, empty], record) == found
+    weights.write_bytes(b"w" * 99 + b"v")
+    assert file_hashes.file_hashes([weights], record) != found[:1]

@@ -99,8 +99,8 @@ def _targets(folder: Path, raw: Mapping[str, Any]) -> list[str]:
     """Returns lora.targets of an adapter. Where its config has more than a list of names, these are the whole names of
     those that have weights in its file.
     """
-    path, targets = folder / CONFIG_FILE, raw.get("target_modules")
-    excluded, layers = raw.get("exclude_modules"), raw.get("layers_to_transform")
+    path, excluded, layers = folder / CONFIG_FILE, raw.get("exclude_modules"), raw.get("layers_to_transform")
+    targets: Any = raw.get("target_modules")
     is_list = isinstance(targets, list) and all(isinstance(one, str) for one in targets)
     if not is_list and not isinstance(targets, str):
         raise ConfigError(f"{path}: target_modules = {targets!r} is neither a list of names nor a regular expression")

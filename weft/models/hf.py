@@ -156,7 +156,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         return {name: tuple(parameter.shape) for name, parameter in build(config).named_parameters()}
 
 
-def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
+def weight_files(folder: Path) -> dict[Path, set[str] | None]:
     """The weight files of a folder, and the tensors that the index lists in each; None if there is no index."""
     if (folder / SINGLE_FILE).exists():  # transformers also prefers it
         return {folder / SINGLE_FILE: None}
@@ -196,7 +196,7 @@ def _check_listed(file: Path, listed: set[str] | None, found: set[str]) -> None:
 def _stored_tensors(folder: Path, config: LanguageConfig) -> dict[str, FileTensor]:
     """The tensors of a folder's files, by their full names."""
     found: dict[str, FileTensor] = {}
-    for file, listed in _weight_files(folder).items():
+    for file, listed in weight_files(folder).items():
         handle = _open(file)
         _check_listed(file, listed, set(handle.keys()))
         for raw_name in handle.keys():  # noqa: SIM118 (a handle is not a mapping)

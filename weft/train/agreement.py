@@ -65,7 +65,7 @@ def data_beliefs(run: Run, data: TrainingData) -> dict[str, str]:
         "the number of held-out samples": str(0 if data.held_out is None else len(data.held_out)),
         "samples that are left out": json.dumps(sorted(data.skipped)),
     }
-    found["a hash of the weights to start from"] = weights_fingerprint(run.source, run.tuning.adapter)
+    found["a hash of the weights to start from"] = weights_fingerprint(run.source, run.tuning.adapter, run.folder)
     return found
 
 

@@ -26,6 +26,7 @@ from weft.errors import CheckpointError, DamagedError
 from weft.optim.saved_state import load_state
 from weft.resilience.memory_copies import MemoryCopies, all_agree
 from weft.run_file import Run
+from weft.saved_run import WHOLE_HASH
 from weft.schema import parse_toml, to_table
 from weft.train.agreement import SEEN_SECONDS, first_says, flat
 from weft.train.batches import TrainingData
@@ -251,11 +252,18 @@ def _refuse_other_model(checkpoint: Checkpoint, run: Run) -> None:
 
 def _refuse_other_source(checkpoint: Checkpoint, state: TrainState) -> None:
     """Raises if the run started from other weights."""
-    saved, words = str(checkpoint.state.get("source", "")), {"": "random weights"}  # an earlier weft had no key for it
+    saved = str(checkpoint.state.get("source", ""))  # an earlier weft had no key for it
+    if saved and state.source and not saved.startswith(WHOLE_HASH):
+        state.say(
+            f"{checkpoint.path} is of an earlier weft: whether the weights in model.from are the same is not known"
+        )
+        return
     if saved != state.source:
+        then, now = (
+            f"weights {one[len(WHOLE_HASH) :][:12]}" if one else "random weights" for one in (saved, state.source)
+        )
         raise CheckpointError(
-            f"{checkpoint.path} started from {words.get(saved, f'weights {saved[:12]}')}, now model.from has "
-            f"{words.get(state.source, f'weights {state.source[:12]}')}; give the same, or start anew in another "
+            f"{checkpoint.path} started from {then}, now model.from has {now}; give the same, or start anew in another "
             f"folder (folder = ...)"
         )
 

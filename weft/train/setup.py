@@ -109,7 +109,7 @@ def build_state(
         say("the first step compiles the model's blocks" + (f"; attention by {kernel}" if kernel else ""))
         compile_blocks(model, say)
     optimizer = make_optimizer(model, run.train, mesh)
-    source = weights_fingerprint(run.source, run.tuning.adapter)
+    source = weights_fingerprint(run.source, run.tuning.adapter, run.folder)
     data = with_reference(run, data.on_tile(mesh), model, mesh)
     state = TrainState(run, run_id, data, mesh, model, optimizer, status, say, source)
     if run.train.layer_drop is not None:

@@ -92,7 +92,7 @@ class BestSnapshot:
         if not loss < self._loss:
             return
         run, run_id = self._run, known_run_id(self._run.folder) or ""
-        source = weights_fingerprint(run.source, run.tuning.adapter)
+        source = weights_fingerprint(run.source, run.tuning.adapter, run.folder)
         values = checkpoint_values(run, run_id, self._data, step, source, {})
         pieces = [
             Piece(name, kind, Region.whole(tuple(tensor.shape)), tensor) for (name, kind), tensor in tensors.items()
