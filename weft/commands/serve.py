@@ -142,6 +142,9 @@ DrainOption = Annotated[float, typer.Option(help="seconds to finish requests aft
 ShareOption = Annotated[
     bool, typer.Option("--share-gpus", help="ranks share GPUs if there are more ranks; for tests only, as it is slow")
 ]
+LogOption = Annotated[
+    str, typer.Option(help="on stderr: rates (every 10 s, while there is work), requests (a line each, too), or none")
+]
 WarmUpOption = Annotated[
     bool, typer.Option(help="compile, capture and tune before the first request, and not while it waits")
 ]
@@ -177,6 +180,7 @@ def serve_command(
     calibration: CalibrationOption = None,
     share_gpus: ShareOption = False,
     warm_up: WarmUpOption = True,
+    log: LogOption = "rates",
     body_bytes: Annotated[int, typer.Option(help="maximum bytes of a request; larger ones get 413", min=1)] = 4 << 20,
     request_seconds: SecondsOption = 600.0,
     drain_seconds: DrainOption = 30.0,
@@ -197,7 +201,7 @@ def serve_command(
     ways: dict[str, Any] = {"precision": precision, "weights": weights, "calibration": _text(calibration)}
     ways |= {"cache": cache, "swap_blocks": swap_blocks, "head": head, "speculate": speculate, "sums": sums}
     ways |= {"stream_weights": stream_weights, "resident_blocks": resident_blocks, "share_gpus": share_gpus}
-    ways |= {"warms_up": warm_up}
+    ways |= {"warms_up": warm_up, "log": log}
     limits = ServerLimits(body_bytes=body_bytes, request_seconds=request_seconds, drain_seconds=drain_seconds)
     options = ServeOptions(**where, **served, **sizes, **ways, limits=limits)
     _serve(source, options, serving_plan(overrides or []), partial(_announce, as_json=as_json))

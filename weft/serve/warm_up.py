@@ -30,6 +30,7 @@ WAYS = (
     Sampling(),
     Sampling(top_k=20, top_p=0.9, min_p=0.01),
     Sampling(repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1, logit_bias={0: -1.0}),
+    Sampling(top_p=0.9, repetition_penalty=1.1),  # filters of float32
     Sampling(num_logprobs=2),
 )
 
@@ -60,6 +61,7 @@ def _jobs(engine: Engine, options: EngineOptions) -> list[Callable[[], object]]:
     rounds += [make.requests(number, 2) for number in graph_sizes(options.num_rows)]
     rounds.append(make.requests(options.num_rows, 8))  # more prompts than a graph of a step takes
     rounds += [make.requests(number, 8, way) for way in WAYS for number in (1, 3)]
+    rounds.append([replace(one, sampling=way) for one, way in zip(make.requests(len(WAYS), 8), WAYS, strict=True)])
     rounds.append([replace(one, tokens=one.tokens[:2] * 4) for one in make.requests(1, 2)])  # drafts by lookup
     rounds += [[replace(one, adapter=name) for one in make.requests(2, 8)] for name in options.adapters]
     if options.grammars is not None:

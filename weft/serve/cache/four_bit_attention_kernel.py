@@ -174,7 +174,10 @@ def _store(out, log_out, low, high, highest, total, inside, is_row, HALF_DIM: tl
         tl.store(log_out, tl.where(total > 0, highest + tl.log2(total), float("-inf")), mask=is_row)
 
 
-@triton.jit
+@triton.jit(  # steps with prompts have tables of any width, and lengths that begin anywhere
+    do_not_specialize=["table_stride", "length_stride", "row_stride"],
+    do_not_specialize_on_alignment=["table_ptr", "length_ptr", "row_ptr"],
+)
 def _parts(
     query_ptr, key_code_ptr, key_range_ptr, value_code_ptr, value_range_ptr, tail_ptr, table_ptr, length_ptr, row_ptr,
     mixed_ptr, log_ptr, factor, query_stride, table_stride, length_stride, row_stride,

@@ -82,7 +82,10 @@ def _lowest(logits_ptr, temperature, highest, num_tokens, wanted, CHUNK: tl.cons
     return lowest, tl.sum(above, 0), tl.max(own, 0)
 
 
-@triton.jit
+# Settings lie anywhere in a table, and results behind each other: a kernel for each alignment would be compiled late.
+@triton.jit(do_not_specialize_on_alignment=[
+    "temperature_ptr", "top_k_ptr", "top_p_ptr", "log_min_p_ptr", "lowest_ptr", "last_ptr"
+])  # fmt: skip
 def _filter(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, log_min_p_ptr, lowest_ptr, last_ptr, num_tokens, logits_stride,
     settings_stride, CHUNK: tl.constexpr,

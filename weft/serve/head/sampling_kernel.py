@@ -53,7 +53,10 @@ def _mix(bits):
     return bits ^ (bits >> 16)
 
 
-@triton.jit
+# What is read once for a request lies anywhere: a kernel for each alignment would be compiled late.
+@triton.jit(
+    do_not_specialize_on_alignment=["temperature_ptr", "key_ptr", "position_ptr", "lowest_ptr", "last_ptr"],
+)
 def _draw(
     logits_ptr,
     temperature_ptr,

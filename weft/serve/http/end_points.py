@@ -175,6 +175,7 @@ class Api:
     async def _respond(self, request: HttpRequest, asked: Generation, form: AnswerForm) -> Response:
         """Give the engine what was asked for, and answer whole or in a stream."""
         running = RunningAnswer(self._model, self._worker, self.metrics, self.fingerprint, asked, form)
+        request.scope["answer"] = running
         seconds = self._limits.request_seconds
         try:
             async with asyncio.timeout(seconds):

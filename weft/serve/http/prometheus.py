@@ -23,6 +23,11 @@ class Histogram:
         self._counts[bisect_left(BOUNDS_SECONDS, seconds)] += 1
         self._sum += seconds
 
+    @property
+    def count(self) -> int:
+        """How many values were counted."""
+        return sum(self._counts)
+
     def lines(self, name: str) -> Iterator[str]:
         """The lines of a histogram of that name."""
         total = 0

@@ -34,6 +34,7 @@ from weft.serve.head.graph_head import graph_head
 from weft.serve.http.addresses import listen, url_name
 from weft.serve.http.end_points import Api, build_app
 from weft.serve.http.guard import ServerLimits
+from weft.serve.http.request_log import RequestLog, log_of, say_rates
 from weft.serve.http.server import HttpServer
 from weft.serve.loading import LoadedModel, Packing, load_draft, load_model
 from weft.serve.measurement.cpu_threads import fastest_threads
@@ -88,6 +89,7 @@ class ServeOptions:
     stream_weights: int = 0  # blocks whose weights are copied ahead from host memory; 0: none
     resident_blocks: int = 0  # of each rank's blocks, that stay on the device while others are streamed
     share_gpus: bool = False  # ranks share GPUs if there are more ranks
+    log: str = "rates"  # what is said of requests (`serve/http/request_log.py`)
     warms_up: bool = True  # compile, capture and tune before the first request
 
     @property
@@ -127,6 +129,7 @@ class ServeOptions:
 def refuse_options(source: Path, options: ServeOptions, plan: Plan) -> None:
     """Raise ConfigError or PlanError for options that do not go together, with each other or with the plan."""
     sums_of(options.sums)
+    log_of(options.log)
     options.packing.dtype(options.device)
     if options.share_gpus and options.device == "cpu":
         raise ConfigError("--share-gpus is for --device cuda, and the device is the CPU; leave it out")
@@ -319,12 +322,15 @@ def _serve_engine(
         api.fingerprint = name
         record.write(name)
 
-    watch = follow(source, loaded.weights, load, take, say) if options.follows else None
+    beside = [follow(source, loaded.weights, load, take, say)] if options.follows else []
+    if options.log != "none":
+        beside.append(say_rates(worker, api.metrics, say))
     url = f"http://{url_name(options.host)}:{sock.getsockname()[1]}"
     about = {"url": url, "model": name, "weights": loaded.weights, "device": options.device, **seconds}
     app = build_app(api, options.api_keys, options.host)
+    app = RequestLog(app, say) if options.log == "requests" else app
     record.write(loaded.weights)
-    HttpServer(app, worker, options.limits, lambda: ready(about), watch).run([sock])
+    HttpServer(app, worker, options.limits, lambda: ready(about), beside).run([sock])
     has_ended = worker.join(END_SECONDS)
     if worker.has_failed:
         raise EngineError(worker.failure)

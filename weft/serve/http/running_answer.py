@@ -46,7 +46,7 @@ class RunningAnswer:
         self._name = f"{form.prefix}-{uuid.uuid4().hex}"
         self._stream: TokenStream | None = None
         self._began, self._created = time.monotonic(), int(time.time())
-        self._num_tokens = 0
+        self.num_prompt_tokens, self.num_tokens = asked.num_prompt_tokens, 0
         self.schema: CompiledSchema | None = None  # held until the engine has its own copies
         self._prompts: dict[
             tuple[int, ...], list[GeneratedToken]
@@ -133,7 +133,7 @@ class RunningAnswer:
             if now - others_since > TURN_SECONDS:
                 await asyncio.sleep(0)
                 others_since = time.monotonic()
-            self._num_tokens += 1
+            self.num_tokens += 1
             if token.finish == "stuck":
                 raise ApiError(400, STUCK)
             chunk = texts[index].push(token)
@@ -147,7 +147,7 @@ class RunningAnswer:
         return envelope(self._name, kind, self._created, model, self._fingerprint)
 
     def _usage(self) -> dict[str, int]:
-        return usage(self._asked.num_prompt_tokens, self._num_tokens)
+        return usage(self.num_prompt_tokens, self.num_tokens)
 
 
 class EventStream(Response):

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from types import FrameType
 from typing import Any
 
@@ -33,7 +33,7 @@ STOPPING = "the server stops and takes no more requests; ask another one, or thi
 class HttpServer(uvicorn.Server):
     """Serves an application until a signal, or `drain`, and then until its requests are done.
 
-    `ready` is called when it listens; `beside` runs in its event loop as long as it serves.
+    `ready` is called when it listens; `beside` run in its event loop as long as it serves.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class HttpServer(uvicorn.Server):
         worker: EngineWorker,
         limits: ServerLimits,
         ready: Callable[[], None],
-        beside: Coroutine[Any, Any, None] | None = None,
+        beside: Sequence[Coroutine[Any, Any, None]] = (),
     ) -> None:
         config = uvicorn.Config(
             app,
@@ -55,7 +55,7 @@ class HttpServer(uvicorn.Server):
         )
         super().__init__(config)
         self._worker, self._limits, self._ready, self._beside = worker, limits, ready, beside
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._drain_until: float | None = None
         self._forced_end: threading.Timer | None = None
 
@@ -69,13 +69,12 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._worker.start()
         await super().startup(sockets)
-        if self._beside is not None:
-            self._task = asyncio.create_task(self._beside)
+        self._tasks += map(asyncio.create_task, self._beside)
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        for task in self._tasks:
+            task.cancel()
         self._worker.close()
         await super().shutdown(sockets)
 
