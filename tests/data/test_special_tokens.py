@@ -11,8 +11,8 @@ import tokenizers
 from tokenizers import processors
 from tokenizers_for_tests import BEGINS, ENDS, FAMILIES, TEMPLATE, theirs, write_family
 
-from weft.data.chat import ChatRenderer
 from weft.data.chat_template import load_template
+from weft.data.conversations import ChatRenderer
 from weft.data.sources import documents
 from weft.data.special_tokens import named_tokens, stated_end_tokens
 from weft.data.tokenizer import FileTokenizer, encode_text, load_tokenizer, marks_in_words
@@ -178,11 +178,11 @@ def test_a_document_in_pieces_begins_once(tmp_path: Path, monkeypatch: pytest.Mo
 def test_prompts_and_completions_begin_and_messages_do_as_their_template_says(tmp_path: Path, family: str) -> None:
     folder = write_family(tmp_path, family, TEMPLATE)
     renderer, reference = ChatRenderer(load(folder), load_template(None, str(folder))), theirs(folder)
-    ids, is_target = renderer.tokens({"prompt": "he ", "completion": "a"}, "")
+    ((ids, is_target),) = renderer.documents({"prompt": "he ", "completion": "a"}, "")
     assert ids[: len(reference("he ").input_ids)] == reference("he ").input_ids
     assert (ids[-1], is_target[0], is_target[-1]) == (reference.eos_token_id, False, True)
     messages = [{"role": "user", "content": "he"}, {"role": "assistant", "content": "a"}]
-    ids, _ = renderer.tokens({"messages": messages}, "")
+    ((ids, _),) = renderer.documents({"messages": messages}, "")
     begin = [reference.bos_token_id] if BEGINS[family] else []
     assert ids[:1] == (begin or ids[:1])
     assert [token for token in ids if token in begin] == begin, "once"

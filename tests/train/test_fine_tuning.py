@@ -43,8 +43,9 @@ from weft.architectures.lora import Lora
 from weft.checkpoint import Checkpoint
 from weft.commands.evaluate import evaluate_folder
 from weft.commands.export import export
-from weft.data.chat import ChatRenderer, PairPacker
+from weft.data.chat import PairPacker
 from weft.data.chat_template import ChatTemplate, load_template, training_time
+from weft.data.conversations import ChatRenderer
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import CheckpointError, ConfigError, DataError
 from weft.launch.environment import RankInfo
@@ -262,7 +263,7 @@ def test_a_template_with_a_date_makes_the_same_data_on_any_day(tmp_path: Path) -
 def test_a_completion_beside_messages_adds_no_target(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     renderer = ChatRenderer(load_tokenizer(tmp_path), load_template(None, str(tmp_path)))
-    assert renderer.tokens({**CHATS[0], "completion": "4"}, "") == renderer.tokens(CHATS[0], "")
+    assert renderer.documents({**CHATS[0], "completion": "4"}, "") == renderer.documents(CHATS[0], "")
 
 
 def test_bad_conversations_are_refused_in_a_line(tmp_path: Path) -> None:
@@ -272,19 +273,19 @@ def test_bad_conversations_are_refused_in_a_line(tmp_path: Path) -> None:
 
     def refusal(row: dict[str, object], used: ChatRenderer = renderer) -> str:
         with pytest.raises(DataError) as found:
-            used.tokens(row, "chats.jsonl, line 7")
+            used.documents(row, "chats.jsonl, line 7")
         assert "\n" not in str(found.value)
         return str(found.value)
 
     assert "line 7 has neither 'messages' nor 'prompt'" in refusal({"text": "x"})
-    assert "is no message" in refusal({"messages": [{"role": "user"}]})
+    assert "'messages[0].content' is None; it must be a text" in refusal({"messages": [{"role": "user"}]})
     bare = ChatRenderer(load_tokenizer("bytes"), None)
     half = "\ud83d"
     chat = [{"role": "user", "content": half}, {"role": "assistant", "content": "b"}]
     for row, used in (({"messages": chat}, renderer), ({"prompt": "a", "completion": half}, bare)):
-        assert "line 7 holds half a surrogate pair, which is not Unicode text" in refusal(row, used)
+        assert "line 7: it holds half a surrogate pair, which is not Unicode text" in refusal(row, used)
     pair = {"prompt": "a", "chosen": "b", "rejected": half}
-    with pytest.raises(DataError, match="line 7 holds half a surrogate pair"):
+    with pytest.raises(DataError, match="line 7: it holds half a surrogate pair"):
         PairPacker(SEQUENCE).add(bare, pair, "pairs.jsonl, line 7")
     assert "no chat template; give data.template" in refusal(CHATS[0], bare)
     strict = ChatTemplate("{{ raise_exception('roles must alternate') }}", {}, "x")
@@ -292,7 +293,9 @@ def test_bad_conversations_are_refused_in_a_line(tmp_path: Path) -> None:
     unsafe = ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}", {}, "x")
     assert "refuses the messages" in refusal(CHATS[0], ChatRenderer(renderer.tokenizer, unsafe))
     shortens = ChatTemplate("{{ messages[-1].content }}", {}, "x")
-    assert "give a template that only appends" in refusal(CHATS[1], ChatRenderer(renderer.tokenizer, shortens))
+    assert "asks for message 2 with 'a', but then writes 'b'" in refusal(
+        CHATS[1], ChatRenderer(renderer.tokenizer, shortens)
+    )
     with pytest.raises(DataError, match="not valid Jinja"):
         ChatTemplate("{% if %}", {}, "x")
 

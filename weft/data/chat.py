@@ -3,10 +3,9 @@
     {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}
     {"prompt": "2+2? ", "completion": "4"}           texts as they are; lists of messages are rendered by the template
 
-Only answers are targets: messages of the assistant, with what the template writes after them, and completions. A
-conversation is tokenized part by part, so that what comes before an answer has the same tokens as when the model is
-asked. Conversations follow each other in a sequence, each a document of its own to attention; one that does not fit
-into the rest of a sequence begins the next. An input of ~token, below 0, marks the last token of a document.
+Only answers are targets (`data/conversations.py`). Conversations follow each other in a sequence, each a document of
+its own to attention, or several. A document that does not fit into the rest of a sequence begins the next. An input of
+~token, below 0, marks the last token of a document.
 """
 
 from __future__ import annotations
@@ -25,124 +24,52 @@ import torch
 from numpy.typing import NDArray
 
 from weft.data.cache import build_folder, flush_to_disk, lock
-from weft.data.chat_template import ChatTemplate, Messages
+from weft.data.conversations import ChatRenderer, Document
 from weft.data.json_lines import json_lines
-from weft.data.sources import DocumentSource, is_unicode
-from weft.data.tokenizer import Tokenizer, document_marks, texts_fingerprint
+from weft.data.sources import DocumentSource
+from weft.data.tokenizer import texts_fingerprint
 from weft.data.tokens import is_held_out
 from weft.errors import DataError
 from weft.models.loss import IGNORE
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 RECORD = "chats.json"
-ASSISTANT = "assistant"
 SIDES = ("train", "held_out")
-ANSWERS = ("chosen", "rejected")
 Added = Literal["whole", "cut", "left out"]  # what became of a conversation
-Part = tuple[str, bool]  # a text, and whether its tokens are targets
-
-
-@dataclass(frozen=True)
-class ChatRenderer:
-    """Turns a line of the data into tokens and targets."""
-
-    tokenizer: Tokenizer
-    template: ChatTemplate | None
-
-    def tokens(self, row: Mapping[str, Any], place: str) -> tuple[list[int], list[bool]]:
-        """Returns the tokens of a conversation, and which of them are targets. `place` names the line in errors."""
-        is_text = "messages" not in row and isinstance(row.get("completion"), str)  # no template begins or ends it
-        before, after = document_marks(self.tokenizer) if is_text else ((), ())
-        ids: list[int] = [*before]
-        is_target = [False] * len(ids)
-        for text, counts in self._parts(row, place):
-            if not is_unicode(text):
-                raise DataError(f"{place} holds half a surrogate pair, which is not Unicode text; correct it")
-            part = self.tokenizer.encode(text).tolist()
-            ids += part
-            is_target += [counts] * len(part)
-        return [*ids, *after], [*is_target, *[True] * len(after)]
-
-    def _parts(self, row: Mapping[str, Any], place: str) -> Iterator[Part]:
-        if "messages" in row:
-            yield from self._rendered(_messages(row["messages"], place), 0, place)
-            return
-        prompt, completion = row.get("prompt"), row.get("completion")
-        if isinstance(prompt, str) and isinstance(completion, str):
-            yield from ((prompt, False), (completion, True))
-        elif isinstance(prompt, list) and isinstance(completion, list):
-            before = _messages(prompt, place)
-            yield from self._rendered([*before, *_messages(completion, place)], len(before), place)
-        else:
-            raise DataError(
-                f"{place} has neither 'messages' nor 'prompt' and 'completion' (two texts, or two lists of messages); "
-                f"it has {', '.join(map(repr, row))}"
-            )
-
-    def _rendered(self, messages: Messages, first: int, place: str) -> Iterator[Part]:
-        """Yields the text of messages in parts. Those of the assistant from number `first` on are targets."""
-        if self.template is None:
-            raise DataError(
-                f"{place} has messages, and the tokenizer's folder has no chat template; give data.template, a file"
-            )
-        done = ""
-        for number, message in enumerate(messages):
-            if message["role"] != ASSISTANT or number < first:
-                continue
-            for text, counts in (
-                (self.template.render(messages[:number], asks=True), False),
-                (self.template.render(messages[: number + 1]), True),
-            ):
-                yield self._following(done, text, f"{place}, message {number + 1}"), counts
-                done = text
-        rest = self._following(done, self.template.render(messages), place)
-        if rest:
-            yield rest, False
-
-    def _following(self, done: str, text: str, place: str) -> str:
-        if not text.startswith(done):
-            raise DataError(
-                f"{place}: the chat template writes earlier messages in another way when later ones follow, so answers "
-                f"cannot be told from the rest; give a template that only appends (data.template)"
-            )
-        return text[len(done) :]
-
-
-def _messages(value: Any, place: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value:
-        raise DataError(f"{place}: messages are {value!r:.100}; give a list of {{'role': ..., 'content': ...}}")
-    for message in value:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise DataError(f"{place}: {message!r:.100} is no message; give {{'role': ..., 'content': ...}}")
-    return value
 
 
 class Packer:
     """Fills rows of `length` inputs and labels with conversations, one after another."""
 
     def __init__(self, length: int) -> None:
-        self.length, self.used = length, 0
+        self.length, self.used, self.num_documents = length, 0, 0
         self.inputs: list[NDArray[np.int32]] = []
         self.labels: list[NDArray[np.int32]] = []
 
     def add(self, renderer: ChatRenderer, row: Mapping[str, Any], place: str) -> Added:
         """Add a line of the data."""
-        ids, is_target = renderer.tokens(row, place)
-        if not any(is_target[1 : self.length + 1]):
+        found = [self._add_document(document) for document in renderer.documents(row, place)]
+        kinds = set(found) or {"left out"}
+        return next(iter(kinds)) if len(kinds) == 1 else "cut"
+
+    def _add_document(self, document: Document) -> Added:
+        if not any(document.is_target[1 : self.length + 1]):
             return "left out"
-        inputs, labels = self._shifted(ids, is_target)
+        inputs, labels = self._shifted(document)
         inputs[-1] = ~inputs[-1]
         if not self.inputs or self.used + len(inputs) > self.length:
             self._new_row((self.length,), ~0)  # padding: documents of one token each
             self.used = 0
         self._put(..., self.used, inputs, labels)
         self.used += len(inputs)
-        return "cut" if len(ids) > self.length + 1 else "whole"
+        self.num_documents += 1
+        return "cut" if len(document.ids) > self.length + 1 else "whole"
 
-    def _shifted(self, ids: list[int], is_target: list[bool]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    def _shifted(self, document: Document) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Returns the inputs and labels of at most `length` + 1 tokens."""
-        tokens = np.array(ids[: self.length + 1], dtype=np.int32)
-        return tokens[:-1].copy(), np.where(is_target[: self.length + 1], tokens, IGNORE)[1:].astype(np.int32)
+        tokens = np.array(document.ids[: self.length + 1], dtype=np.int32)
+        is_target = document.is_target[: self.length + 1]
+        return tokens[:-1].copy(), np.where(is_target, tokens, IGNORE)[1:].astype(np.int32)
 
     def _new_row(self, shape: tuple[int, ...], padding: int) -> None:
         self.inputs.append(np.full(shape, padding, dtype=np.int32))
@@ -157,15 +84,14 @@ class PairPacker(Packer):
     """Makes a row of two sequences, [2, length], of each `prompt` with its `chosen` and its `rejected` answer."""
 
     def add(self, renderer: ChatRenderer, row: Mapping[str, Any], place: str) -> Added:
-        if missing := [key for key in ("prompt", *ANSWERS) if key not in row]:
-            raise DataError(f"{place} has no '{missing[0]}'; a preference has 'prompt', 'chosen' and 'rejected'")
-        both = [renderer.tokens({"prompt": row["prompt"], "completion": row[key]}, place) for key in ANSWERS]
-        if not all(any(is_target[1 : self.length + 1]) for _, is_target in both):
+        both = renderer.pair(row, place)
+        if not all(found and any(found[0].is_target[1 : self.length + 1]) for found in both):
             return "left out"
         self._new_row((2, self.length), 0)
-        for side, (ids, is_target) in enumerate(both):
-            self._put(side, 0, *self._shifted(ids, is_target))
-        return "cut" if any(len(ids) > self.length + 1 for ids, _ in both) else "whole"
+        for side, (document,) in enumerate(both):
+            self._put(side, 0, *self._shifted(document))
+        self.num_documents += 1
+        return "cut" if any(len(document.ids) > self.length + 1 for (document,) in both) else "whole"
 
 
 class PackedChats:
@@ -256,7 +182,10 @@ def _build(
                 np.save(file, array, allow_pickle=False)
                 flush_to_disk(file)
     num_chats, num_cut, num_left_out = counts.total(), counts["cut"], counts["left out"]
-    note = f"{num_chats:,} conversations, {num_cut:,} cut at {length} tokens, {num_left_out:,} without answer left out"
+    num_documents = sum(one.num_documents for one in packers.values())
+    several = f" in {num_documents:,} documents" if num_documents + num_left_out > num_chats else ""
+    cuts = f"{num_cut:,} cut at {length} tokens, {num_left_out:,} without answer left out"
+    note = f"{num_chats:,} conversations{several}, {cuts}"
     with (building / RECORD).open("w") as text:
         json.dump({"fingerprint": digest.hexdigest(), "note": note}, text)
         flush_to_disk(text)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weft.data.messages import Messages, reasoning_of
 from weft.data.special_tokens import TOKENIZER_CONFIG, named_tokens, read_object
 from weft.errors import DataError
 
@@ -30,7 +32,7 @@ TEMPLATE_ERRORS = (
     AttributeError,
     RecursionError,
 )  # that a wrong template raises
-Messages = Sequence[Mapping[str, Any]]
+Span = tuple[int, int]  # of characters: the first, and the end
 
 
 class ChatTemplate:
@@ -58,12 +60,87 @@ class ChatTemplate:
         """
         from jinja2 import TemplateError
 
+        options = {"tools": list(tools) or None, "documents": None, "add_generation_prompt": asks, **self._special}
+        refusals = list[Exception]()
+        for form in (_as_transformers, _as_openai):
+            try:
+                return self._write([form(message) for message in messages], options)
+            except (TemplateError, *TEMPLATE_ERRORS) as error:
+                refusals.append(error)
+        raise DataError(f"the chat template of {self._place} refuses the messages: {refusals[0]}")
+
+    def render_with_answers(self, messages: Messages, tools: Messages = ()) -> tuple[str, list[Span]]:
+        """Returns messages as text, and the spans of it within `{% generation %}`, which a template puts around what
+        the model answers.
+        """
+        recording = _Recording()
+        token = _RECORDING.set(recording)
         try:
-            return self._template.render(
-                messages=list(messages), tools=list(tools) or None, add_generation_prompt=asks, **self._special
-            )
-        except (TemplateError, *TEMPLATE_ERRORS) as error:
-            raise DataError(f"the chat template of {self._place} refuses the messages: {error}") from None
+            return self.render(messages, tools=tools), recording.spans
+        finally:
+            _RECORDING.reset(token)
+
+    def _write(self, messages: Messages, options: Mapping[str, Any]) -> str:
+        recording = _RECORDING.get() or _Recording()
+        recording.begin()
+        for text in self._template.generate(messages=messages, **options):
+            recording.texts.append(text)
+        return "".join(recording.texts)
+
+    @property
+    def marks_answers(self) -> bool:
+        """Does the template have `{% generation %}`?"""
+        return "endgeneration" in self.source
+
+    @property
+    def eos_token(self) -> str:
+        """The template's variable `eos_token`; "" if it has none."""
+        return self._special.get("eos_token", "")
+
+
+class _Recording:
+    """What a template has written, and the spans of it that it marks as answers."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        self.texts: list[str] = []
+        self.spans: list[Span] = []
+
+    def mark(self, text: str) -> None:
+        """Note that the template writes an answer next."""
+        start = sum(map(len, self.texts))
+        self.spans.append((start, start + len(text)))
+
+
+_RECORDING: ContextVar[_Recording | None] = ContextVar("recording", default=None)  # of this thread
+
+
+def _as_transformers(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message as transformers gives it to templates: without what is None, and with its reasoning under the
+    names that templates read.
+    """
+    found = {key: value for key, value in message.items() if value is not None}
+    reasoning = reasoning_of(found)
+    return found if reasoning is None else {"thinking": reasoning, **found, "reasoning_content": reasoning}
+
+
+def _as_openai(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message as OpenAI's API has it, which some templates expect (DeepSeek's): its content is None if it has
+    none, and arguments of tool calls are JSON text.
+    """
+    found = {"content": None, **_as_transformers(message)}
+    if isinstance(found.get("tool_calls"), list):
+        found["tool_calls"] = [_with_text(call) for call in found["tool_calls"]]
+    return found
+
+
+def _with_text(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or isinstance(function.get("arguments"), str | None):
+        return call
+    return {**call, "function": {**function, "arguments": _to_json(function["arguments"])}}
 
 
 def training_time() -> datetime:
@@ -96,7 +173,7 @@ def load_template(path: str | None, tokenizer: str, now: Callable[[], datetime] 
 def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
     """What templates may use beside plain Jinja, as in transformers."""
     from jinja2.ext import Extension, loopcontrols
-    from jinja2.nodes import Scope
+    from jinja2.nodes import CallBlock
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationTag(Extension):
@@ -106,7 +183,14 @@ def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
 
         def parse(self, parser: Parser) -> Node:
             line = next(parser.stream).lineno
-            return Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return CallBlock(self.call_method("_mark"), [], [], body, lineno=line)
+
+        def _mark(self, caller: Callable[[], str]) -> str:
+            text, recording = caller(), _RECORDING.get()
+            if recording is not None:
+                recording.mark(text)
+            return text
 
     extensions = [GenerationTag, loopcontrols]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)

@@ -28,3 +28,8 @@ def json_lines(path: Path, wanted: str) -> Iterator[tuple[str, dict[str, Any], i
             if not isinstance(row, dict):
                 raise DataError(f"{path}, line {number} is not a JSON object; each line must be one, with {wanted}")
             yield f"{path}, line {number}", row, read_bytes
+
+
+def refuse_constant(word: str) -> None:
+    """Refuse NaN and infinities, which JSON does not have, as `parse_constant` of json.loads."""
+    raise ValueError(f"{word} is no JSON number")

@@ -61,6 +61,11 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> NDArray[np.integer[Any]]:
         """The ids of a text, without `before` and `after`."""
 
+    def encode_with_spans(self, text: str) -> tuple[NDArray[np.integer[Any]], NDArray[np.int64]]:
+        """The ids that `encode` gives, and the characters of each: the first and the end, [num_ids, 2]. Ids that are
+        parts of a character all have that character.
+        """
+
     def decode(self, ids: NDArray[np.integer[Any]], skip_special_tokens: bool = True) -> str:
         """Returns the text of token ids. Invalid bytes become U+FFFD. Special tokens, and the one that ends a document,
         are left out unless `skip_special_tokens` is False.
@@ -84,6 +89,10 @@ class ByteTokenizer:
     def encode(self, text: str) -> NDArray[np.integer[Any]]:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
+    def encode_with_spans(self, text: str) -> tuple[NDArray[np.integer[Any]], NDArray[np.int64]]:
+        first = np.repeat(np.arange(len(text)), [len(character.encode()) for character in text])
+        return self.encode(text), np.stack((first, first + 1), 1)
+
     def decode(self, ids: NDArray[np.integer[Any]], skip_special_tokens: bool = True) -> str:
         ids = np.asarray(ids)  # the id that ends a document has no text
         # A model's vocabulary may be padded beyond 257. 0xFF is never valid UTF-8, so such ids become U+FFFD.
@@ -103,6 +112,7 @@ class FileTokenizer:
         try:
             from tokenizers import AddedToken
             from tokenizers import Tokenizer as Backend
+            from tokenizers.processors import ByteLevel
         except ImportError:
             raise DataError(f"reading {path} needs tokenizers; run: pip install weft[data]") from None
         try:
@@ -125,6 +135,8 @@ class FileTokenizer:
         self.before, self.after = self._surroundings()
         self.adds_special_tokens = adds_special_tokens
         self.definition: str = self._backend.to_str()  # as JSON
+        # What the file does to ids changes nothing of `encode`, but may cut blanks off the spans of tokens.
+        self._backend.post_processor = ByteLevel(trim_offsets=False)
         also = f", {new} are special" if new else ""
         self.fingerprint = f"{hashlib.sha256(content).hexdigest()}, {self.end} ends a document{also}"
 
@@ -173,6 +185,10 @@ class FileTokenizer:
 
     def encode(self, text: str) -> NDArray[np.integer[Any]]:
         return np.array(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+
+    def encode_with_spans(self, text: str) -> tuple[NDArray[np.integer[Any]], NDArray[np.int64]]:
+        found = self._backend.encode(text, add_special_tokens=False)
+        return np.array(found.ids, dtype=np.uint32), np.array(found.offsets, dtype=np.int64).reshape(-1, 2)
 
     def decode(self, ids: NDArray[np.integer[Any]], skip_special_tokens: bool = True) -> str:
         ids = np.asarray(ids)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.data.chat_template import ChatTemplate, Messages
+from weft.data.chat_template import ChatTemplate
+from weft.data.messages import Messages
 from weft.data.special_tokens import stated_end_tokens
 from weft.data.tokenizer import Tokenizer, encode_text
 from weft.errors import DataError

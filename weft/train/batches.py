@@ -15,9 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from weft.comm import Axis
-from weft.data.chat import ChatRenderer, Packer, PairPacker, packed_chats
+from weft.data.chat import Packer, PairPacker, packed_chats
 from weft.data.chat_template import load_template, training_time
 from weft.data.config import ChatConfig, DataConfig, ImagesConfig, PreferenceConfig, SlidesConfig
+from weft.data.conversations import ChatRenderer
 from weft.data.images import ImageRegion, Images, open_folder, read_labels
 from weft.data.order import batch_indices, coin, epochs_of, local_indices
 from weft.data.slides import slide_folder

@@ -14,6 +14,8 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from weft.data.json_lines import refuse_constant
+from weft.data.messages import read_messages
 from weft.errors import WeftError
 from weft.schema import build_dataclass
 from weft.serve.scheduling.grammar import schema_of
@@ -150,7 +152,7 @@ class Generation:
 def parse_body(kind: type[B], data: bytes, model_names: Sequence[str]) -> B:
     """Returns the body of a request to a model of these names. Raises ApiError or ConfigError."""
     try:
-        table = json.loads(data, parse_constant=_refuse_constant)
+        table = json.loads(data, parse_constant=refuse_constant)
         json.dumps(table, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise ApiError(
@@ -222,22 +224,7 @@ def prompts_of(value: Any, model: ServedModel, key: str) -> list[tuple[int, ...]
 
 def messages_of(value: Any) -> list[dict[str, Any]]:
     """Returns the messages of a chat. Parts of a message are joined, and must be text."""
-    if not isinstance(value, list) or not value:
-        raise ApiError(400, f"'messages' is {value!r:.100}; it must be a list of {{'role': ..., 'content': ...}}")
-    found = []
-    for number, message in enumerate(value):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ApiError(400, f"'messages[{number}]' is {message!r:.100}; it must be an object with a 'role'")
-        content = message.get("content")
-        if isinstance(content, list):
-            if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-                raise ApiError(400, f"'messages[{number}].content' has a part that is no text; only text is taken")
-            content = "".join(part["text"] for part in content)
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise ApiError(400, f"'messages[{number}].content' is {content!r:.100}; it must be a text")
-        found.append({**message, "content": content})
-        if isinstance(message.get("tool_calls"), list):
-            found[-1]["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
+    found = read_messages(value)
     _refuse_large("messages", [[one for one in message.values() if isinstance(one, (list, dict))] for message in found])
     return found
 
@@ -263,18 +250,6 @@ def _refuse_large(key: str, values: Sequence[Any]) -> None:
 def _values_of(value: Any) -> Iterable[Any]:
     """What is in a list or an object; nothing is in other values."""
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-
-
-def _with_object(call: Any) -> Any:
-    """Returns a tool call with its arguments as an object, which templates write as JSON. OpenAI clients send text."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"], parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _generation(
@@ -354,7 +329,3 @@ def _as_list(value: Any) -> list[Any]:
     """The prompts in a value: itself if it is one text or one list of tokens."""
     is_one = isinstance(value, str) or (isinstance(value, list) and bool(value) and type(value[0]) is int)
     return [value] if is_one else value if isinstance(value, list) else [value]
-
-
-def _refuse_constant(word: str) -> None:
-    raise ValueError(f"{word} is no JSON number")
