@@ -435,22 +435,6 @@ def test_the_mode_ends_with_its_context() -> None:
     assert torch.zeros(1).dtype == torch.float32
 
 
-# --- traffic
-
-
-def _twice(model: nn.Module, batch: Any) -> Tensor:
-    return token_loss(model(batch[0]) + model(-batch[0]), batch[1])[0]
-
-
-@pytest.mark.processes
-def test_traffic_that_was_not_predicted_is_explained_by_calls() -> None:
-    twice = Objective(CROSS_ENTROPY.count, _twice)
-    report = verify(models.sequential, models.vector_batch, Plan(shard=Shard(2, 3)), objective=twice)
-    reasons = [where for what, where in failed(report).items() if what.startswith("traffic")]
-    assert reasons
-    assert all("one loss calls the model 2 times, and the profile counted 1" in reason for reason in reasons)
-
-
 # --- batches
 
 

@@ -41,7 +41,17 @@ from weft.proof.sequential import (
     make_optimizer,
     to_double,
 )
-from weft.proof.trial import Case, Trial, dependence, device_of, explained, sequential, unsplit, unusual_calls
+from weft.proof.trial import (
+    Case,
+    Trial,
+    dependence,
+    device_of,
+    explained,
+    refuse_bad_numbers,
+    sequential,
+    unsplit,
+    unusual_calls,
+)
 from weft.sharding.layout import ParameterPart
 from weft.step.batch import Batch, take_samples
 from weft.step.cuda_graph import Graph, recording_stream
@@ -81,6 +91,7 @@ def _run_rank(case: Case, trial: Trial) -> dict[str, Any]:
     run = sequential(case, trial, device)
     with unsplit(type(case.counted.model).__name__):
         expected = run(0)
+        refuse_bad_numbers(type(case.counted.model).__name__, expected)
     mesh = Mesh(plan, device, trial.ranks_per_node, None if trial.cluster is None else load(trial.cluster))
     model = make_model(case.model_fn).to(device)
     arithmetic = _arithmetic(trial)

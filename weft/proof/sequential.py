@@ -37,10 +37,10 @@ class SequentialResult:
     """Losses and gradient norms of all steps, gradients of the first step, and parameters and buffers after the last.
 
     `num_samples` is the most that a forward had. `changed` names the buffers that forwards changed, and `made` those
-    that they registered. `measured` are the
-    means of the objective's measures on the first batch, evaluated after the steps, and `outputs` the tensors with dims
-    that it returned, part by part. `calls` counts the calls of each block ("" is the model) for the first part of the
-    first batch, in forward and in backward. `notes`, `draws` and `inner_gradients` are those of `Float64`.
+    that they registered. `measured` are the means of the objective's measures on the first batch, evaluated after the
+    steps, and `outputs` the tensors with dims that it returned, part by part. `calls` counts the calls of each block
+    ("" is the model) and of linears outside of blocks for the first part of the first batch, in forward and in
+    backward. `notes`, `draws` and `inner_gradients` are those of `Float64`.
     """
 
     num_samples: int
@@ -127,7 +127,9 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def _counting(model: nn.Module, calls: Counter[tuple[str, str]] | None) -> Iterator[None]:
-    """Count the calls of the model and its blocks inside the context, unless `calls` is None."""
+    """Count the calls of the model, its blocks and the linears outside of them inside the context, unless `calls` is
+    None.
+    """
     if calls is None:
         yield
         return
@@ -135,7 +137,12 @@ def _counting(model: nn.Module, calls: Counter[tuple[str, str]] | None) -> Itera
     def count(name: str, *_: object) -> None:
         calls[name, "forward" if torch._C._current_graph_task_id() == -1 else "backward"] += 1
 
-    handles = [module.register_forward_pre_hook(partial(count, name)) for name, module in find_blocks(model).items()]
+    blocks = find_blocks(model)
+    inside = tuple(f"{name}." for name in blocks)
+    linears = {
+        name: one for name, one in model.named_modules() if type(one) is nn.Linear and not name.startswith(inside)
+    }
+    handles = [one.register_forward_pre_hook(partial(count, name)) for name, one in {**linears, **blocks}.items()]
     handles.append(model.register_forward_pre_hook(partial(count, "")))
     yield
     for handle in handles:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -171,8 +172,20 @@ def _replicas(plan: Plan, split: BatchSplit) -> list[int]:
     return [found[number] for number in sorted(found)] if len(schedule.placement) > 1 else []
 
 
+def refuse_bad_numbers(name: str, expected: SequentialResult) -> None:
+    """Raise a PlanError if the unsplit model's own loss or gradient norm is infinite or NaN."""
+    for quantity, values in (("loss", expected.losses), ("gradient norm", expected.norms)):
+        step = next((number for number, value in enumerate(values) if not math.isfinite(value)), None)
+        if step is not None:
+            raise PlanError(
+                f"the {quantity} of {name}, unsplit and in float64, is {values[step]} in step {step + 1} of the proof, "
+                f"so there is nothing that a plan could equal; look for a division by 0, a logarithm or root of a "
+                f"number that is not positive, or a softmax of -inf alone in the model, its loss and its batch"
+            )
+
+
 def unusual_calls(counted: Profile, expected: SequentialResult) -> list[str]:
-    """Returns in words how a loss called the model and its blocks, where it is not as the profile counted."""
+    """Returns in words how a loss called the model and its layers, where predicted bytes assume something else."""
     words = []
     if expected.inner_gradients:
         words.append(
@@ -187,6 +200,17 @@ def unusual_calls(counted: Profile, expected: SequentialResult) -> list[str]:
             again = f" and {backward} times in backward (checkpointing by the model itself)" if backward else ""
             words.append(
                 f"one loss calls {what} {forward} times{again}, and the profile counted {usual}, for which bytes are "
-                f"predicted; compute the loss from one call, of all inputs together"
+                f"predicted; compute the loss from one call, of all inputs together, or use data"
+            )
+    if not counted.counted:
+        words.append(
+            "which layers a forward calls depends on values, so their communication cannot be counted beforehand; use "
+            "data, or shard stage 1"
+        )
+    for (name, _), calls in expected.calls.items():
+        if calls > expected.calls["", "forward"] and name not in ("", *(block.name for block in counted.blocks)):
+            words.append(
+                f"one loss calls '{name}' {calls} times, and bytes are predicted for logits and a loss of one call; "
+                f"call it once, of all inputs together, or use data or shard"
             )
     return words

@@ -98,8 +98,9 @@ class _ModelLoss:
         """Returns the summed cross-entropy of this rank's logits."""
         if not self.is_cross_entropy:
             raise PlanError(
-                f"the loss of {type(model).__name__} is not the cross-entropy of its logits and its '{LABELS}', and "
-                f"tensor.x, context and tile give each rank a part of the logits; pass objective=, or use other axes"
+                f"the loss of {type(model).__name__} is not the cross-entropy of its logits and its '{LABELS}' alone "
+                f"(it may have other terms, as of a second call of its head), and tensor.x, context and tile give each "
+                f"rank a part of the logits; pass objective=, or use other axes"
             )
         inputs, targets = self.align(batch)
         return cross_entropy(logits_of(model(**inputs)), targets, vocabulary_of(model))[0]

@@ -1,0 +1,112 @@
+"""Losses that call a model in other ways than its profile counted, and models with bad numbers: refused in words."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import models_for_tests as models
+import pytest
+from torch import Tensor, nn
+from torch.nn import functional
+
+from weft.errors import PlanError
+from weft.models.loss import token_loss
+from weft.plan import Plan, Shard
+from weft.plan import Tensor as TensorAxes
+from weft.proof.prove import verify
+from weft.step.objective import CROSS_ENTROPY, Objective
+
+pytestmark = pytest.mark.processes
+
+RANK = importlib.import_module("weft.proof.rank")
+X, STAGE_3 = Plan(tensor=TensorAxes(x=2)), Plan(shard=Shard(2, 3), micro_batch=2)
+CLASSES = 6
+
+
+class Pair(nn.Module):
+    """Two linears and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(models.WIDTH, 8), nn.Linear(8, models.WIDTH)) for _ in "ab")
+        self.head = nn.Linear(models.WIDTH, CLASSES)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.logits(self.blocks[1](self.blocks[0](value).tanh()).tanh())
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.head(hidden)
+        return out
+
+
+def siamese(model: nn.Module, batch: Any) -> Tensor:
+    """A loss of two calls."""
+    return token_loss(model(batch[0]) + model(-batch[0]), batch[1])[0]
+
+
+def contrast(model: nn.Module, batch: Any) -> Tensor:
+    """A loss of three calls."""
+    anchor, near, far = (model(batch[0] * factor) for factor in (1.0, 1.1, -1.0))
+    return functional.triplet_margin_loss(anchor, near, far, reduction="sum")
+
+
+@pytest.mark.parametrize("plan", [X, STAGE_3])
+@pytest.mark.parametrize(("total", "calls"), [(siamese, 2), (contrast, 3)])
+def test_a_loss_of_several_calls_is_refused_where_its_bytes_are_not_predicted(
+    plan: Plan, total: Any, calls: int
+) -> None:
+    words = rf"computes what the unsplit model does, but sends other bytes .* calls the model {calls} times"
+    with pytest.raises(PlanError, match=words):
+        verify(Pair, models.vector_batch, plan, objective=Objective(CROSS_ENTROPY.count, total))
+
+
+@pytest.mark.parametrize("total", [siamese, contrast])
+def test_a_loss_of_several_calls_is_proved_over_data(total: Any) -> None:
+    objective = Objective(CROSS_ENTROPY.count, total)
+    verify(Pair, models.vector_batch, Plan(data=2, micro_batch=2), objective=objective).require()
+
+
+def test_a_fault_beside_unusual_calls_is_a_failure_and_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    train_step = RANK.train_step
+
+    def forgetful(model: Any, optimizer: Any, micro_batches: Any, *others: Any, **options: Any) -> Any:
+        return train_step(model, optimizer, micro_batches[:-1], *others, **options)
+
+    monkeypatch.setattr(RANK, "train_step", forgetful)
+    report = verify(Pair, models.vector_batch, STAGE_3, objective=Objective(CROSS_ENTROPY.count, siamese))
+    assert "loss" in [check.what for check in report.checks if not check.passed]
+
+
+class HeadTwice(Pair):
+    """Adds the results of two calls of its head."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.head(hidden) + self.head(-2 * hidden)
+        return out
+
+
+def test_a_head_that_is_called_twice_is_refused_under_x_by_name() -> None:
+    verify(HeadTwice, models.vector_batch, Plan(data=2)).require()
+    with pytest.raises(PlanError, match=r"one loss calls 'head' 2 times, and bytes are predicted for .* one call"):
+        verify(HeadTwice, models.vector_batch, X)
+
+
+class BadNumbers(Pair):
+    """Its logits are NaN."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return super().logits(hidden) * 0.0 / 0.0
+
+
+class BadGradient(Pair):
+    """Its loss is a number and its gradient is none: that of a root at 0."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return super().logits(hidden) + (0 * hidden.sum()).abs().sqrt()
+
+
+@pytest.mark.parametrize(("make", "quantity"), [(BadNumbers, "loss"), (BadGradient, "gradient norm")])
+def test_a_model_whose_own_numbers_are_nan_is_said_to_be_such(make: Any, quantity: str) -> None:
+    with pytest.raises(PlanError, match=rf"the {quantity} of {make.__name__}, unsplit and .*, is nan in step 1"):
+        verify(make, models.vector_batch, Plan(data=2))
