@@ -18,7 +18,7 @@ pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "weft"
-MAX_LINES, MAX_FUNCTION_LINES, MAX_FILES = 450, 60, 12
+MAX_LINES, MAX_FILES = 450, 12
 Graph = dict[str, set[str]]
 
 

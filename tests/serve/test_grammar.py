@@ -93,6 +93,18 @@ def test_answers_match_their_schema_alone_and_batched_and_others_are_not_changed
     assert [one.token for one in free] != tokens_of(results)["json 0"]  # the schema makes the difference
 
 
+def test_blanks_do_not_fill_an_answer(model: nn.Module) -> None:
+    """A model that likes blanks and line breaks best still answers: at most one blank stands between two parts."""
+    likes_blanks = Sampling(temperature=0, logit_bias=dict.fromkeys(map(ord, " \n\t"), 100.0))
+    request = Request("x", (1, 2), 60, likes_blanks, frozenset([256]), json_schema=json.dumps(SCHEMA))
+    generated = serve_all(make_engine(model), [request])["x"]
+    assert set(read(generated)) == {"ok", "kind"}
+    text = bytes(one.token for one in generated if one.token < 256).decode()
+    assert "  " not in text
+    assert "\n" not in text
+    assert text.count(" ") > 3
+
+
 def test_without_masks_an_answer_that_leaves_its_schema_is_noticed(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:

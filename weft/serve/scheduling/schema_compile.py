@@ -28,7 +28,7 @@ MAX_SCHEMA_BYTES = 16 << 10  # of a schema as JSON
 TRIAL_CPU_SECONDS = 2  # of the process that tries it; counted in whole seconds, so up to one more
 TRIAL_BYTES = 256 << 20  # of address space beside what the process had before
 MAX_MATCHER_BYTES = 64 << 20  # of memory that a compiled schema keeps
-WHITESPACE = r"[ \n\t]{0,20}"  # between the parts of an answer; bounded, so that no answer is endless blanks
+WHITESPACE = " ?"  # between the parts of an answer, as json.dumps writes it: more would let blanks fill answers
 STEP_LIMITS: dict[
     str, Any
 ] = {  # of one token of one answer, about 7 ms of work; an answer that needs more ends as stuck
