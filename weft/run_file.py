@@ -345,6 +345,11 @@ def _vision_model(table: Mapping[str, Any], data: SlidesConfig | ImagesConfig) -
     """Returns the config of the table `[model]`; raises ConfigError if it does not suit images."""
     if isinstance(data, SlidesConfig) and table.get("architecture") in VISION_CONFIGS:
         table = {"num_classes": SLIDE_CLASSES, **table}
+    if isinstance(data, ImagesConfig) and table.get("architecture") in VISION_CONFIGS and "num_classes" not in table:
+        from weft.data.images import count_classes
+
+        found = count_classes(Path(data.source))
+        table = table if found is None else {**table, "num_classes": found}
     config = config_from_table(table)
     if isinstance(config, LanguageConfig):
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from commands_for_tests import Weft, caller
 from runs_for_tests import make_run, write_run_file
 
+from weft.commands import main
 from weft.commands.early_stop import stopping_early
 from weft.commands.train import _other_plan_to_price
 from weft.data.images import read_labels
@@ -105,3 +107,31 @@ def test_a_hangup_is_said_and_a_second_signal_is_not(
         signal.raise_signal(signal.SIGINT)
     assert (left.value.code, ended) == (129, [130])
     assert capfd.readouterr().err == "weft: stopped by SIGHUP; there was nothing to save\n"
+
+
+def test_the_import_of_torch_is_said_at_a_terminal_alone(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch")
+    for is_terminal, arguments, shown in ((True, [], 1), (True, ["--json"], 0), (False, [], 0)):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+        main._tell_of_torch(arguments)
+        for _ in range(2):
+            importlib.util.find_spec("torch")
+        assert capfd.readouterr().err.count("weft: loading torch\n") == shown
+
+
+def test_famous_runs_are_listed(weft: Weft) -> None:
+    assert "llama3-405b-meta\n" in weft("plan", "--like", "list").out
+    assert "llama3-405b-meta" in weft("plan", "--like", "list", "--json").json
+    assert "--like needs the name of a famous run; weft plan --like list" in weft("plan", "--like").err
+
+
+def test_a_run_is_measured_on_what_it_held_out(run_file: Path, weft: Weft) -> None:
+    own = ["train.steps=2", "plan.data=1", "train.evaluate_every=2", "--no-verify", "--json"]
+    trained = weft("train", run_file, "folder=run", *own).json["evaluation"]
+    found = weft("evaluate", "run", "--json").json
+    assert found["loss"] == pytest.approx(trained["loss"], rel=1e-5)
+    assert found["targets"] == 11 * 24
+    assert "--kind and --sequence say how --data is read" in weft("evaluate", "run", "--sequence", 8).err

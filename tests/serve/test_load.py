@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
-import tomllib
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -107,10 +105,8 @@ def test_a_folder_that_cannot_be_served_is_bad_input(tmp_path: Path) -> None:
         bench_serve_command(str(tmp_path))
 
 
-def test_lengths_that_nobody_gave_fit_the_context_of_the_quickstart() -> None:
-    """So `weft bench serve runs/quickstart` of the guide works as it stands."""
-    quickstart = Path(__file__).parents[2] / "examples" / "quickstart.toml"
-    context = tomllib.loads(quickstart.read_text())["data"]["sequence"]
-    given = inspect.signature(bench_serve_command).parameters
-    means = [given[name].default for name in ("prompt_tokens", "answer_tokens")]
-    assert sum(3 * mean // 2 for mean in means) <= context
+@pytest.mark.parametrize(("context", "lengths"), [(4096, (48, 32)), (120, (48, 32)), (64, (25, 17)), (8, (3, 2))])
+def test_lengths_that_nobody_gave_fit_the_context(context: int, lengths: tuple[int, int]) -> None:
+    found = usual_lengths(context)
+    assert found == lengths
+    assert sum(found) * 3 // 2 <= context

@@ -24,7 +24,7 @@ from weft.errors import ConfigError, DataError, PlanError, WeftError
 from weft.launch.environment import RankInfo
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.models import build, initialise
+from weft.models import VisionConfig, build, initialise
 from weft.parallel.apply import parallelize
 from weft.planner.predict import predict, run_cluster
 from weft.proof.prove import verify_run
@@ -318,6 +318,15 @@ def folder_run(tmp_path: Path) -> Path:
     text = text[:start] + data + text[end:]
     path.write_text(text.replace("width = 4\n", "width = 4\nnum_classes = 2\n"))
     return path
+
+
+def test_the_classes_of_a_folder_are_those_of_its_labels(folder_run: Path) -> None:
+    """A ResNet had 1,000 for the labels 0 and 1."""
+    folder_run.write_text(folder_run.read_text().replace("num_classes = 2\n", ""))
+    run = load_run(folder_run)
+    assert isinstance(run.model, VisionConfig)
+    assert run.model.num_classes == 2
+    assert load_run(folder_run, ["model.num_classes=7"]).model != run.model
 
 
 class Told(Silent):

@@ -410,10 +410,10 @@ def recognise(reported: str) -> Node | None:
     return None
 
 
-def describe(cluster: Cluster) -> str:
-    """Two lines of text that describe the cluster: its devices and its links."""
+def describe(cluster: Cluster, precision: str = "bf16") -> str:
+    """Two lines of text that describe the cluster: its devices, with their peak rate in a precision, and its links."""
     node, device = cluster.node, cluster.node.device
-    dtype = next((name for name in ("bf16", "fp16", "fp32") if name in device.peak_flops), None)
+    dtype = next((name for name in (precision, "bf16", "fp16", "fp32") if name in device.peak_flops), None)
     peak = f"{device.peak_flops[dtype] / 1e12:g} TFLOP/s {dtype}" if dtype else "peak unknown"
     return (
         f"{cluster.name}: {cluster.num_nodes} x {node.num_devices} {device.name} = {cluster.num_devices} device"

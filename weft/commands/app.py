@@ -183,7 +183,10 @@ def chaos_command(
 @app.command("evaluate", epilog="Example: weft evaluate runs/chat --data questions.jsonl")
 def evaluate_command(
     source: Annotated[Path, typer.Argument(help="a run folder, a checkpoint or a Hugging Face folder")],
-    data: Annotated[Path, typer.Option(help="what to measure it on, read as the run read its own data")],
+    data: Annotated[
+        Path | None,
+        typer.Option(help="what to measure it on, read as the run read its own; what it held out if not given"),
+    ] = None,
     kind: Annotated[str | None, typer.Option(help="text or chat, if not as the run")] = None,
     sequence: Annotated[int | None, typer.Option(help="tokens of a sequence, if not as the run", min=1)] = None,
     as_json: Json = False,
@@ -192,7 +195,8 @@ def evaluate_command(
     from weft.commands.console import make_console, print_json
     from weft.commands.evaluate import evaluate_folder, in_words
 
-    found = evaluate_folder(source, data, kind, sequence)
+    with make_console(to_stderr=True).status("measuring"):
+        found = evaluate_folder(source, data, kind, sequence)
     print_json(found) if as_json else make_console().print(in_words(found))
 
 

@@ -192,6 +192,8 @@ def machine_command(
     if nodes is not None:
         num_ranks = started.num_ranks if started is not None else ranks or num_devices(_device(device))
         axes = (nodes, _level_axes(nodes, num_ranks))
+    if started is None or started.rank == 0:
+        print("weft: measuring links, matmuls, memory and storage: one to two minutes", file=sys.stderr, flush=True)
     found, where = measure_machine(ranks, _device(device), seconds, time.strftime("%Y-%m-%d"), axes)
     if where.rank != 0:
         return

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: weft bench serve runs/quickstart --rate 2 --requests 40; or: weft bench serve http://127.0.0.1:8000"
 STOP_SECONDS = 60
+USUAL_TOKENS = 48, 32  # of prompts and answers, in the mean
 
 
 def bench_serve_command(
@@ -30,8 +31,12 @@ def bench_serve_command(
     ] = 1,
     rates: Annotated[int, typer.Option(help="try at most so many rates", min=1, max=20)] = 10,
     requests: Annotated[int, typer.Option(help="at each rate", min=1, max=10_000)] = 50,
-    prompt_tokens: Annotated[int, typer.Option(help="of a prompt, in the mean", min=1)] = 48,
-    answer_tokens: Annotated[int, typer.Option(help="of an answer, in the mean", min=2)] = 32,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(help="of a prompt, in the mean; 48, or what the context allows", min=1)
+    ] = None,
+    answer_tokens: Annotated[
+        int | None, typer.Option(help="of an answer, in the mean; 32, or what the context allows", min=2)
+    ] = None,
     seconds: Annotated[float, typer.Option(help="for a rate, at most", min=1, max=3600)] = 60,
     seed: Annotated[int, typer.Option(help="of arrivals, lengths and prompts")] = 0,
     api_key: Annotated[str | None, typer.Option(help="of the server", envvar="WEFT_API_KEY")] = None,
@@ -49,18 +54,20 @@ def bench_serve_command(
     from weft.serve.load_report import HEAD, svg, table_row
 
     places = _places(out)
-    options = LoadOptions(rate, rates, requests, prompt_tokens, answer_tokens, seconds, seed)
+    lengths = prompt_tokens, answer_tokens
+    options = LoadOptions(rate, rates, requests, seconds=seconds, seed=seed)
 
     def tell(result: RateResult) -> None:
         if not as_json:
             print(table_row(result), flush=True)
 
-    if not as_json:
-        print(HEAD, flush=True)
     with _server(target) as url:
-        model, results = asyncio.run(_measure(url, api_key, options, tell))
+        if not as_json:
+            print(HEAD, flush=True)
+        model, options, results = asyncio.run(_measure(url, api_key, options, lengths, tell))
     found = {"model": model, "options": asdict(options), "rates": [asdict(one) for one in results]}
-    title = f"{model}: prompts of {prompt_tokens}, answers of {answer_tokens} tokens in the mean"
+    means = f"prompts of {options.mean_prompt_tokens}, answers of {options.mean_answer_tokens} tokens in the mean"
+    title = f"{model}: {means}"
     text = json.dumps(found, indent=2)
     for place, written in zip(places, (text + "\n", svg(results, title)), strict=True):
         write_result(place, written)
@@ -86,6 +93,7 @@ def _server(target: str) -> Iterator[str]:
     if "://" in target:
         yield target
         return
+    print(f"weft: starting weft serve {target}", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "weft", "serve", target, "--port", "0", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -105,9 +113,26 @@ def _server(target: str) -> Iterator[str]:
 
 
 async def _measure(
-    url: str, key: str | None, options: LoadOptions, tell: Callable[[RateResult], None]
-) -> tuple[str, list[RateResult]]:
+    url: str,
+    key: str | None,
+    options: LoadOptions,
+    lengths: tuple[int | None, int | None],
+    tell: Callable[[RateResult], None],
+) -> tuple[str, LoadOptions, list[RateResult]]:
+    """Returns the model's name, the options with the lengths that were given or that fit the server, and the results."""
     from weft.serve.load import open_target, run_load
 
     target = await open_target(url, key)
-    return target.model, await run_load(target, options, tell)
+    prompt, answer = (
+        given or usual for given, usual in zip(lengths, usual_lengths(target.context_length), strict=True)
+    )
+    options = replace(options, mean_prompt_tokens=prompt, mean_answer_tokens=answer)
+    return target.model, options, await run_load(target, options, tell)
+
+
+def usual_lengths(context: int) -> tuple[int, int]:
+    """Returns the mean tokens of prompts and answers if none are given: fewer if a context has no room for the longest,
+    which have one and a half times as many.
+    """
+    share = min(1.0, context / (1.5 * sum(USUAL_TOKENS)))
+    return max(1, int(USUAL_TOKENS[0] * share)), max(2, int(USUAL_TOKENS[1] * share))

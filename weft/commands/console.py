@@ -70,7 +70,7 @@ def show_run(
     """Print the machine, the plan with its predicted memory, traffic and time, and the batch identity; if `brief`,
     memory and traffic on a line each.
     """
-    console.print(f"[bold]machine[/]  {describe(cluster)}", highlight=False)
+    console.print(f"[bold]machine[/]  {describe(cluster, run.plan.precision)}", highlight=False)
     model = run.model.architecture
     console.print(f"[bold]model[/]    {model}, {profile.numel:,} parameters in {len(profile.blocks)} blocks")
     memory = run.plan.memory
@@ -94,7 +94,10 @@ def show_run(
         say(console, f"[yellow]scaled[/]   {text}")
     for text in prediction.assumptions:
         say(console, f"[yellow]assumed[/]  {text}")
-    console.print(f"[bold]time[/]     {_time_text(prediction, is_cpu(cluster))}", highlight=False)
+    console.print(
+        f"[bold]time[/]     {_time_text(prediction, is_cpu(cluster) and not cluster.node.device.peak_flops)}",
+        highlight=False,
+    )
 
 
 def _memory_rows(prediction: Prediction) -> dict[str, int]:
@@ -154,13 +157,11 @@ def _traffic_table(prediction: Prediction) -> Table:
 
 def _time_text(prediction: Prediction, on_cpu: bool) -> str:
     communication_seconds = sum(prediction.communication_seconds.values())
-    if on_cpu:
-        return "of a step is not predicted on CPUs: small operations take many times what their peak allows"
     if prediction.step_seconds is None or prediction.compute_seconds is None:
         return f"unknown: this device's peak is not known; communication {format_seconds(communication_seconds)}"
     timeline = prediction.timeline
     bubble = f", bubble {timeline.bubble_share:.1%} of {timeline.schedule.name}" if timeline is not None else ""
-    rough = "" if prediction.is_modelled else " (rough)"
+    rough = " (rates of this CPU are assumed)" if on_cpu else "" if prediction.is_modelled else " (rough)"
     return (
         f"about {format_seconds(prediction.step_seconds)} a step{rough}: compute "
         f"{format_seconds(prediction.compute_seconds)}, communication {format_seconds(communication_seconds)}{bubble}"

@@ -87,7 +87,7 @@ VISION = {
     "architecture": "the kind of image model",
     "depth": "layers of the published network; of a U-Net, how often the size is halved",
     "version": "1: norms after convolutions; 2: before",
-    "num_classes": "classes of the labels; of slides by default 2",
+    "num_classes": "classes of the labels; by default 2 of slides, and those that labels.csv names",
     "in_channels": "channels of an image",
     "width": "channels of the first stage",
     "groups": "groups of the 3 × 3 convolutions (ResNeXt)",

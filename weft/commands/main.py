@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 from weft.commands.early_stop import stopping_early
@@ -69,6 +70,7 @@ def main() -> None:
     try:
         with stopping_early():
             _refuse_empty(sys.argv[1:])
+            _tell_of_torch(sys.argv[1:])
             _check_run_file(sys.argv[1:])
             from weft.commands.app import app
 
@@ -82,8 +84,26 @@ def main() -> None:
         _fail(f"{what}; check the path, its permissions and the space left", BAD_INPUT)
 
 
+class _TorchNotice(MetaPathFinder):
+    """Says that torch is being loaded, which takes seconds, when its import begins. Finds no module."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Called before each import of a module that is not loaded."""
+        if name == "torch":
+            sys.meta_path.remove(self)
+            print("weft: loading torch", file=sys.stderr, flush=True)
+
+
+def _tell_of_torch(arguments: Sequence[str]) -> None:
+    """Give a sign of life within a second, where a person waits at a terminal."""
+    if sys.stderr.isatty() and "--json" not in arguments and "torch" not in sys.modules:
+        sys.meta_path.insert(0, _TorchNotice())
+
+
 def _refuse_empty(arguments: Sequence[str]) -> None:
     """Raise ConfigError for an option or argument that is given as empty text, which would count as not given."""
+    if arguments[-1:] == ["--like"]:
+        raise ConfigError("--like needs the name of a famous run; weft plan --like list prints them")
     for before, argument in zip(("", *arguments), arguments, strict=False):
         option, equals, value = argument.partition("=") if argument.startswith("--") else (before, "=", argument)
         if equals and not value and option not in MAY_BE_EMPTY:

@@ -47,7 +47,9 @@ def plan_command(
     run_file: Annotated[Path | None, typer.Argument(help="the run file (TOML)", show_default=False)] = None,
     overrides: Overrides = None,
     model: Annotated[str | None, typer.Option(help="of the catalog; with --serve, or a folder; no run file")] = None,
-    like: Annotated[str | None, typer.Option(help="a famous run, beside weft's best: llama3-405b-meta")] = None,
+    like: Annotated[
+        str | None, typer.Option(help="a famous run, beside weft's best: llama3-405b-meta; list names them")
+    ] = None,
     cluster: Annotated[str | None, typer.Option(help="name, name:nodes or name:nodesxdevices")] = None,
     tokens_per_step: Annotated[str | None, typer.Option(help="with --model: 4M (if not given) is 4 × 1024²")] = None,
     sequence: Annotated[int | None, typer.Option(help="with --model: tokens of a sequence", min=1)] = None,

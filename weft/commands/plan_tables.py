@@ -20,7 +20,7 @@ LEAST_SHOWN = 0.0005  # of a step; what saves less saves nothing
 def show_answer(console: Console, answer: Answer) -> None:
     """Print the whole answer."""
     question, model = answer.question, answer.model
-    console.print(f"[bold]machine[/]  {describe(model.cluster)}", highlight=False)
+    console.print(f"[bold]machine[/]  {describe(model.cluster, question.precision)}", highlight=False)
     console.print(
         f"[bold]model[/]    {answer.name}, {model.numel / 1e9:,.4g} billion parameters in {model.num_blocks} blocks; "
         f"{question.describe()} a step in {question.precision}",

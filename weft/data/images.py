@@ -36,6 +36,7 @@ from weft.models.loss import IGNORE
 
 LABELS = "labels.csv"
 MAX_LABEL_BYTES = 256 * 1024 * 1024
+MAX_CLASSES = 1 << 20
 SAMPLED_BYTES = 4096  # bytes of each file that enter the fingerprint
 
 logger = logging.getLogger("weft")
@@ -157,6 +158,13 @@ def open_folder(
         fingerprint,
         bad,
     )
+
+
+def count_classes(folder: Path) -> int | None:
+    """Returns the number of classes that a folder's labels file names; None if there is no such file."""
+    if not (folder / LABELS).is_file():
+        return None
+    return 1 + max(entry.label for entry in read_labels(folder, MAX_CLASSES))
 
 
 def read_labels(folder: Path, num_classes: int) -> list[LabelledImage]:

@@ -11,6 +11,7 @@ not: the results of collectives are kept, too (`comm/kept_results.py`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -171,6 +172,7 @@ def _with_policy(policy: str, forward: Callable[..., Any], **keywords: Any) -> C
     if policy == "none":
         return forward
     if policy == "selective":
+        logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_reminder)
         keywords["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     return partial(checkpoint, forward, use_reentrant=False, **keywords)
 
@@ -289,3 +291,8 @@ def _rank_part_bytes(profile: Profile, num_bytes: int, stream_bytes: int) -> int
     """
     stream = min(max(0, num_bytes), stream_bytes)
     return int(stream * profile.shares.stream + (num_bytes - stream) * profile.shares.inner)
+
+
+def _is_no_reminder(record: logging.LogRecord) -> bool:
+    """Is a message of torch none about `context_fn`? torch reminds of in-place operations whether there are any."""
+    return "context_fn is passed" not in str(record.msg)
