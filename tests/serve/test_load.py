@@ -11,7 +11,7 @@ import pytest
 from commands_for_tests import caller
 from serve_for_tests import RepeatingEngine, serving
 
-from weft.commands.bench_serve import _places, bench_serve_command
+from weft.commands.bench_serve import _places, bench_serve_command, usual_lengths
 from weft.errors import ConfigError
 from weft.serve.load import LoadOptions, RateResult, open_target, run_load
 from weft.serve.load_report import svg, table_row

@@ -119,14 +119,12 @@ async def _measure(
     lengths: tuple[int | None, int | None],
     tell: Callable[[RateResult], None],
 ) -> tuple[str, LoadOptions, list[RateResult]]:
-    """Returns the model's name, the options with the lengths that were given or that fit the server, and the results."""
+    """Returns the model's name, the options with lengths that were given or that fit the server, and the results."""
     from weft.serve.load import open_target, run_load
 
     target = await open_target(url, key)
-    prompt, answer = (
-        given or usual for given, usual in zip(lengths, usual_lengths(target.context_length), strict=True)
-    )
-    options = replace(options, mean_prompt_tokens=prompt, mean_answer_tokens=answer)
+    prompt, answer = usual_lengths(target.context_length)
+    options = replace(options, mean_prompt_tokens=lengths[0] or prompt, mean_answer_tokens=lengths[1] or answer)
     return target.model, options, await run_load(target, options, tell)
 
 
