@@ -17,6 +17,7 @@ import select
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -131,8 +132,8 @@ def _refuse(connection: socket.socket) -> None:
     )
     with connection, suppress(OSError):
         connection.settimeout(HEAD_SECONDS)
-        given = b""
-        while b"\r\n\r\n" not in given and len(given) < HEAD_BYTES:
+        given, until = b"", time.monotonic() + HEAD_SECONDS
+        while b"\r\n\r\n" not in given and len(given) < HEAD_BYTES and time.monotonic() < until:
             chunk = connection.recv(4096)
             if not chunk:
                 break
@@ -140,5 +141,7 @@ def _refuse(connection: socket.socket) -> None:
         connection.sendall(head.encode() + body)
         connection.shutdown(socket.SHUT_WR)
         with suppress(TimeoutError):
-            while connection.recv(1 << 16):  # a reset before the client reads would lose the answer
+            while time.monotonic() < until and connection.recv(
+                1 << 16
+            ):  # a reset before the client reads would lose the answer
                 pass

@@ -13,20 +13,21 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from weft.serve.http.addresses import MAX_CONNECTIONS
+from weft.serve.http.connections import Connection, connection_places
 from weft.serve.http.guard import ServerLimits
+from weft.serve.http.running_answer import LAST_WORDS_SECONDS
 from weft.serve.worker import EngineWorker
 
 CLOSE_SECONDS = 3  # for responses to be sent after the last token
-FORCED_END_SECONDS = (
-    8  # after the drain; then whatever holds the process up, as a library's computation, is left behind
-)
+FORCED_END_SECONDS = 8  # after the drain; then what holds the process up, as a library's computation, is left behind
+TICKS_A_SECOND = 10
 STOPPING = "the server stops and takes no more requests; ask another one, or this one when it is back"
 
 
@@ -44,13 +45,14 @@ class HttpServer(uvicorn.Server):
         ready: Callable[[], None],
         beside: Sequence[Coroutine[Any, Any, None]] = (),
     ) -> None:
+        busy_seconds = limits.body_seconds + limits.request_seconds + 2 * LAST_WORDS_SECONDS
         config = uvicorn.Config(
             app,
+            http=partial(Connection, places=connection_places(), busy_seconds=busy_seconds),  # type: ignore[arg-type]
             lifespan="off",
-            log_level="warning",
+            log_level="error",
             access_log=False,
             server_header=False,
-            limit_concurrency=MAX_CONNECTIONS,
             timeout_graceful_shutdown=CLOSE_SECONDS,
         )
         super().__init__(config)
@@ -102,10 +104,14 @@ class HttpServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second."""
-        if (
-            self._worker.has_failed
-        ):  # who waited is answered; ranks start again, or whoever watches this process does it
-            self.should_exit = True
+        if self._worker.has_failed:
+            self.should_exit = (
+                True  # who waited is answered; ranks start again, or whoever watches this process does it
+            )
         if self._drain_until is not None and (self._worker.num_clients == 0 or time.monotonic() > self._drain_until):
             self.should_exit = True
+        if counter % TICKS_A_SECOND == 0:
+            for connection in list(self.server_state.connections):
+                if isinstance(connection, Connection):
+                    connection.end_if_late()
         return await super().on_tick(counter)

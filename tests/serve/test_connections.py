@@ -1,0 +1,136 @@
+"""Connections that send no request, or send and read slowly, end; they keep nobody with a key out."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+
+import pytest
+from serve_for_tests import LIMIT_SECONDS, RepeatingEngine, Served, serving, wait_for
+
+from weft.serve.http import connections, server
+from weft.serve.http.guard import ServerLimits
+
+PLACES = 4
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setattr(server, "connection_places", lambda: PLACES)
+    with serving(
+        RepeatingEngine(), keys=["first"], limits=ServerLimits(request_seconds=1.0, body_seconds=1.0)
+    ) as found:
+        yield found
+
+
+def connect(served: Served) -> socket.socket:
+    return socket.create_connection(served.address, LIMIT_SECONDS)
+
+
+def read_all(client: socket.socket) -> bytes:
+    found = b""
+    while part := client.recv(1 << 16):
+        found += part
+    return found
+
+
+def error_of(answer: bytes) -> tuple[int, str]:
+    """The status of an answer, and the message in its body."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"content-type: application/json" in head.lower()
+    return int(head.split()[1]), json.loads(body)["error"]["message"]
+
+
+def test_idle_connections_give_their_places_to_new_ones(served: Served) -> None:
+    with ExitStack() as stack:
+        idle = [stack.enter_context(connect(served)) for _ in range(3 * PLACES)]
+        with_key = {"Authorization": "Bearer first"}
+        for _ in range(PLACES):
+            assert served.post("/v1/completions", {"prompt": "x"}, headers=with_key).status_code == 200
+            assert served.get("/health").status_code == 200
+        assert error_of(read_all(idle[0])) == (503, connections.FULL)
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD, HEAD + b"Content-Length: 9\r\n\r\n{"])
+def test_a_connection_without_a_whole_request_ends(
+    served: Served, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    """A byte now and then does not lengthen its time. The third is refused for its key, and goes on sending its body."""
+    monkeypatch.setattr(connections, "WAIT_SECONDS", 0.5)
+    with connect(served) as client:
+        client.sendall(sent)
+        wait_for(partial(drip, client))
+    wait_for(lambda: not served.server.server_state.connections)
+
+
+def drip(client: socket.socket) -> bool:
+    """Send a byte. Returns whether the server has closed the connection."""
+    try:
+        client.sendall(b"x")
+        return client.recv(1 << 16, socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def test_a_head_that_comes_too_late_is_said(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "WAIT_SECONDS", 0.2)
+    with connect(served) as client:
+        client.sendall(HEAD)
+        status, words = error_of(read_all(client))
+    assert (status, words) == (408, "the head of the request did not arrive within 0.2 s")
+
+
+def test_what_is_not_http_is_refused_as_json(served: Served) -> None:
+    with connect(served) as client:
+        client.sendall(b"\x16\x03\x01 no http\r\n\r\n")
+        assert error_of(read_all(client))[0] == 400
+
+
+def test_a_client_that_asks_and_never_reads_ends(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "SHORT_SECONDS", 0.5)
+    with connect(served) as client:
+        client.setblocking(False)
+
+        def ask() -> bool:
+            try:
+                while client.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100):
+                    pass
+            except BlockingIOError:
+                return False
+            except OSError:
+                return True
+            return False
+
+        wait_for(ask)
+
+
+def test_when_every_place_is_busy_a_new_client_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "connection_places", lambda: PLACES)
+    engine = RepeatingEngine()
+    engine.go_on.clear()
+    body = b'{"prompt": "x"}'
+    with serving(engine) as served, ExitStack() as stack:
+        for _ in range(PLACES):
+            client = stack.enter_context(connect(served))
+            client.sendall(HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        wait_for(lambda: served.worker.num_requests == PLACES)
+        refused = served.get("/health")
+        assert (refused.status_code, refused.json()["error"]["message"]) == (503, connections.FULL)
+        engine.go_on.set()
+
+
+def test_the_system_is_asked_for_as_many_connections_as_it_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[tuple[int, int]]()
+    limits = {"value": (1024, 4096)}
+    monkeypatch.setattr(connections.resource, "getrlimit", lambda which: limits["value"])
+    monkeypatch.setattr(connections.resource, "setrlimit", lambda which, value: asked.append(value))
+    assert connections.connection_places() == 2048
+    assert asked == [(2368, 4096)]
+    limits["value"] = (1024, 1024)
+    assert connections.connection_places() == 1024 - 320
