@@ -59,7 +59,7 @@ def test_idle_connections_give_their_places_to_new_ones(served: Served) -> None:
 def test_a_connection_without_a_whole_request_ends(
     served: Served, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    """A byte now and then does not lengthen its time. The third is refused for its key, and goes on sending its body."""
+    """A byte now and then does not lengthen its time. The third is refused for its key and sends its body."""
     monkeypatch.setattr(connections, "WAIT_SECONDS", 0.5)
     with connect(served) as client:
         client.sendall(sent)

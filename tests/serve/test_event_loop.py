@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 from serve_for_tests import RepeatingEngine, Served, serving
 
 from weft.data.tokenizer import ByteTokenizer
-from weft.serve.http import answers, end_points, running_answer
+from weft.serve.http import answers, end_points, request_body, running_answer
 from weft.serve.http.answers import ChatForm, CompletionForm, TokenWords
+from weft.serve.http.request_body import ApiError, ChatBody, CompletionBody, EmbeddingsBody
+from weft.serve.served_model import ServedModel
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +106,58 @@ def test_a_server_decodes_a_token_once_for_all_its_answers(served: Served, monke
 
 def test_a_body_of_parts_is_json() -> None:
     assert answers.json_body({"a": "é"}, "parts", ['{"b":1}', "2"]) == '{"a":"é","parts":[{"b":1},2]}'.encode()
+
+
+LARGE_BODIES: list[tuple[type[Any], str, str]] = [
+    (CompletionBody, '{"prompt": [%s]}', "[]"),
+    (CompletionBody, '{"prompt": [%s]}', '{"a": [1]}'),
+    (CompletionBody, '{"prompt": "x", "metadata": [%s]}', "[]"),
+    (CompletionBody, '{"stop": [%s]}', '"a"'),
+    (CompletionBody, '{"stop_token_ids": [%s]}', "1"),
+    (ChatBody, '{"messages": [%s]}', '{"role": "user", "content": ""}'),
+    (ChatBody, '{"tools": [%s]}', "{}"),
+    (EmbeddingsBody, '{"input": [%s]}', "[1]"),
+]
+
+
+@pytest.mark.parametrize(("kind", "form", "entry"), LARGE_BODIES)
+def test_too_many_values_are_refused_before_any_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Any], form: str, entry: str
+) -> None:
+    def not_yet(*_: object) -> None:
+        raise AssertionError("values are looked at")
+
+    monkeypatch.setattr(request_body, "build_dataclass", not_yet)
+    with pytest.raises(ApiError, match="at most"):
+        request_body.parse_body(kind, (form % ",".join([entry] * 100_000)).encode(), ("tiny",))
+
+
+def test_brackets_in_texts_are_no_lists(served: Served) -> None:
+    text = '\\"[{' * 30_000
+    assert served.post("/tokenize", {"prompt": text, "messages": None}).json()["count"] == len(text)
+
+
+def test_a_prompt_of_too_many_lists_is_refused_before_any_is_encoded(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(*_: object) -> None:
+        raise AssertionError("a text is encoded")
+
+    monkeypatch.setattr(ServedModel, "encode", encode)
+    refused = served.post("/v1/completions", {"prompt": ["a"] * 129})
+    assert (refused.status_code, refused.json()["error"]["message"][:24]) == (400, "'prompt' has 129 prompts")
+
+
+def test_large_bodies_wait_for_each_other_and_leave_other_threads_free(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parse, names = request_body.parse_body, list[str]()
+
+    def watched(*given: Any) -> Any:
+        names.append(threading.current_thread().name)
+        return parse(*given)
+
+    monkeypatch.setattr(end_points, "parse_body", watched)
+    for size in (1, end_points.LARGE_BYTES):
+        assert served.post("/tokenize", {"prompt": "x" * size}).status_code == 200
+    assert [name.startswith("large bodies") for name in names] == [False, True]

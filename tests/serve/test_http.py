@@ -102,8 +102,8 @@ BAD_BODIES = [
     ({"prompt": "x", "logprobs": 5e4}, "'logprobs' = 50000"),
     ({"prompt": "x", "logprobs": "50K"}, "'logprobs' = 51200"),
     ({"prompt": "x", "n": 0.0}, "'n' = 0; it must be from 1 to 128"),
-    ({"prompt": "x", "stop": [""]}, "'stop' must have"),
-    ({"prompt": "x", "stop": ["a"] * 17}, "'stop' must have"),
+    ({"prompt": "x", "stop": [""]}, "each text of 'stop' must have"),
+    ({"prompt": "x", "stop": ["a"] * 17}, "'stop' has 17 entries"),
     ({"prompt": "x", "logit_bias": {"a": 1}}, "'logit_bias' must be"),
     ({"prompt": "x", "seed": 1 << 63}, "'seed' ="),
     ({"prompt": "x", "stream": "yes"}, "'stream' = 'yes'"),
@@ -122,9 +122,9 @@ def test_bad_bodies_are_refused_in_words(served: Served, engine: RepeatingEngine
 
 
 def test_a_bias_of_too_many_tokens_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_body, "MAX_BIASES", 2)
+    monkeypatch.setitem(request_body.MAX_LENGTHS, "logit_bias", 2)
     response = served.post("/v1/completions", {"prompt": "x", "logit_bias": {"1": 1, "2": 1, "3": 1}}, headers=KEY)
-    assert (response.status_code, message(response)) == (400, "'logit_bias' has 3 tokens; it must have at most 2")
+    assert (response.status_code, message(response)) == (400, "'logit_bias' has 3 entries; at most 2 are taken")
 
 
 def test_bad_chats_are_refused_in_words(served: Served) -> None:

@@ -1,9 +1,9 @@
 """Connections with limits of their own: idle and slow ones end, and give their places to clients that ask.
 
 uvicorn waits for a request's head for ever. Here a connection that waits longer than `WAIT_SECONDS` for a whole head is
-closed, however it sends its bytes, and so is one that reads no answer. When all places are taken, the connection that has
-waited longest for its head gives its place to a new one. So clients without a key, whose requests are refused at once,
-cannot keep out those that have one. Errors are JSON.
+closed, however it sends its bytes, and so is one that reads no answer. When all places are taken, the connection that
+has waited longest for its head gives its place to a new one. So clients without a key, whose requests are refused at
+once, cannot keep out those that have one. Errors are JSON.
 """
 
 from __future__ import annotations

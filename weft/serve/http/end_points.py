@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import resources
 from typing import Any, TypeVar
 
@@ -43,6 +45,8 @@ from weft.serve.served_model import ServedModel
 from weft.serve.worker import EngineWorker
 
 B = TypeVar("B")
+T = TypeVar("T")
+LARGE_BYTES = 256 << 10  # of a body that takes Python a while
 PAGE = "page.html"
 # The page loads nothing, from nowhere; it talks to this server alone.
 PAGE_POLICY = (
@@ -68,6 +72,7 @@ class Api:
         self._created = int(time.time())
         self._words = TokenWords(model.tokenizer)
         self._schemas = SchemaQueue(model.grammars)
+        self._large = ThreadPoolExecutor(1, "large bodies")
         self._page = resources.files("weft.serve.http").joinpath(PAGE).read_text(encoding="utf-8")
 
     @property
@@ -136,25 +141,25 @@ class Api:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give 'prompt' or 'messages', and not both")
         if body.prompt is not None:
-            tokens = await asyncio.to_thread(self._model.encode, body.prompt)
+            tokens = await self._beside(request, self._model.encode, body.prompt)
         else:
-            tokens = await asyncio.to_thread(lambda: self._model.encode_chat(messages_of(body.messages), ()))
+            tokens = await self._beside(request, lambda: self._model.encode_chat(messages_of(body.messages), ()))
         found = {"tokens": tokens, "count": len(tokens), "context_length": self._model.context_length}
         return JSONResponse(found)
 
     async def completions(self, request: HttpRequest) -> Response:
         body = await self._read(CompletionBody, request, self._names)
-        asked = await asyncio.to_thread(completion, body, self._model, request.scope["tenant"])
+        asked = await self._beside(request, completion, body, self._model, request.scope["tenant"])
         return await self._respond(request, asked, CompletionForm(self._words, asked.has_logprobs))
 
     async def chat_completions(self, request: HttpRequest) -> Response:
         body = await self._read(ChatBody, request, self._names)
-        asked = await asyncio.to_thread(chat, body, self._model, request.scope["tenant"])
+        asked = await self._beside(request, chat, body, self._model, request.scope["tenant"])
         return await self._respond(request, asked, ChatForm(self._words, asked.has_logprobs))
 
     async def embeddings(self, request: HttpRequest) -> Response:
         body = await self._read(EmbeddingsBody, request, (self._model.name,))
-        inputs = await asyncio.to_thread(prompts_of, body.input, self._model, "input")
+        inputs = await self._beside(request, prompts_of, body.input, self._model, "input")
         rows = []
         async with asyncio.timeout(self._limits.request_seconds):
             with self._worker.holding(1):
@@ -170,7 +175,16 @@ class Api:
 
     async def _read(self, kind: type[B], request: HttpRequest, names: Sequence[str]) -> B:
         """The body of a request. A large one is parsed while other clients are answered."""
-        return await asyncio.to_thread(parse_body, kind, await read_body(request, self._limits), names)
+        data = await read_body(request, self._limits)
+        request.scope["large"] = len(data) > LARGE_BYTES
+        return await self._beside(request, parse_body, kind, data, names)
+
+    async def _beside(self, request: HttpRequest, function: Callable[..., T], *given: Any) -> T:
+        """Returns what a function returns that works on a request's body, beside the event loop. Large bodies wait for
+        each other in one thread, so that small ones find others free.
+        """
+        threads = self._large if request.scope["large"] else None
+        return await asyncio.get_running_loop().run_in_executor(threads, partial(function, *given))
 
     async def _respond(self, request: HttpRequest, asked: Generation, form: AnswerForm) -> Response:
         """Give the engine what was asked for, and answer whole or in a stream."""

@@ -141,7 +141,6 @@ def _refuse(connection: socket.socket) -> None:
         connection.sendall(head.encode() + body)
         connection.shutdown(socket.SHUT_WR)
         with suppress(TimeoutError):
-            while time.monotonic() < until and connection.recv(
-                1 << 16
-            ):  # a reset before the client reads would lose the answer
+            # A reset before the client reads would lose the answer.
+            while time.monotonic() < until and connection.recv(1 << 16):
                 pass

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import reprlib
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +28,16 @@ from weft.serve.text import StopTable
 B = TypeVar("B")
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
 MAX_CHOICES = 128  # answers of one HTTP request
-MAX_STOPS, MAX_STOP_CHARACTERS, MAX_LOGPROBS = 16, 1000, 20
-MAX_BIASES = 1024  # tokens of logit_bias
+MAX_STOP_CHARACTERS, MAX_LOGPROBS = 1000, 20
+MAX_KEYS = 64
+# The most entries of a list or an object. Others have limits of their own: prompts, and what templates write.
+MAX_LENGTHS = {"stop": 16, "stop_token_ids": 1024, "logit_bias": 1024, "messages": 8192, "tools": 1024}
+MAX_PARTS = 50_000  # lists and objects in a body
+_STRINGS = re.compile(r'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_REPR = reprlib.Repr()
+_REPR.maxlist = _REPR.maxdict = _REPR.maxlevel = 8
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 110
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 # Of what a chat template may write as JSON with indents, where each value has blanks for all levels above it:
 MAX_JSON_LEVELS = 32  # lists and objects in each other
 MAX_JSON_BYTES = 1 << 20  # of tools; and of the lists and objects in messages, as tool calls
@@ -152,8 +162,11 @@ class Generation:
 def parse_body(kind: type[B], data: bytes, model_names: Sequence[str]) -> B:
     """Returns the body of a request to a model of these names. Raises ApiError or ConfigError."""
     try:
-        table = json.loads(data, parse_constant=refuse_constant)
-        json.dumps(table, ensure_ascii=False).encode()
+        text = data.decode("utf-8-sig")
+        _refuse_many_parts(text)
+        table = json.loads(text, parse_constant=refuse_constant)
+        if _SURROGATE.search(text) is not None:
+            json.dumps(table, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise ApiError(
             400, "a text has half of a surrogate pair (\\ud800 to \\udfff), which is no character; send whole ones"
@@ -163,6 +176,11 @@ def parse_body(kind: type[B], data: bytes, model_names: Sequence[str]) -> B:
     if not isinstance(table, dict):
         raise ApiError(400, f"the body is a JSON {type(table).__name__}; it must be an object")
     table = {key: value for key, value in table.items() if value is not None and key not in IGNORED}
+    if len(table) > MAX_KEYS:
+        raise ApiError(400, f"the body has {len(table)} keys, at most {MAX_KEYS} are taken; leave some out")
+    for key, most in MAX_LENGTHS.items():  # before a value is looked at
+        if isinstance(table.get(key), (list, dict)) and len(table[key]) > most:
+            raise ApiError(400, f"'{key}' has {len(table[key])} entries; at most {most} are taken")
     body = build_dataclass(kind, table)
     for key, (smallest, largest) in RANGES.items():
         value = getattr(body, key, None)  # not as it was written, which may be 1e9 or "1G"
@@ -170,6 +188,15 @@ def parse_body(kind: type[B], data: bytes, model_names: Sequence[str]) -> B:
             raise ApiError(400, f"'{key}' = {value}; it must be from {smallest} to {largest}")
     refuse_other_model(table.get("model", model_names[0]), model_names)
     return body
+
+
+def _refuse_many_parts(text: str) -> None:
+    """Raise ApiError if JSON has more lists and objects than `MAX_PARTS`, before Python makes them."""
+    if text.count("[") + text.count("{") > MAX_PARTS:
+        outside = _STRINGS.sub("", text)
+        number = outside.count("[") + outside.count("{")
+        if number > MAX_PARTS:
+            raise ApiError(400, f"the body has {number} lists and objects, at most {MAX_PARTS} are taken; send fewer")
 
 
 def refuse_other_model(asked: str, model_names: Sequence[str]) -> None:
@@ -207,18 +234,20 @@ def chat(body: ChatBody, model: ServedModel, tenant: str) -> Generation:
 
 def prompts_of(value: Any, model: ServedModel, key: str) -> list[tuple[int, ...]]:
     """Returns the tokens of each prompt: a text, a list of texts, a list of tokens or a list of lists of tokens."""
+    given = _as_list(value)
+    if not 1 <= len(given) <= MAX_CHOICES:
+        raise ApiError(400, f"'{key}' has {len(given)} prompts; it must have from 1 to {MAX_CHOICES}")
     found = []
-    for one in _as_list(value):
+    for one in given:
         if isinstance(one, str):
             found.append(model.encode(one))
-        elif isinstance(one, list) and one and all(type(token) is int for token in one):
+        elif isinstance(one, list) and set(map(type, one)) == {int}:
             found.append(_known_tokens(one, model, key))
         else:
             raise ApiError(
-                400, f"'{key}' is {value!r:.100}; it must be a text, a list of texts, or one or more lists of tokens"
+                400,
+                f"'{key}' is {_shown(value):.100}; it must be a text, a list of texts, or one or more lists of tokens",
             )
-    if not 1 <= len(found) <= MAX_CHOICES:
-        raise ApiError(400, f"'{key}' has {len(found)} prompts; it must have from 1 to {MAX_CHOICES}")
     return found
 
 
@@ -288,16 +317,14 @@ def _generation(
 
 def _known_tokens(tokens: list[int], model: ServedModel, key: str) -> tuple[int, ...]:
     """Returns tokens of the model's vocabulary. Raises ApiError for others."""
-    wrong = next((token for token in tokens if not 0 <= token < model.vocab_size), None)
-    if wrong is not None:
+    if min(tokens) < 0 or max(tokens) >= model.vocab_size:
+        wrong = next(token for token in tokens if not 0 <= token < model.vocab_size)
         raise ApiError(400, f"'{key}' has the token {wrong}; tokens of this model are from 0 to {model.vocab_size - 1}")
     return tuple(tokens)
 
 
 def _sampling(body: GenerationBody, num_logprobs: int | None) -> Sampling:
     bias = body.logit_bias or {}
-    if len(bias) > MAX_BIASES:
-        raise ApiError(400, f"'logit_bias' has {len(bias)} tokens; it must have at most {MAX_BIASES}")
     if not all(key.isascii() and key.isdigit() and len(key) < 10 and math.isfinite(bias[key]) for key in bias):
         raise ApiError(400, "'logit_bias' must be an object of tokens and finite numbers, such as {\"50256\": -100}")
     return Sampling(
@@ -319,13 +346,16 @@ def _seed(seed: int | None, choice: int) -> int | None:
 
 
 def _refuse_stops(stops: tuple[str, ...]) -> None:
-    if len(stops) > MAX_STOPS or any(not 0 < len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
-        raise ApiError(
-            400, f"'stop' must have at most {MAX_STOPS} texts, each of 1 to {MAX_STOP_CHARACTERS} characters"
-        )
+    if any(not 0 < len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
+        raise ApiError(400, f"each text of 'stop' must have from 1 to {MAX_STOP_CHARACTERS} characters")
 
 
 def _as_list(value: Any) -> list[Any]:
     """The prompts in a value: itself if it is one text or one list of tokens."""
     is_one = isinstance(value, str) or (isinstance(value, list) and bool(value) and type(value[0]) is int)
     return [value] if is_one else value if isinstance(value, list) else [value]
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value's repr; all of it may have megabytes."""
+    return _REPR.repr(value)

@@ -11,6 +11,7 @@ A schema is tried in another process first (`schema_trial.py`).
 from __future__ import annotations
 
 import json
+import reprlib
 import threading
 import weakref
 from collections import OrderedDict
@@ -155,7 +156,8 @@ def schema_of(wanted: Mapping[str, Any] | None) -> str | None:
     if kind != "json_schema":
         raise RequestError(
             "invalid",
-            f"'response_format' of type {kind!r:.50} is not known; give 'text', 'json_object' or 'json_schema'",
+            f"'response_format' of type {reprlib.repr(kind):.50} is not known; give 'text', 'json_object' or "
+            f"'json_schema'",
         )
     about = wanted.get("json_schema")
     schema = about.get("schema") if isinstance(about, Mapping) else None
