@@ -424,7 +424,11 @@ def changed_config(folder: Path, case: str, **changes: Any) -> Path:
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
         ("mistral_window", {"sliding_window": ...}, "key 'sliding_window' is missing"),
         ("mistral_window", {"attention_bias": True}, "key 'attention_bias' = True is unknown"),
-        ("qwen2", {"use_sliding_window": True}, "use_sliding_window = True is not supported"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+            "use_sliding_window = True is not supported",
+        ),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = .* is not supported"),
         ("qwen3", {"head_dim": None}, "key 'head_dim' is missing or null"),
         ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu' is not supported"),

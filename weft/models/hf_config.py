@@ -86,6 +86,16 @@ FIXED_VALUES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**QWEN_FIXED, **EXPERTS_FIXED},
     "gpt2": GPT2_FIXED,
 }
+# The same, for keys that weft does not write: options of other programs and of other architectures.
+COMMON_FIXED = {
+    **dict.fromkeys(("use_mrope", "rope_interleaved", "is_encoder_decoder", "add_cross_attention"), False),
+    "chunk_size_feed_forward": 0,
+    "pruned_heads": {},
+}
+UNWRITTEN_FIXED: dict[str, dict[str, Any]] = {
+    "qwen2": {"qkv_bias": True, "use_qk_norm": False},
+    "qwen3_moe": {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0},
+}
 # Keys that do not affect the network: provenance, tokens, dtype, the cache, heads that a causal model does not have.
 HARMLESS_KEYS = {
     *("architectures", "model_type", "transformers_version", "_name_or_path", "_attn_implementation_autoset"),
@@ -94,6 +104,14 @@ HARMLESS_KEYS = {
     *("return_dict", "output_attentions", "output_hidden_states", "output_past", "summary_activation"),
     *("router_aux_loss_coef", "_experts_implementation"),  # no loss of the router without output_router_logits
     *("summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
+    *("id2label", "label2id", "_num_labels", "num_labels", "problem_type", "finetuning_task", "is_decoder"),
+    *("n_special", "predict_special_tokens", "tokenizer_class", "prefix", "sep_token_id", "decoder_start_token_id"),
+    *("max_sequence_length", "is_llama_config", "transformers.js_config", "unsloth_fixed", "unsloth_version"),
+    *("torchscript", "tie_encoder_decoder", "use_bfloat16", "tf_legacy_loss", "cross_attention_hidden_size"),
+    # How text is generated, which a request says.
+    *("do_sample", "temperature", "top_k", "top_p", "typical_p", "num_beams", "num_beam_groups", "max_length"),
+    *("min_length", "early_stopping", "length_penalty", "repetition_penalty", "diversity_penalty", "output_scores"),
+    *("no_repeat_ngram_size", "num_return_sequences", "return_dict_in_generate", "remove_invalid_values"),
 }
 DECODER_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 # These have no effect without use_sliding_window.
@@ -193,7 +211,8 @@ def _table(config: TransformerConfig) -> dict[str, Any]:
 
 def _mapped_values(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     """Returns the keys that weft uses. Raises ConfigError for a key that it would have to ignore."""
-    required, optional, fixed = REQUIRED_KEYS[architecture], OPTIONAL_KEYS[architecture], FIXED_VALUES[architecture]
+    required, optional = REQUIRED_KEYS[architecture], OPTIONAL_KEYS[architecture]
+    fixed = {**COMMON_FIXED, **UNWRITTEN_FIXED.get(architecture, {}), **FIXED_VALUES[architecture]}
     for key in required:
         if key not in raw or (raw[key] is None and key != "sliding_window"):
             raise ConfigError(f"key '{key}' is missing or null; an architecture {architecture!r} needs it")
@@ -201,14 +220,16 @@ def _mapped_values(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     rope = () if architecture == "gpt2" else DECODER_ROPE_KEYS
     used = {*required, *optional, *rope, *inert} | HARMLESS_KEYS
     for key, value in raw.items():
-        if key in fixed and value is not None and value != fixed[key]:
+        if key in fixed and value is not None and value != fixed[key] and not _has_no_effect(key, raw):
+            layers = raw.get("num_hidden_layers")
+            also = f", or max_window_layers of all {layers} layers" if key == "use_sliding_window" else ""
             raise ConfigError(
-                f"{key} = {value!r} is not supported in architecture {architecture!r}, only {fixed[key]!r}"
+                f"{key} = {value!r} is not supported in architecture {architecture!r}, only {fixed[key]!r}{also}"
             )
         if key not in used and key not in fixed and value is not None:
             raise ConfigError(
                 f"key '{key}' = {value!r} is unknown for architecture {architecture!r} and may change the mathematics; "
-                f"remove it only if you know that it does not"
+                f"null is fine, so set it to null if you know that it does not"
             )
     layer_types = raw.get("layer_types") or []
     if any(kind != "full_attention" for kind in layer_types):
@@ -221,6 +242,17 @@ def _mapped_values(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     if architecture == "gpt2":  # transformers' defaults for dropout
         values = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, **values}
     return {**values, "architecture": architecture}
+
+
+def _has_no_effect(key: str, raw: Mapping[str, Any]) -> bool:
+    """Does a value other than the fixed one leave the network as it is, because of other keys? Windows of Qwen are of
+    the layers from max_window_layers on.
+    """
+    if key != "use_sliding_window":
+        return False
+    first = raw.get("max_window_layers")
+    is_of_no_layer = isinstance(first, int) and first >= raw["num_hidden_layers"]
+    return is_of_no_layer or ("sliding_window" in raw and raw["sliding_window"] is None)
 
 
 def _rope_values(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,6 +272,9 @@ def _rope_values(raw: Mapping[str, Any]) -> dict[str, Any]:
     kind = values.pop("rope_type", legacy_kind)
     if values.get("partial_rotary_factor") == 1.0:
         del values["partial_rotary_factor"]
+    if kind == "linear" and values.get("factor") == 1.0:  # positions divided by one
+        kind = "default"
+        del values["factor"]
     if kind not in ("default", "llama3"):
         raise ConfigError(f"{key}.rope_type = {kind!r} is not supported; weft knows 'default' and 'llama3'")
     if kind == "default" and values:
