@@ -5,20 +5,22 @@ from __future__ import annotations
 import errno
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from chats_for_tests import BOS, EOS, write_tokenizer
 from runs_for_tests import losses, make_run, train_on_ranks, write_run_file
 from safetensors.torch import load_file
+from tokenizers_for_tests import theirs, write_family
 
 from weft.checkpoint import Checkpoint, Piece, Region, Saver
 from weft.commands.export import export
 from weft.data.special_tokens import stated_end_tokens
-from weft.data.tokenizer import load_tokenizer
+from weft.data.tokenizer import encode_text, load_tokenizer
 from weft.errors import CheckpointError, ConfigError, DamagedError, DataError, NumbersError
 from weft.models import Decoder, DecoderConfig, build, initialise, read_config, save_folder
-from weft.run_file import load_run
+from weft.run_file import load_run, run_from_tables
 from weft.schema import to_table
 from weft.serve.generate import generate, load_for_generation
 from weft.serve.loading import load_model
@@ -102,7 +104,7 @@ def test_export_takes_a_checkpoint_or_the_newest_of_a_run(folder: Path, tmp_path
         assert torch.equal(tensors["model.norm.weight"], stored.read("model.norm.weight", "parameter"))
 
 
-CONFIG = DecoderConfig(vocab_size=257, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+CONFIG = DecoderConfig(vocab_size=264, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
 
 
 def saved_with(
@@ -323,3 +325,35 @@ def test_a_run_from_a_seed_and_its_model_agree(folder: Path) -> None:
     initialise(fresh, 0)
     texts = [generate(m, tokenizer, "abc", num_tokens=40, context=context) for m in (model, fresh.eval())]
     assert texts[0] != texts[1]
+
+
+def test_a_run_is_served_and_exported_with_the_tokens_that_its_texts_had(tmp_path: Path) -> None:
+    """Runs that were saved before `add_special_tokens` existed were trained without them."""
+    own = write_family(tmp_path / "own", "llama3")
+    begin = theirs(own).bos_token_id
+    for number, (more, expected) in enumerate(
+        (("", []), ("add_special_tokens = false", []), ("add_special_tokens = true", [begin]))
+    ):
+        run = saved_with(str(own), tmp_path / f"run{number}" / "checkpoints", f"run{number}", more=more)
+        export(run, tmp_path / f"model{number}")
+        source = {"model": {"from": str(run)}, "train": {"steps": 1, "batch": 1}}
+        again = run_from_tables({**source, "data": {"source": "stdlib", "sequence": 8}}, {}, "again")
+        ids = theirs(own)("he", add_special_tokens=False).input_ids
+        for tokenizer in (
+            load_model(run, None, "cpu", print).tokenizer,
+            load_model(tmp_path / f"model{number}", None, "cpu", print).tokenizer,
+            again.tokenizer,
+        ):
+            assert encode_text(tokenizer, "he") == [*expected, *ids]
+        assert theirs(tmp_path / f"model{number}")("he").input_ids == [*expected, *ids]
+
+
+def test_generating_stops_at_every_token_that_the_folder_states(tmp_path: Path) -> None:
+    save_folder(tmp_path / "model", build(CONFIG))
+    write_tokenizer(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [257, 120]}')
+    loaded = load_model(tmp_path / "model", None, "cpu", print)
+    assert loaded.end_tokens == {257, 120}
+    options: dict[str, Any] = {"num_tokens": 5, "temperature": 0}
+    assert len(generate(fixed(), load_tokenizer("bytes"), "x", **options)) == 5
+    assert generate(fixed(), load_tokenizer("bytes"), "x", **options, stop_tokens=frozenset([98])) == ""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from weft.data.chat_template import ChatTemplate
-from weft.data.tokenizer import ByteTokenizer
+from weft.data.tokenizer import ByteTokenizer, Tokenizer
 from weft.serve.http.addresses import listen
 from weft.serve.http.end_points import Api, build_app
 from weft.serve.http.guard import ServerLimits
@@ -137,10 +138,11 @@ def serving(
     template: str | None = TEMPLATE,
     adapters: tuple[str, ...] = (),
     host: str = "127.0.0.1",
+    tokenizer: Tokenizer = ByteTokenizer(),  # noqa: B008 (a frozen value)
+    special: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Served]:
-    """Serve an engine over bytes from a thread, until the block ends."""
-    tokenizer = ByteTokenizer()
-    chat = None if template is None else ChatTemplate(template, {}, "the test")
+    """Serve an engine from a thread, until the block ends. `special` are variables of the template."""
+    chat = None if template is None else ChatTemplate(template, special, "the test")
     ends, sizes = frozenset([tokenizer.end]), (engine.context_length, engine.vocab_size)
     model = ServedModel("tiny", tokenizer, *sizes, ends, Grammars(tokenizer, ends), chat, adapters)
     worker = EngineWorker(engine, max_requests)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import importlib
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,10 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+import tokenizers
 import torch
-from chats_for_tests import write_model
+from chats_for_tests import BOS, write_model
+from tokenizers import processors
 
 from weft.errors import ConfigError
 from weft.serve.generate import load_for_generation
@@ -178,3 +181,19 @@ doc_to_target: answer
         values = [value for value, _ in lm.loglikelihood([Asked((question, " 4")), Asked((question, " c"))])]
         right += int(values.index(max(values)) == answer)
     assert found["results"]["tiny"]["acc,none"] == right / 2
+
+
+def test_texts_begin_as_the_tokenizer_says_and_once(harness: Any, folder: Path, tmp_path: Path) -> None:
+    """A text that a chat template wrote may have the begin token; `begin` takes its place."""
+    shutil.copytree(folder, tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    backend = tokenizers.Tokenizer.from_file(str(file))
+    backend.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 256)])
+    backend.save(str(file))
+    bare, own = harness.HarnessModel(folder), harness.HarnessModel(tmp_path / "model")
+    pairs, begun = [Asked(("ab", "cd"))], [Asked((f"{BOS}ab", "cd"))]
+    assert own.loglikelihood(pairs) == own.loglikelihood(begun) == bare.loglikelihood(begun)
+    assert own.loglikelihood(pairs) != bare.loglikelihood(pairs)
+    assert own.generate_until([Asked(("ab", {}))]) == own.generate_until([Asked((f"{BOS}ab", {}))])
+    assert harness.HarnessModel(tmp_path / "model", begin="").loglikelihood(pairs) == bare.loglikelihood(pairs)
+    assert own.tokenizer_name != bare.tokenizer_name

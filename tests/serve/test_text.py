@@ -15,7 +15,7 @@ from weft.data.tokenizer import REPLACEMENT, ByteTokenizer, Tokenizer, encode_te
 from weft.errors import DataError
 from weft.serve.generate import generate
 from weft.serve.scheduling.request import GeneratedToken, Request
-from weft.serve.text import Detokenizer, StopStrings, StopTable, TextStream
+from weft.serve.text import Detokenizer, StopStrings, StopTable, TextStream, token_offsets
 
 SOME_BYTES = st.lists(
     st.one_of(st.integers(0, 256), st.sampled_from(list("€é😀a ".encode()))), max_size=30
@@ -222,3 +222,46 @@ def test_the_end_of_a_request_returns_what_was_held_and_no_stop_token() -> None:
     last = stream.push(GeneratedToken("a", 10, finish="stop"))
     assert "".join(chunk.text for chunk in chunks) == "x"
     assert (last.text, last.finish) == ("EN", "stop")
+
+
+def plain_offsets(data: bytes) -> list[int]:
+    """The character that each byte is of, in the text of all bytes, where bytes that are no character are one each."""
+    found, begin = list[int](), 0
+    for number, character in enumerate(_text(data)):  # each takes the fewest bytes that make a text of this length
+        size = next(size for size in range(1, 5) if _is_character(data[begin : begin + size], data[begin:], character))
+        found += [number] * size
+        begin += size
+    assert begin == len(data)
+    return found
+
+
+def _is_character(piece: bytes, rest: bytes, character: str) -> bool:
+    return _text(piece) == character and _text(rest)[1:] == _text(rest[len(piece) :])
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="replace")
+
+
+BYTES = st.lists(st.sampled_from([*"aé€😀".encode(), 0xFF, 0xE2, *b"xyz"]), max_size=24).map(bytes)
+
+
+@given(BYTES)
+def test_offsets_of_bytes_are_those_of_the_characters_that_they_are_of(data: bytes) -> None:
+    assert token_offsets(ByteTokenizer(), list(data), True) == plain_offsets(data)
+
+
+@given(IN_WORDS, IN_WORDS)
+def test_offsets_of_words_and_byte_tokens(word_tokenizer: Tokenizer, prompt: str, answer: str) -> None:
+    """Each token begins where the text of those before it ends; bytes of a character, where it begins."""
+    detokenizer, expected = Detokenizer(word_tokenizer, tokens_in_words(f" hello{prompt}")), list[int]()
+    found = []
+    for token in tokens_in_words(answer):
+        detokenizer.push(token)
+        found.append(detokenizer.offset)
+    text = answer
+    while text:
+        word = next((word for word in (" hello", " world", " ") if text.startswith(word)), None)
+        expected += [len(answer) - len(text)] * (len(text[0].encode()) if word is None else 1)
+        text = text[len(word or text[0]) :]
+    assert found == expected

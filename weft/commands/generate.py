@@ -76,6 +76,7 @@ def generate_command(
             speculate=load_draft(speculate, tokenizer, tokens_of, kind, packing.dtype(kind)),
             cache=kept,
             head=graph_head(head),
+            stop_tokens=loaded.end_tokens,
         )
     if as_json:
         print(json.dumps({"prompt": prompt, "text": text}))

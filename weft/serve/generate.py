@@ -64,7 +64,7 @@ class _Wanted:
 def generate(
     model: nn.Module,
     tokenizer: Tokenizer,
-    prompt: str,
+    prompt: str | Sequence[int],
     *,
     num_tokens: int = 200,
     temperature: float = 0.8,
@@ -75,8 +75,10 @@ def generate(
     speculate: Literal["ngram"] | EarlyLayers | nn.Module | None = None,
     cache: CacheFormat | None = None,
     head: GraphHead | None = None,
+    stop_tokens: frozenset[int] = frozenset(),
 ) -> str:
-    """Generate up to `num_tokens` tokens after the prompt. Stops earlier at the end of the document or after `seconds`.
+    """Generate up to `num_tokens` tokens after the prompt, a text or its tokens. Stops earlier at the end of the
+    document, at one of `stop_tokens` or after `seconds`.
     Temperature 0 takes the most likely token. When the context is full, generation goes on after its second half.
     `speculate` drafts tokens (`serve/scheduling/speculation.py`); the text is the same. `cache` is how keys and values
     are kept, `head` how the likeliest tokens are found.
@@ -92,13 +94,14 @@ def generate(
         block_size=block_size_of(cache or PlainFormat()),
     )
     engine = Engine(model, options)
-    tokens = encode_text(tokenizer, prompt) or [tokenizer.end]
+    tokens = encode_text(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
+    tokens = tokens or [tokenizer.end]
     start, given, number = len(tokens), tokens[-engine.context_length :], 0
     while len(tokens) < start + num_tokens:
         sampling = Sampling(temperature=temperature, top_k=top_k or 0, seed=seed + (number << 32))
         left = start + num_tokens - len(tokens)
         try:
-            engine.add(Request("text", tuple(given), left, sampling, frozenset([tokenizer.end])))
+            engine.add(Request("text", tuple(given), left, sampling, stop_tokens | {tokenizer.end}))
         except RequestError as error:  # here the caller gave all that a request has, so it is a wrong setting
             raise ConfigError(str(error)) from None
         while engine.has_work():

@@ -45,15 +45,15 @@ class HarnessRequest(Protocol):
 class HarnessModel(LM):
     """A model in this process, as lm-evaluation-harness drives it.
 
-    Texts are encoded without a token that marks their beginning, as weft trains. `begin` (for example
-    "<|begin_of_text|>") is put before each, for models that were trained with one.
+    Before each text come the tokens that the tokenizer puts there, once: what a chat template wrote may have them.
+    `begin`, a text (for example "<|begin_of_text|>"), takes their place; "" is none.
     """
 
     def __init__(
         self,
         folder: str | Path,
         tokenizer: str | None = None,
-        begin: str = "",
+        begin: str | None = None,
         device: str | None = None,
         batch_size: int | str = 8,
         max_batch_size: int | None = None,
@@ -67,7 +67,8 @@ class HarnessModel(LM):
         self._model, self._tokenizer, self._batch = loaded.model, loaded.tokenizer, int(batch_size)
         self._served = loaded.served(str(folder), None, loaded.context_length, loaded.tokenizer.vocab_size)
         self._context_length = loaded.context_length
-        self._begin = self._encode(begin)
+        own = self._tokenizer.before if self._tokenizer.adds_special_tokens else ()
+        self._begin = own if begin is None else self._encode(begin)
 
     def loglikelihood(self, requests: Sequence[HarnessRequest]) -> list[tuple[float, bool]]:
         """Returns of each continuation its log-likelihood after its context, and whether it is the greedy one."""
@@ -121,7 +122,7 @@ class HarnessModel(LM):
     @property
     def tokenizer_name(self) -> str:
         """A name under which the harness caches what depends on the tokenizer."""
-        return self._tokenizer.fingerprint
+        return f"{self._tokenizer.fingerprint} {self._begin}"
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text).tolist())
@@ -129,6 +130,10 @@ class HarnessModel(LM):
     def _start(self) -> tuple[int, ...]:
         """What comes before a text without context: the begin token, else the token that ends a document."""
         return self._begin or (self._tokenizer.end,)
+
+    def _begun(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the tokens of a text after the begin token, which they may have already."""
+        return tokens if tokens[: len(self._begin)] == self._begin else (*self._begin, *tokens)
 
     def _pair(self, context: str, continuation: str) -> ScoredText:
         """Returns the tokens of both, cut at the left to the model's context. Spaces between them belong to the
@@ -145,8 +150,8 @@ class HarnessModel(LM):
                 f"a continuation of {num_scored} tokens exceeds the context of {self._context_length}; choose another "
                 f"task, or a model with a longer context"
             )
-        start = self._begin if before else self._start()
-        return ScoredText((*start, *whole)[-self._context_length - 1 :], num_scored)
+        begun = self._begun(whole) if before else (*self._start(), *whole)
+        return ScoredText(begun[-self._context_length - 1 :], num_scored)
 
     def _request(self, name: str, context: str, options: Mapping[str, Any]) -> tuple[Request, list[str]]:
         """Returns a request of the engine and its stop strings, from the options of a task."""
@@ -163,7 +168,7 @@ class HarnessModel(LM):
         sampling.setdefault("seed", int(name))  # the same results in every run, and not the same for all requests
         asked = next((int(options[key]) for key in _LENGTHS if options.get(key) is not None), MAX_TOKENS)
         num_tokens = max(1, min(asked, self._context_length - 1))
-        tokens = ((*self._begin, *self._encode(context)) or self._start())[num_tokens - self._context_length :]
+        tokens = (self._begun(self._encode(context)) or self._start())[num_tokens - self._context_length :]
         request = Request(name, tokens, num_tokens, Sampling(**sampling), self._served.end_tokens)
         stops = [until] if isinstance(until, str) else until
         return request, [stop for stop in stops if stop]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from weft.checkpoint import Checkpoint
 from weft.data.chat_template import load_template
-from weft.data.tokenizer import Tokenizer
+from weft.data.tokenizer import Tokenizer, encode_text
 from weft.errors import ConfigError, DataError
 from weft.models import LanguageConfig, RecurrentConfig
 from weft.saved_run import saved_template, saved_tokenizer, with_intact_checkpoint
@@ -158,7 +158,7 @@ def calibration_texts(path: Path, tokenizer: Tokenizer, context_length: int, voc
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read the calibration text {path} ({error}); give a file of UTF-8 text") from None
     width = min(context_length, CALIBRATION_WIDTH)
-    tokens = torch.from_numpy(tokenizer.encode(text[: 64 * CALIBRATION_ROWS * width]).astype("int64"))
+    tokens = torch.tensor(encode_text(tokenizer, text[: 64 * CALIBRATION_ROWS * width]))
     rows = tokens[: len(tokens) // width * width].view(-1, width)[:CALIBRATION_ROWS]
     if not len(rows):
         raise DataError(f"the calibration text {path} has {len(tokens)} tokens; give one of at least {width}")

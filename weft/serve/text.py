@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,16 +25,24 @@ class Detokenizer:
     begin with a whole character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skips = tokenizer, skip_special_tokens
         self._context = self._from_whole(list(prompt[-CONTEXT_TOKENS:]))  # tokens before the pending ones
         self._pending: list[int] = []  # tokens whose text is not wholly returned yet
-        self._num_returned = self._num_certain(self._context)  # characters of the text of both
+        self._text = self._decode(self._context)  # of both
+        self._num_returned = _num_certain(self._text)  # characters of it
+        self.num_characters = 0  # that were returned in all
+        self.offset = 0  # of the last token: the characters before the one that it begins or continues
+        self._part, self._part_offset = b"", 0  # the bytes of an unfinished character at the end, and where it begins
+        for token in self._context[-MAX_CHARACTER_BYTES:]:
+            self._part = _unfinished(self._part + (tokenizer.token_bytes(token) or b""))
 
     def push(self, token: int) -> str:
         """Returns the text that is certain now and was not before."""
+        before = self._text
         self._pending.append(token)
-        text = self._decode(self._context + self._pending)
+        text = self._text = self._decode(self._context + self._pending)
+        self.offset = self._offset(token, before, text)
         is_unfinished = text.endswith(REPLACEMENT)
         if is_unfinished and len(self._pending) < MAX_CHARACTER_BYTES:
             return ""
@@ -41,19 +50,42 @@ class Detokenizer:
         if is_unfinished:  # bytes that are no character: all but the last are certain
             last = self._from_whole((self._context + self._pending)[-CONTEXT_TOKENS:])
             is_whole = not self._decode(last).endswith(REPLACEMENT)  # by itself
-            self._context, self._pending = (last, []) if is_whole else ([], last)
-            self._num_returned = self._num_certain(last)
+            self._begin_with(*((last, []) if is_whole else ([], last)))
         elif new or len(self._pending) >= CONTEXT_TOKENS:
-            self._context, self._pending = self._pending, []
-            self._num_returned = self._num_certain(self._context)
+            self._begin_with(self._pending, [])
+        self.num_characters += len(new)
         return new
 
     def flush(self) -> str:
         """Returns what was held back. Call it after the last token."""
-        text, before = self._decode(self._context + self._pending), self._decode(self._context)
+        text, before = self._text, self._decode(self._context)
         if self._context and text[: self._num_returned] != before[: self._num_returned]:  # which was returned
-            return self._decode(self._pending)
-        return text[self._num_returned :]
+            new = self._decode(self._pending)
+        else:
+            new = text[self._num_returned :]
+        self.num_characters += len(new)
+        return new
+
+    def _begin_with(self, context: list[int], pending: list[int]) -> None:
+        """Go on after these tokens, whose certain text was returned."""
+        self._context, self._pending = context, pending
+        self._text = self._decode(context + pending)
+        self._num_returned = _num_certain(self._text)
+
+    def _offset(self, token: int, before: str, text: str) -> int:
+        """Returns the offset of a token, of the text before it and with it."""
+        known = self.num_characters - self._num_returned
+        own = self._tokenizer.token_bytes(token) or b""
+        if self._part and _continues(self._part, own):
+            offset = self._part_offset
+            self._part = _unfinished(self._part + own)
+            if len(self._part) <= len(own):  # of another character, which this token begins
+                self._part_offset = known + len(text) - 1
+            return offset
+        if text != before:  # else the token has no text
+            self._part = _unfinished(own)
+            self._part_offset = known + len(text) - 1 if len(self._part) < len(own) else known + len(before)
+        return known + len(before)
 
     def _from_whole(self, tokens: list[int]) -> list[int]:
         """Returns tokens without those at the beginning that hold the rest of a character."""
@@ -63,12 +95,42 @@ class Detokenizer:
                 return tokens[first:]
         return tokens
 
-    def _num_certain(self, tokens: list[int]) -> int:
-        text = self._decode(tokens)
-        return len(text) - text.endswith(REPLACEMENT)
-
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(np.array(tokens, dtype=np.int64))
+        return self._tokenizer.decode(np.array(tokens, dtype=np.int64), self._skips)
+
+
+def _num_certain(text: str) -> int:
+    """The characters of a text without an unfinished one at its end."""
+    return len(text) - text.endswith(REPLACEMENT)
+
+
+def _unfinished(data: bytes) -> bytes:
+    """Returns the bytes at the end of some that may begin a character."""
+    tails = (data[-size:] for size in range(min(MAX_CHARACTER_BYTES - 1, len(data)), 0, -1))
+    return next((tail for tail in tails if _characters(tail) == 0), b"")
+
+
+def _continues(part: bytes, data: bytes) -> bool:
+    """Do bytes go on with the character that `part` begins?"""
+    return bool(data) and _characters(part + data[:1]) is not None
+
+
+def _characters(data: bytes) -> int | None:
+    """The number of characters that bytes end, the last of which may be unfinished; None if they are not UTF-8."""
+    try:
+        return len(codecs.getincrementaldecoder("utf-8")().decode(data))
+    except UnicodeDecodeError:
+        return None
+
+
+def token_offsets(tokenizer: Tokenizer, tokens: Sequence[int], skip_special_tokens: bool) -> list[int]:
+    """Returns where the text of each token begins in the text of all."""
+    detokenizer = Detokenizer(tokenizer, (), skip_special_tokens)
+    found = []
+    for token in tokens:
+        detokenizer.push(token)
+        found.append(detokenizer.offset)
+    return found
 
 
 class StopTable:
@@ -135,29 +197,36 @@ class StopStrings:
 
 @dataclass(frozen=True)
 class TextChunk:
-    """A part of an answer: its text, the token that it came with, and `finish` at the end of the answer."""
+    """A part of an answer: its text, the token that it came with and where the token's text begins in that of the
+    answer, and `finish` at the end of the answer.
+    """
 
     text: str
     token: GeneratedToken
+    offset: int
     finish: Finish | None
 
 
 class TextStream:
     """The text of one request, from its tokens. A stop token has no text."""
 
-    def __init__(self, tokenizer: Tokenizer, request: Request, stops: StopTable) -> None:
-        self._detokenizer = Detokenizer(tokenizer, request.tokens)
+    def __init__(
+        self, tokenizer: Tokenizer, request: Request, stops: StopTable, skip_special_tokens: bool = True
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, request.tokens, skip_special_tokens)
         self._stops = StopStrings(stops)
         self._stop_tokens = request.stop_tokens
 
     def push(self, token: GeneratedToken) -> TextChunk:
         """Returns the text that is certain now. Its `finish` may be set earlier than the token's: by a stop string."""
-        new = "" if token.token in self._stop_tokens else self._detokenizer.push(token.token)
+        is_stop = token.token in self._stop_tokens
+        new = "" if is_stop else self._detokenizer.push(token.token)
         if token.finish is not None:
             new += self._detokenizer.flush()
+        offset = self._detokenizer.num_characters if is_stop else self._detokenizer.offset
         text = self._stops.push(new)
         if self._stops.is_stopped:
-            return TextChunk(text, token, "stop")
+            return TextChunk(text, token, offset, "stop")
         if token.finish is not None:
             text += self._stops.flush()
-        return TextChunk(text, token, token.finish)
+        return TextChunk(text, token, offset, token.finish)

@@ -33,7 +33,7 @@ class TokenWords:
     def __getitem__(self, token: int) -> str:
         word = self._words.get(token)
         if word is None:
-            word = self._words[token] = self._tokenizer.decode(np.array([token]))
+            word = self._words[token] = self._tokenizer.decode(np.array([token]), skip_special_tokens=False)
         return word
 
     def bytes_of(self, token: int) -> list[int] | None:
@@ -56,8 +56,8 @@ class AnswerForm(Protocol):
     def first(self, index: int, echo: GeneratedAnswer) -> dict[str, Any] | None:
         """The choice of the chunk before the first token, which repeats the prompt; or None for no such chunk."""
 
-    def chunk(self, index: int, chunk: TextChunk, num_before: int) -> dict[str, Any]:
-        """A choice with a part of an answer, which has `num_before` characters already."""
+    def chunk(self, index: int, chunk: TextChunk, num_echoed: int) -> dict[str, Any]:
+        """A choice with a part of an answer, which begins with `num_echoed` characters of its prompt."""
 
 
 @dataclass
@@ -67,6 +67,8 @@ class GeneratedAnswer:
     texts: list[str] = field(default_factory=list)  # its parts
     tokens: list[GeneratedToken] = field(default_factory=list)
     finish: Finish | None = None
+    offsets: list[int] = field(default_factory=list)  # where the text of each token begins
+    num_echoed: int = 0  # characters of the prompt, which come first
 
     @property
     def text(self) -> str:
@@ -77,6 +79,7 @@ class GeneratedAnswer:
         """Add what was generated."""
         self.texts.append(chunk.text)
         self.tokens.append(chunk.token)
+        self.offsets.append(self.num_echoed + chunk.offset)
         self.finish = chunk.finish
 
 
@@ -90,24 +93,23 @@ class CompletionForm:
     whole_object = chunk_object = "text_completion"
 
     def whole(self, index: int, answer: GeneratedAnswer) -> dict[str, Any]:
-        return self._choice(index, answer.text, answer.tokens, answer.finish, 0)
+        return self._choice(index, answer.text, answer.tokens, answer.finish, answer.offsets)
 
     def first(self, index: int, echo: GeneratedAnswer) -> dict[str, Any] | None:
         is_empty = not (echo.text or echo.tokens or echo.finish)
-        return None if is_empty else self._choice(index, echo.text, echo.tokens, echo.finish, 0)
+        return None if is_empty else self._choice(index, echo.text, echo.tokens, echo.finish, echo.offsets)
 
-    def chunk(self, index: int, chunk: TextChunk, num_before: int) -> dict[str, Any]:
-        return self._choice(index, chunk.text, [chunk.token], chunk.finish, num_before)
+    def chunk(self, index: int, chunk: TextChunk, num_echoed: int) -> dict[str, Any]:
+        return self._choice(index, chunk.text, [chunk.token], chunk.finish, [num_echoed + chunk.offset])
 
     def _choice(
-        self, index: int, text: str, tokens: Sequence[GeneratedToken], finish: Finish | None, num_before: int
+        self, index: int, text: str, tokens: Sequence[GeneratedToken], finish: Finish | None, offsets: list[int]
     ) -> dict[str, Any]:
-        logprobs = self._logprobs(tokens, num_before) if self.has_logprobs else None
+        logprobs = self._logprobs(tokens, offsets) if self.has_logprobs else None
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
-    def _logprobs(self, tokens: Sequence[GeneratedToken], num_before: int) -> dict[str, Any]:
+    def _logprobs(self, tokens: Sequence[GeneratedToken], offsets: list[int]) -> dict[str, Any]:
         words = [self.words[token.token] for token in tokens]
-        offsets = np.cumsum([num_before, *map(len, words)])[:-1].tolist()
         found = [token.logprobs for token in tokens]
         return {
             "tokens": words,
@@ -140,7 +142,7 @@ class ChatForm:
     def first(self, index: int, echo: GeneratedAnswer) -> dict[str, Any] | None:
         return {"index": index, "delta": {"role": "assistant", "content": ""}, **self._rest([], None)}
 
-    def chunk(self, index: int, chunk: TextChunk, num_before: int) -> dict[str, Any]:
+    def chunk(self, index: int, chunk: TextChunk, num_echoed: int) -> dict[str, Any]:
         delta = {"content": chunk.text} if chunk.text else {}
         return {"index": index, "delta": delta, **self._rest([chunk.token], chunk.finish)}
 

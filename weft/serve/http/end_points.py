@@ -141,9 +141,10 @@ class Api:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give 'prompt' or 'messages', and not both")
         if body.prompt is not None:
-            tokens = await self._beside(request, self._model.encode, body.prompt)
+            tokens = await self._beside(request, self._model.encode, body.prompt, body.add_special_tokens)
         else:
-            tokens = await self._beside(request, lambda: self._model.encode_chat(messages_of(body.messages), ()))
+            adds = body.add_special_tokens is True
+            tokens = await self._beside(request, lambda: self._model.encode_chat(messages_of(body.messages), (), adds))
         found = {"tokens": tokens, "count": len(tokens), "context_length": self._model.context_length}
         return JSONResponse(found)
 
@@ -159,7 +160,8 @@ class Api:
 
     async def embeddings(self, request: HttpRequest) -> Response:
         body = await self._read(EmbeddingsBody, request, (self._model.name,))
-        inputs = await self._beside(request, prompts_of, body.input, self._model, "input")
+        adds = body.add_special_tokens
+        inputs = await self._beside(request, prompts_of, body.input, self._model, "input", adds)
         rows = []
         async with asyncio.timeout(self._limits.request_seconds):
             with self._worker.holding(1):

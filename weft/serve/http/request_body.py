@@ -18,12 +18,13 @@ import numpy as np
 
 from weft.data.json_lines import refuse_constant
 from weft.data.messages import read_messages
+from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
 from weft.schema import build_dataclass
 from weft.serve.scheduling.grammar import schema_of
 from weft.serve.scheduling.request import Request, Sampling
 from weft.serve.served_model import ServedModel
-from weft.serve.text import StopTable
+from weft.serve.text import StopTable, token_offsets
 
 B = TypeVar("B")
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
@@ -88,6 +89,7 @@ class GenerationBody:
     stream_options: StreamOptions = StreamOptions()
     max_tokens: int | None = None
     cache_salt: str = ""
+    skip_special_tokens: bool = True
     response_format: Mapping[str, Any] | None = None
 
     @property
@@ -103,6 +105,7 @@ class CompletionBody(GenerationBody):
     prompt: Any = None
     logprobs: int | None = None
     echo: bool = False
+    add_special_tokens: bool | None = None  # without it, as the model was trained
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,7 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int = 0
+    add_special_tokens: bool = False
     tools: tuple[Mapping[str, Any], ...] = ()
     tool_choice: Literal["auto", "none"] = "auto"
 
@@ -125,6 +129,7 @@ class EmbeddingsBody:
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
     pool: Literal["mean", "last"] = "mean"
+    add_special_tokens: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,25 @@ class TokenizeBody:
     model: str | None = None
     prompt: str | None = None
     messages: Any = None
+    add_special_tokens: bool | None = None
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt that answers begin with: its text, how many of its tokens come before and after the text, and whether
+    its other special tokens have no text.
+    """
+
+    text: str
+    num_before: int = 0
+    num_after: int = 0
+    skip_special_tokens: bool = True
+
+    def offsets(self, tokens: Sequence[int], tokenizer: Tokenizer) -> list[int]:
+        """Returns where the text of each of the prompt's tokens begins."""
+        own = tokens[self.num_before : len(tokens) - self.num_after]
+        found = token_offsets(tokenizer, own, self.skip_special_tokens)
+        return [*[0] * self.num_before, *found, *[len(self.text)] * self.num_after]
 
 
 @dataclass(frozen=True)
@@ -146,7 +170,8 @@ class Generation:
     has_logprobs: bool
     stream: bool
     include_usage: bool
-    echoes: tuple[str, ...] = ()  # a text to begin each answer with; empty: none
+    skip_special_tokens: bool = True  # in the text of answers
+    echoes: tuple[Echo, ...] = ()  # what each answer begins with; empty: nothing
 
     @property
     def schema(self) -> str | None:
@@ -208,14 +233,24 @@ def refuse_other_model(asked: str, model_names: Sequence[str]) -> None:
 
 def completion(body: CompletionBody, model: ServedModel, tenant: str) -> Generation:
     """Returns what a completion asks for. Answers of the first prompt come first."""
-    prompts = prompts_of(body.prompt, model, "prompt")
+    prompts = prompts_of(body.prompt, model, "prompt", body.add_special_tokens)
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
         raise ApiError(400, "'max_tokens' = 0 generates nothing; it must be at least 1, or 'echo' true")
     made = _generation(body, prompts, max_tokens, body.logprobs, model, tenant)
-    given = _as_list(body.prompt)
-    texts = [one if isinstance(one, str) else model.tokenizer.decode(np.array(one)) for one in given]
-    return replace(made, echoes=tuple(text for text in texts for _ in range(body.n)) if body.echo else ())
+    if not body.echo:
+        return made
+    pairs = zip(_as_list(body.prompt), prompts, strict=True)
+    echoes = [_echo(given, tokens, body, model.tokenizer) for given, tokens in pairs]
+    return replace(made, echoes=tuple(echo for echo in echoes for _ in range(body.n)))
+
+
+def _echo(given: str | list[int], tokens: tuple[int, ...], body: CompletionBody, tokenizer: Tokenizer) -> Echo:
+    if isinstance(given, list):
+        return Echo(tokenizer.decode(np.array(given), body.skip_special_tokens), 0, 0, body.skip_special_tokens)
+    num_own = len(tokenizer.encode(given))  # special tokens in a text that was given have their text
+    num_before = len(tokenizer.before) if len(tokens) > num_own else 0
+    return Echo(given, num_before, len(tokens) - num_before - num_own, skip_special_tokens=False)
 
 
 def chat(body: ChatBody, model: ServedModel, tenant: str) -> Generation:
@@ -224,7 +259,7 @@ def chat(body: ChatBody, model: ServedModel, tenant: str) -> Generation:
         raise ApiError(400, f"'top_logprobs' = {body.top_logprobs} needs 'logprobs' true")
     tools = body.tools if body.tool_choice == "auto" else ()
     _refuse_large("tools", tools)
-    tokens = model.encode_chat(messages_of(body.messages), tools)
+    tokens = model.encode_chat(messages_of(body.messages), tools, body.add_special_tokens)
     given = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     if given == 0:
         raise ApiError(400, "'max_tokens' = 0 generates nothing; it must be at least 1")
@@ -232,7 +267,9 @@ def chat(body: ChatBody, model: ServedModel, tenant: str) -> Generation:
     return _generation(body, [tokens], max_tokens, body.top_logprobs if body.logprobs else None, model, tenant)
 
 
-def prompts_of(value: Any, model: ServedModel, key: str) -> list[tuple[int, ...]]:
+def prompts_of(
+    value: Any, model: ServedModel, key: str, add_special_tokens: bool | None = None
+) -> list[tuple[int, ...]]:
     """Returns the tokens of each prompt: a text, a list of texts, a list of tokens or a list of lists of tokens."""
     given = _as_list(value)
     if not 1 <= len(given) <= MAX_CHOICES:
@@ -240,7 +277,7 @@ def prompts_of(value: Any, model: ServedModel, key: str) -> list[tuple[int, ...]
     found = []
     for one in given:
         if isinstance(one, str):
-            found.append(model.encode(one))
+            found.append(model.encode(one, add_special_tokens))
         elif isinstance(one, list) and set(map(type, one)) == {int}:
             found.append(_known_tokens(one, model, key))
         else:
@@ -312,7 +349,8 @@ def _generation(
         for choice in range(body.n)
     )
     num_tokens, stream, usage = sum(map(len, prompts)), body.stream, body.stream_options.include_usage
-    return Generation(requests, num_tokens, StopTable(body.stops), num_logprobs is not None, stream, usage)
+    stops, skips = StopTable(body.stops), body.skip_special_tokens
+    return Generation(requests, num_tokens, stops, num_logprobs is not None, stream, usage, skips)
 
 
 def _known_tokens(tokens: list[int], model: ServedModel, key: str) -> tuple[int, ...]:

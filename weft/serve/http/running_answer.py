@@ -17,9 +17,9 @@ from starlette.types import Receive, Scope, Send
 from weft.serve.http.answers import AnswerForm, GeneratedAnswer, envelope, json_body, json_text, usage
 from weft.serve.http.guard import error_answer, unless_disconnected
 from weft.serve.http.prometheus import ServerMetrics
-from weft.serve.http.request_body import ApiError, Generation
+from weft.serve.http.request_body import ApiError, Echo, Generation
 from weft.serve.scheduling.grammar import CompiledSchema
-from weft.serve.scheduling.request import GeneratedToken
+from weft.serve.scheduling.request import Finish, GeneratedToken
 from weft.serve.served_model import ServedModel
 from weft.serve.text import TextChunk, TextStream
 from weft.serve.worker import EngineWorker, TokenStream
@@ -51,6 +51,7 @@ class RunningAnswer:
         self._prompts: dict[
             tuple[int, ...], list[GeneratedToken]
         ] = {}  # with log-probabilities, if these are asked for
+        self._offsets: dict[tuple[Echo, tuple[int, ...]], list[int]] = {}  # where tokens of prompts begin
 
     async def start(self) -> None:
         """Give the engine the requests. Raises RequestError or UnavailableError."""
@@ -66,6 +67,10 @@ class RunningAnswer:
                 found = [None, *await self._worker.score(request)]
                 pairs = zip(request.tokens, found, strict=True)
                 self._prompts[request.tokens] = [GeneratedToken(request.name, *pair) for pair in pairs]
+        for echo, request in zip(self._asked.echoes, self._asked.requests, strict=True):
+            if (echo, request.tokens) not in self._offsets:
+                offsets = await asyncio.to_thread(echo.offsets, request.tokens, self._model.tokenizer)
+                self._offsets[echo, request.tokens] = offsets
 
     def close(self) -> None:
         """Cancel what is not finished."""
@@ -83,15 +88,13 @@ class RunningAnswer:
         """Yields the chunks of a stream, as JSON."""
         asked, form = self._asked, self._form
         echoes = self._echoes()
-        num_characters = [len(echo.text) for echo in echoes]
         for index, echo in enumerate(echoes):
             first = await asyncio.to_thread(self._first, index, echo)
             if first is not None:
                 yield first
         async for index, chunk in self._chunks():
             if chunk.text or chunk.finish is not None or asked.has_logprobs:
-                yield self._chunk([form.chunk(index, chunk, num_characters[index])])
-            num_characters[index] += len(chunk.text)
+                yield self._chunk([form.chunk(index, chunk, echoes[index].num_echoed)])
         if asked.include_usage:
             yield self._chunk([], usage=self._usage())
 
@@ -109,20 +112,19 @@ class RunningAnswer:
 
     def _echoes(self) -> list[GeneratedAnswer]:
         """What each answer begins with: nothing, or its prompt, which may be all of it."""
-        asked = self._asked
-        texts = asked.echoes or [""] * len(asked.requests)
-        pairs = zip(texts, asked.requests, strict=True)
-        return [
-            GeneratedAnswer([text], list(self._prompts.get(one.tokens, ())), None if one.max_tokens else "length")
-            for text, one in pairs
-        ]
+        asked, found = self._asked, []
+        for echo, one in zip(asked.echoes or [Echo("")] * len(asked.requests), asked.requests, strict=True):
+            tokens, offsets = list(self._prompts.get(one.tokens, ())), list(self._offsets.get((echo, one.tokens), ()))
+            finish: Finish | None = None if one.max_tokens else "length"
+            found.append(GeneratedAnswer([echo.text], tokens, finish, offsets, len(echo.text)))
+        return found
 
     async def _chunks(self) -> AsyncIterator[tuple[int, TextChunk]]:
         """Yields what is generated, with the index of the answer that it belongs to."""
         assert self._stream is not None
-        requests = self._asked.requests
+        asked, requests = self._asked, self._asked.requests
         index_of = {request.name: index for index, request in enumerate(requests)}
-        texts = [TextStream(self._model.tokenizer, request, self._asked.stops) for request in requests]
+        texts = [TextStream(self._model.tokenizer, one, asked.stops, asked.skip_special_tokens) for one in requests]
         last_seconds = [self._began] * len(requests)
         others_since = self._began  # when other clients had their turn
         async for token in self._stream.tokens():
