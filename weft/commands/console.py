@@ -157,6 +157,8 @@ def _traffic_table(prediction: Prediction) -> Table:
 
 def _time_text(prediction: Prediction, on_cpu: bool) -> str:
     communication_seconds = sum(prediction.communication_seconds.values())
+    if on_cpu and not prediction.is_modelled:
+        return "of a step with images is not predicted on CPUs: small operations take many times their peak's time"
     if prediction.step_seconds is None or prediction.compute_seconds is None:
         return f"unknown: this device's peak is not known; communication {format_seconds(communication_seconds)}"
     timeline = prediction.timeline

@@ -1,9 +1,8 @@
 """Predicts the cost of a plan before it runs: memory per device, traffic per axis, and the time of a step.
 
 Memory and traffic are sums over the strategies; traffic is exact. The planner's model gives the time if the catalog
-knows the device, and for CPUs, whose rates are assumed. Otherwise the time is rough: FLOPs divided by a share of the
-peak rate, plus collectives by the ring formulas on the cluster's links. A pipeline's time comes from a simulation of
-its schedule.
+knows the device, and for text on CPUs, whose rates are assumed. Otherwise the time is rough: FLOPs divided by a rate,
+plus collectives by the ring formulas on the cluster's links. A pipeline's time comes from a simulation of its schedule.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.cluster.collective_choice import between_sizes
-from weft.cluster.cpu_rates import is_cpu, with_assumed_rates
+from weft.cluster.cpu_rates import cpu_flops_per_second, is_cpu, with_assumed_rates
 from weft.cluster.hardware import AxisLink, Cluster, load, local_cluster, recognise, ring_seconds
 from weft.cluster.shared_devices import refuse_missing_gpus, with_shared_devices
 from weft.comm import Traffics, add_traffic, expand
@@ -44,7 +43,7 @@ from weft.planner.step import StepModel
 from weft.profiling import Profile
 from weft.run_file import Run
 from weft.schedule import Timeline, simulate
-from weft.sharding.layout import master_bytes
+from weft.sharding.layout import COMPUTE_DTYPE, master_bytes
 from weft.step.documents import document_traffic
 from weft.step.examples import micro_batch_profile
 from weft.step.objective import step_traffic
@@ -124,7 +123,7 @@ class Prediction:
 
 def predict(run: Run, cluster: Cluster) -> Prediction:
     """Predicts the cost of one step of the run for each rank. The run's plan must fit the model."""
-    whole, plan, cluster = micro_batch_profile(run), run.plan, with_assumed_rates(cluster)
+    whole, plan, cluster = micro_batch_profile(run), run.plan, _with_rates(run, cluster)
     refuse_options(run)
     refuse(whole, plan)
     staging = stage(whole, plan) if plan.pipe.degree > 1 else None  # split as the run splits: by the uncompiled profile
@@ -182,6 +181,13 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
         (*assumptions(whole), *cost_assumptions(whole, plan)),
         describe_deal(whole, plan) if plan.branch.degree > 1 else "",
     )
+
+
+def _with_rates(run: Run, cluster: Cluster) -> Cluster:
+    """The cluster, with the rates of CPUs that a search for plans assumes. For images, whose operations are too small
+    for them, a CPU's time is that of its FLOPs.
+    """
+    return with_assumed_rates(cluster) if isinstance(run.model, LanguageConfig) else cluster
 
 
 def _different(plan: Plan) -> list[dict[str, int]]:
@@ -377,4 +383,9 @@ def is_known(cluster: Cluster, precision: str) -> bool:
 def _flops_per_second(run: Run, cluster: Cluster) -> float | None:
     """The FLOP/s of a rank in training; None if they are not known."""
     peak = cluster.node.device.peak_flops.get(PEAK_OF[run.plan.precision])
-    return None if peak is None else peak * ASSUMED_EFFICIENCY
+    if peak is not None:
+        return peak * ASSUMED_EFFICIENCY
+    if not is_cpu(cluster) or run.cluster != "local":
+        return None
+    rate = cpu_flops_per_second(COMPUTE_DTYPE[run.plan.precision])
+    return rate * cluster.node.num_cpu_cores / max(cluster.node.num_cpu_cores, run.plan.num_ranks)
