@@ -21,6 +21,8 @@ from weft.data.chat_template import ChatTemplate, load_template, training_time
 from weft.data.conversations import ChatRenderer, Document
 from weft.data.tokenizer import encode_text, load_tokenizer
 from weft.errors import DataError
+from weft.serve.http.request_body import messages_of
+from weft.serve.served_model import ServedModel
 
 Rows = Sequence[dict[str, Any]]
 ENDS = ("</s>", "<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<|END_OF_TURN_TOKEN|>", "<|endoftext|>")
@@ -149,10 +151,8 @@ def test_tokens_before_an_answer_are_those_of_serving(setting: Callable[[str], S
     name = data.draw(st.sampled_from([name for name in PUBLISHED if name not in TAGGED]))
     turns = data.draw(st.lists(st.tuples(contents, contents), min_size=1, max_size=3))
     own, messages = setting(name), chat(*(text for turn in turns for text in turn))
-    prompts = [
-        own.renderer.tokenizer.encode(own.template.render(messages[:number], asks=True)).tolist()
-        for number in range(1, len(messages), 2)
-    ]
+    served: Any = ServedModel("x", own.renderer.tokenizer, 100, 1000, frozenset(), None, own.template)  # type: ignore[arg-type]
+    prompts = [list(served.encode_chat(messages_of(messages[:number]), ())) for number in range(1, len(messages), 2)]
     documents = own.renderer.documents({"messages": messages}, "")
     found = answers_of(documents)
     assert sorted(before for _, before in found) == sorted(prompts)
