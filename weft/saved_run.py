@@ -201,6 +201,15 @@ def saved_template(checkpoint: Checkpoint) -> str | None:
     return _place(checkpoint, data.template)
 
 
+def places_of(checkpoint: Checkpoint) -> dict[str, str]:
+    """Returns where the texts of a checkpoint's run and their cache are (`data.source`, `data.cache`), found as its
+    tokenizer is.
+    """
+    data = saved_data(checkpoint)
+    source = data.source if data.source == "stdlib" else _place(checkpoint, data.source)
+    return {"source": source, "cache": _place(checkpoint, data.cache)}
+
+
 def _place(checkpoint: Checkpoint, spec: str) -> str:
     if Path(spec).is_absolute():
         return spec

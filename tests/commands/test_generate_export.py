@@ -15,12 +15,15 @@ from safetensors.torch import load_file
 from tokenizers_for_tests import theirs, write_family
 
 from weft.checkpoint import Checkpoint, Piece, Region, Saver
+from weft.commands.evaluate import _run as evaluated_run
 from weft.commands.export import export
+from weft.data.config import ChatConfig, DataConfig
 from weft.data.special_tokens import stated_end_tokens
 from weft.data.tokenizer import encode_text, load_tokenizer
 from weft.errors import CheckpointError, ConfigError, DamagedError, DataError, NumbersError
 from weft.models import Decoder, DecoderConfig, build, initialise, read_config, save_folder
 from weft.run_file import load_run, run_from_tables
+from weft.saved_run import open_checkpoint, places_of
 from weft.schema import to_table
 from weft.serve.generate import generate, load_for_generation
 from weft.serve.loading import load_model
@@ -357,3 +360,33 @@ def test_generating_stops_at_every_token_that_the_folder_states(tmp_path: Path) 
     options: dict[str, Any] = {"num_tokens": 5, "temperature": 0}
     assert len(generate(fixed(), load_tokenizer("bytes"), "x", **options)) == 5
     assert generate(fixed(), load_tokenizer("bytes"), "x", **options, stop_tokens=frozenset([98])) == ""
+
+
+def test_a_relative_template_is_that_of_the_run_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a file of that name is: in `weft evaluate`, and in a run that starts from the run."""
+    for name in ("project", "elsewhere"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "chat.jinja").write_text(name)
+        (tmp_path / name / "chats.jsonl").touch()
+    run = saved_with(
+        "bytes",
+        tmp_path / "project/runs/x/checkpoints",
+        "runs/x",
+        more='kind = "chat"\ntemplate = "chat.jinja"\ncache = "runs/cache"',
+    )
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    data = {"kind": "chat", "source": "chats.jsonl", "sequence": 8}
+    tables = {"model": {"from": str(run)}, "data": data, "train": {"steps": 1, "batch": 1}}
+    for found in (evaluated_run(run, Path("chats.jsonl"), None, None), run_from_tables(tables, {}, "again")):
+        assert isinstance(found.data, ChatConfig)
+        assert found.data.template is not None
+        assert Path(found.data.template).read_text() == "project"
+    own = saved_with("bytes", tmp_path / "project/runs/y/checkpoints", "runs/y", more='cache = "here"')
+    evaluated = evaluated_run(own, None, None, None).data
+    assert isinstance(evaluated, DataConfig)
+    assert (evaluated.source, evaluated.cache) == ("stdlib", str(tmp_path / "project/here"))
+    placed = places_of(open_checkpoint(run))
+    assert placed["cache"] == str(tmp_path / "project/runs/cache")
+    given = run_from_tables({**tables, "data": {**data, "template": "chat.jinja"}}, {}, "again").data
+    assert isinstance(given, ChatConfig)
+    assert given.template == "chat.jinja", "what a run file says is meant from where it is read"

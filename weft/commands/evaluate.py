@@ -14,7 +14,7 @@ from weft.errors import ConfigError
 from weft.mesh import Mesh
 from weft.models.hf_config import CONFIG_FILE
 from weft.run_file import Run, run_from_tables
-from weft.saved_run import open_checkpoint, saved_data
+from weft.saved_run import open_checkpoint, places_of, saved_data
 from weft.schema import parse_toml, to_table
 from weft.step.objective import CLASSIFICATION
 from weft.step.train_step import evaluate
@@ -65,7 +65,7 @@ def _run(folder: Path, source: Path | None, kind: str | None, sequence: int | No
     train: dict[str, Any] = {"steps": 1, "batch": ROWS}
     if not (folder / CONFIG_FILE).is_file():
         checkpoint = open_checkpoint(folder)
-        data = to_table(saved_data(checkpoint))
+        data = {**to_table(saved_data(checkpoint)), **places_of(checkpoint)}
         saved = parse_toml(checkpoint.stated("run", str), str(checkpoint.path)).get("train")
         if isinstance(saved, dict) and "evaluate_sequences" in saved:
             train["evaluate_sequences"] = saved["evaluate_sequences"]
