@@ -25,7 +25,7 @@ from weft.errors import LaunchError
 from weft.health.watchdog import rank_names
 from weft.mesh import Mesh
 from weft.run_file import Run
-from weft.saved_run import weights_fingerprint
+from weft.saved_run import WHOLE_HASH, weights_fingerprint
 from weft.schema import to_table
 from weft.train.batches import TrainingData
 from weft.train.run_identity import known_run_id, make_run_id
@@ -65,7 +65,8 @@ def data_beliefs(run: Run, data: TrainingData) -> dict[str, str]:
         "the number of held-out samples": str(0 if data.held_out is None else len(data.held_out)),
         "samples that are left out": json.dumps(sorted(data.skipped)),
     }
-    found["a hash of the weights to start from"] = weights_fingerprint(run.source, run.tuning.adapter, run.folder)
+    weights = weights_fingerprint(run.source, run.tuning.adapter, run.folder)
+    found["a hash of the weights to start from"] = weights.removeprefix(WHOLE_HASH)
     return found
 
 
