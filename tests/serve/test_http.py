@@ -14,6 +14,7 @@ import httpx
 import pytest
 from serve_for_tests import LIMIT_SECONDS, NO_CERTIFICATES, RepeatingEngine, Served, serving, wait_for
 
+from weft.serve import worker as worker_module
 from weft.serve.http import request_body
 from weft.serve.http.guard import HttpGuard, ServerLimits
 from weft.serve.http.prometheus import ServerMetrics
@@ -301,6 +302,26 @@ def test_an_engine_that_fails_answers_503_to_all_who_wait_and_the_server_ends(
             assert (after.status_code, after.json()["error"]["code"]) == (503, "unavailable")
         wait_for(lambda: served.server.should_exit)
     assert "ValueError: the device is lost" in capfd.readouterr().err
+
+
+def test_health_is_503_while_a_step_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "STALL_SECONDS", 0.3)
+    engine = RepeatingEngine()
+    with ThreadPoolExecutor() as pool, serving(engine) as served:
+        assert served.post("/v1/completions", {"prompt": "xyz"}).status_code == 200
+        engine.go_on.clear()
+        waiting = pool.submit(served.post, "/v1/completions", {"prompt": "x"})
+        wait_for(lambda: served.get("/health").status_code == 503)
+        assert "a step has lasted" in served.get("/health").json()["status"]
+        engine.go_on.set()
+        assert waiting.result(LIMIT_SECONDS).status_code == 200
+        wait_for(lambda: served.get("/health").json()["status"] == "ok")
+        engine.go_on.clear()
+        waiting = pool.submit(served.post, "/v1/completions", {"prompt": "x"})
+        wait_for(lambda: served.get("/health").status_code == 503)
+        served.server.drain()  # as on SIGTERM: the clients of a step that does not end are not waited for
+        wait_for(lambda: served.server.should_exit)
+        engine.go_on.set()
 
 
 def test_a_server_that_stops_finishes_what_it_has() -> None:

@@ -57,3 +57,48 @@ def test_when_an_engine_fails_all_ranks_start_again(plan: str, failing: str, tmp
         assert served.text() == right
         served.process.send_signal(signal.SIGTERM)
         assert served.process.wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    ("plan", "rank"),
+    [
+        ("plan.tensor.x=2", -1),
+        ("plan.pipe=2", 0),
+        pytest.param("plan.data=2", -1, marks=pytest.mark.soak),
+        pytest.param("plan.tensor.x=2", 0, marks=pytest.mark.soak),
+    ],
+)
+def test_a_rank_that_is_stopped_is_found_without_requests(plan: str, rank: int, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save_step(run, 1)
+    with served_ranks(run, plan, hang_seconds=5) as served:
+        right = [served.text() for _ in range(4)][-1]  # enough steps, so that the limit is a step's time and the floor
+        before = served.ranks()
+        served.kill(rank, signal.SIGSTOP)
+        wait_for_restart(served, before)
+        assert "no sign of life for" in served.said
+        number = rank % 2
+        assert f"rank {number} did not" in served.said or f"rank {number} has entered" in served.said, served.said
+        assert "All ranks start again (restart 1 of at most 5" in served.said
+        assert served.text() == right
+
+
+def test_reading_newer_weights_is_no_hang(tmp_path: Path) -> None:
+    run, slow = tmp_path / "run", tmp_path / "slow"
+    save_step(run, 1)
+    program = f"""
+import os, time
+from weft.serve.http import run_server
+real = run_server.load_model
+def load(*arguments, **named):
+    if os.path.exists({str(slow)!r}) and os.environ["RANK"] == "1":
+        time.sleep(8)
+    return real(*arguments, **named)
+run_server.load_model = load
+"""
+    with served_ranks(run, "plan.tensor.x=2", "--follow", hang_seconds=3, program=program) as served:
+        before, _ = served.ranks(), [served.text() for _ in range(4)]
+        slow.touch()
+        save_step(run, 2)
+        served.wait_for_weights(2)
+        assert served.ranks() == before

@@ -43,7 +43,11 @@ class Deadline:
         """Add the step time of a page."""
         if page.step > self._step and page.step_seconds > 0:
             self._step = page.step
-            self._step_seconds.append(page.step_seconds)
+            self.add(page.step_seconds)
+
+    def add(self, step_seconds: float) -> None:
+        """Add the time of a step."""
+        self._step_seconds.append(step_seconds)
 
     @property
     def seconds(self) -> float:

@@ -261,6 +261,7 @@ class Engine:
         if self._ranks is not None:
             self._drain()
             self._ranks.tell(RankMessage("idle"))
+            self._ranks.meet()
 
     def close(self) -> None:
         """Tell other ranks to end."""

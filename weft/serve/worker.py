@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -24,10 +25,12 @@ from numpy.typing import NDArray
 from torch import nn
 
 from weft.errors import WeftError
+from weft.health.watchdog import Deadline
 from weft.serve.scheduling.request import EngineState, GeneratedToken, Request, RequestError, TokenLogprobs
 
 T = TypeVar("T")
 IDLE_SECONDS = 2.0
+STALL_SECONDS = 20.0  # a step lasts at least so long before it counts as one that does not end
 Pool = Literal["mean", "last"]  # of the last layer's hidden states
 
 
@@ -107,6 +110,8 @@ class EngineWorker:
         self.has_failed = False
         self.failure = ""  # the engine's error, for operators
         self.state = engine.state()  # after the last step
+        self._deadline = Deadline(STALL_SECONDS)
+        self._busy_since: float | None = None  # when the step or text began that is computed now
 
     def start(self) -> None:
         """Start the thread. Call it in the event loop."""
@@ -117,6 +122,22 @@ class EngineWorker:
     def num_requests(self) -> int:
         """Requests that have not ended, and places that are held while texts are embedded or scored."""
         return len(self._streams) + self._num_held
+
+    @property
+    def stalled_seconds(self) -> float | None:
+        """How long the step or text that is computed now lasts, if that is far longer than steps do; else None."""
+        since = self._busy_since
+        seconds = 0.0 if since is None else time.monotonic() - since
+        return seconds if seconds > self._deadline.seconds else None
+
+    @contextmanager
+    def _busy(self, is_measured: bool) -> Iterator[None]:
+        """A context in which the engine computes. If `is_measured`, its time counts as that of a step."""
+        self._busy_since = began = time.monotonic()
+        yield
+        if is_measured:
+            self._deadline.add(time.monotonic() - began)
+        self._busy_since = None
 
     @property
     def refusal(self) -> UnavailableError | None:
@@ -272,13 +293,15 @@ class EngineWorker:
             while self._wait():
                 for _ in range(len(self._inbox)):  # what is asked for meanwhile waits for the next step
                     self._inbox.popleft().run()
-                while self._texts and not self._texts.popleft().run():
-                    pass  # nobody waits for it any more
+                with self._busy(is_measured=bool(self._texts)):
+                    while self._texts and not self._texts.popleft().run():
+                        pass  # nobody waits for it any more
                 tokens = []
-                if self._engine.has_work():
-                    tokens = self._engine.step()
-                else:
-                    self._engine.idle()
+                with self._busy(is_measured=self._engine.has_work()):
+                    if self._engine.has_work():
+                        tokens = self._engine.step()
+                    else:
+                        self._engine.idle()
                 self._tell(partial(self._deliver, tokens, self._engine.state()))
         except BaseException as error:  # a panic of a library in Rust is no Exception
             traceback.print_exc()

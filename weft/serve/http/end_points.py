@@ -95,9 +95,12 @@ class Api:
         return HTMLResponse(self._page, headers={"Content-Security-Policy": PAGE_POLICY})
 
     async def health(self, request: HttpRequest) -> Response:
-        refusal, state = self._worker.refusal, self._worker.state
+        refusal, state, stalled = self._worker.refusal, self._worker.state, self._worker.stalled_seconds
+        status = "ok" if refusal is None else str(refusal)
+        if refusal is None and stalled is not None:
+            status = f"a step has lasted {stalled:.0f} s: the device or another rank hangs, or the step is very long"
         body = {
-            "status": "ok" if refusal is None else str(refusal),
+            "status": status,
             "weights": self.fingerprint,
             "warm_up_seconds": self._warm_up_seconds,
             "num_running": state.num_running,
@@ -105,7 +108,7 @@ class Api:
             "num_generated": state.num_generated,
             "cache_share": 1 - state.num_free_blocks / max(1, state.num_blocks),
         }
-        return JSONResponse(body, 200 if refusal is None else 503)
+        return JSONResponse(body, 200 if status == "ok" else 503)
 
     async def prometheus(self, request: HttpRequest) -> Response:
         text = self.metrics.text(self._worker.state, self._worker.num_requests)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from weft.errors import ConfigError, EngineError, WeftError
+from weft.health.rank_status import Status
 from weft.launch.environment import RankInfo, check_world, init_process_group, shutdown
 from weft.mesh import Mesh
 from weft.models import RecurrentConfig
@@ -224,19 +225,13 @@ def run_rank(
         raise ConfigError("--adapter and --merge-adapter need one rank; serve without a plan, or export a merged model")
     if rank_info.rank == 0 and sock is None:
         sock = listen(options.host, options.port)
-    if rank_info.rank > 0:
-        for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 tells when to end
-            signal.signal(number, signal.SIG_IGN)
-    kind = cast(Literal["cpu", "cuda"], options.device)
-    device = init_process_group(rank_info, kind, RANK_TIMEOUT, options.share_gpus)
-    mesh = Mesh(plan, device, rank_info.num_local_ranks)
+    mesh = _join(rank_info, options, plan)
     say_once = say if rank_info.rank == 0 else lambda message: None
     ranks = ServingRanks(mesh, sums_of(options.sums), options.stream_weights > 0, say_once)
     replicas = mesh.with_own_group("data", "requests") if plan.data > 1 else mesh["data"]
-    tried = [str(path) for path in paths_to_try(source, record.read(), say_once)] if rank_info.rank == 0 else []
-    paths = [Path(one) for one in json.loads(ranks.agree_on_text(json.dumps(tried)))]
+    paths = _agreed_paths(ranks, source, record, say_once)
     streaming = Streaming.of(options.stream_weights, options.resident_blocks, ranks)
-    given = (options.tokenizer, device, say_once, ranks.place, options.packing, streaming)
+    given = (options.tokenizer, mesh.device, say_once, ranks.place, options.packing, streaming)
     loaded = first_usable(paths, lambda path: load_model(path, *given), say, ranks.who_fails)
     _say_what_is_slow(loaded.model, options, plan, say_once)
 
@@ -246,7 +241,7 @@ def run_rank(
     max_held = options.max_running + options.max_waiting
     if not ranks.is_lead:
         options = replace(options, speculate=None)  # the scheduling rank drafts
-    of_engine = options.engine(loaded, max_held if plan.data > 1 else options.max_waiting, device)
+    of_engine = options.engine(loaded, max_held if plan.data > 1 else options.max_waiting, mesh.device)
     if not ranks.is_lead:
         part = ModelPart(loaded.model, of_engine, ranks, load)
         with _as_engine_errors():
@@ -256,14 +251,37 @@ def run_rank(
         warm = partial(_warm_up, engine, of_engine, options, bar if rank_info.rank == 0 else no_bar)
         if replicas.index > 0:
             warm()
+            ranks.is_watched = True
             with _as_engine_errors():
                 serve_replica(engine, replicas)
         else:
             assert sock is not None
             front = ReplicaFront(engine, replicas, max_held) if plan.data > 1 else engine
-            take = Path  # each rank reads the checkpoint itself
-            _serve_engine(front, loaded, sock, source, options, plan.data, take, warm, ready, say, record)
+
+            def say_ready(about: dict[str, Any]) -> None:
+                ranks.is_watched = True
+                ready(about)
+
+            _serve_engine(front, loaded, sock, source, options, plan.data, Path, warm, say_ready, say, record)
     shutdown()
+
+
+def _join(rank_info: RankInfo, options: ServeOptions, plan: Plan) -> Mesh:
+    """Join the other ranks, with a status page by which hangs are found."""
+    if rank_info.rank > 0:
+        for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 tells when to end
+            signal.signal(number, signal.SIG_IGN)
+    kind = cast(Literal["cpu", "cuda"], options.device)
+    device = init_process_group(rank_info, kind, RANK_TIMEOUT, options.share_gpus)
+    mesh = Mesh(plan, device, rank_info.num_local_ranks)
+    mesh.ledger.status = Status(os.environ, rank_info.rank)
+    return mesh
+
+
+def _agreed_paths(ranks: ServingRanks, source: Path, record: ServedRecord, say: Say) -> list[Path]:
+    """The folders of weights that all ranks try, in this order."""
+    found = [str(path) for path in paths_to_try(source, record.read(), say)] if ranks.mesh.is_first else []
+    return [Path(one) for one in json.loads(ranks.agree_on_text(json.dumps(found)))]
 
 
 @contextmanager

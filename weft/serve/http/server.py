@@ -104,12 +104,11 @@ class HttpServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second."""
-        if self._worker.has_failed:
-            self.should_exit = (
-                True  # who waited is answered; ranks start again, or whoever watches this process does it
-            )
-        if self._drain_until is not None and (self._worker.num_clients == 0 or time.monotonic() > self._drain_until):
+        if self._worker.has_failed:  # ranks start again, or whoever watches this process starts it
             self.should_exit = True
+        if self._drain_until is not None:
+            is_done = self._worker.num_clients == 0 or self._worker.stalled_seconds is not None
+            self.should_exit = self.should_exit or is_done or time.monotonic() > self._drain_until
         if counter % TICKS_A_SECOND == 0:
             for connection in list(self.server_state.connections):
                 if isinstance(connection, Connection):

@@ -35,8 +35,8 @@ Sums = Strategy | Literal["measured"]
 @dataclass(frozen=True)
 class RankMessage:
     """A message from the scheduling rank. `kind`: step (compute a step), text (hidden states of a text), score (its
-    log-probabilities), order (a JSON order, such as newer weights), idle (no work), pass (take part in reading weights
-    with other replicas), stop (end).
+    log-probabilities), order (a JSON order, such as newer weights), idle (no work: all ranks meet), pass (take part in
+    reading weights with other replicas), stop (end).
     """
 
     kind: Kind
@@ -78,6 +78,8 @@ class ServingRanks:
         self._before, self._after = self._channels()
         self._sends: deque[tuple[Pending, Tensor]] = deque()
         self.failure: Exception | None = None  # of this rank in a step that others compute
+        self.is_watched = False  # Does this rank write its status page? A rank that never does is not watched for hangs
+        self._num_messages = 0
 
     @property
     def is_first_stage(self) -> bool:
@@ -92,6 +94,7 @@ class ServingRanks:
 
         Raises RuntimeError after a failure: what the others compute next would meet what they wait for.
         """
+        self._begin_step()
         if self.inputs.degree == 1:
             return
         if self.failure is not None:
@@ -112,7 +115,21 @@ class ServingRanks:
         broadcast(header, self.inputs).wait()
         payload = torch.empty(int(header[1]), dtype=torch.int32)
         broadcast(payload, self.inputs).wait()
+        self._begin_step()
         return _unpacked(header, payload)
+
+    def meet(self) -> None:
+        """Return when all ranks of this replica have called it."""
+        if self.inputs.degree > 1:
+            all_reduce(torch.zeros(1), self.inputs).wait()
+
+    def _begin_step(self) -> None:
+        """Record on the status page that the work of one more message begins."""
+        status = self.mesh.ledger.status
+        if self.is_watched and status is not None:
+            status.step_begins(self._num_messages)
+            status.phase("serving")
+        self._num_messages += 1
 
     def agree(self, number: int) -> int:
         """The smallest of the numbers that the ranks of all replicas give. All must call it."""
