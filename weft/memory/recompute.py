@@ -35,6 +35,7 @@ from weft.memory.recompute_context import (
 )
 from weft.mesh import Mesh
 from weft.models.recurrent import RecurrentLayer
+from weft.models.router import RouterTokens
 from weft.plan import BatchSplit, Plan
 from weft.profiling import FULL_SHARES, KEPT_OPERATIONS, Block, Profile
 from weft.profiling.peak_bytes import Peaks, peaks
@@ -73,6 +74,8 @@ class RecomputePolicy(Strategy):
             for name, block in find_blocks(model).items():
                 if statistics := RunningStatistics(block):
                     register_state(block, statistics)
+                if plan.pipe.degree > 1 and (tokens := RouterTokens(block)):  # by then of a later micro-batch
+                    register_state(block, tokens)
                 # The forward is wrapped, not the module: hooks stay outside and state_dict keys do not change.
                 block.forward = _recomputed(
                     plan.memory.recompute, name, block, mesh.ledger if plan.memory.keep_collectives else None

@@ -69,24 +69,29 @@ def align_groups(order: RowOrder, multiple: int) -> RowOrder:
     return RowOrder(sources, moved[order.places], padded.cumsum(0).to(torch.int32))
 
 
-def fill_slots(experts: Tensor, num_experts: int, capacity: int, priorities: Tensor | None = None) -> RowOrder:
+def fill_slots(
+    experts: Tensor, num_experts: int, capacity: int, priorities: Tensor | None = None, used: Tensor | None = None
+) -> RowOrder:
     """Give each pair of tokens and experts [batch, sequence, k] a slot: rows [experts, batch, capacity].
 
     An expert takes at most `capacity` tokens of each sequence: those with the smallest `priorities` [batch, sequence],
-    or the first ones.
+    or the first ones. It takes none that is not `used` [batch, sequence].
     """
     batch, _, k = experts.shape
-    groups = (experts * batch + torch.arange(batch, device=experts.device)[:, None, None]).flatten()
+    groups = experts * batch + torch.arange(batch, device=experts.device)[:, None, None]
+    if used is not None:  # a last group, without slots
+        groups = groups.masked_fill(~used[..., None], num_experts * batch)
+    groups = groups.flatten()
     if priorities is None:
         ordered, order = groups.sort(stable=True)
     else:
         drawn = priorities.flatten().repeat_interleave(k).argsort(stable=True)
         ordered, inner = groups[drawn].sort(stable=True)
         order = drawn[inner]
-    starts = torch.searchsorted(ordered, torch.arange(num_experts * batch, device=experts.device))
+    starts = torch.searchsorted(ordered, torch.arange(num_experts * batch + 1, device=experts.device))
     position = torch.arange(len(order), device=experts.device) - starts[ordered]
     num_rows = num_experts * batch * capacity
-    slot = torch.where(position < capacity, ordered * capacity + position, num_rows)
+    slot = torch.where(position < capacity, (ordered * capacity + position).clamp(max=num_rows), num_rows)
     sources = torch.full((num_rows + 1,), len(order), device=experts.device).scatter(0, slot, order)[:-1]
     return RowOrder(sources, torch.empty_like(order).scatter(0, order, slot), None)
 

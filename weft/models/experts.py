@@ -121,7 +121,8 @@ class SparseMLP(nn.Module):
         if self.capacity.selection == "random":
             assert keys is not None, "random selection needs the keys of the sequences"
             priorities = draw_priorities(keys, sequence, self.layer)
-        return fill_slots(experts.view(batch, sequence, -1), num_experts, limit, priorities)
+        chosen = experts.view(batch, sequence, -1)
+        return fill_slots(chosen, num_experts, limit, priorities, self.gate.record.used)
 
 
 def stacked_experts(

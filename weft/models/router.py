@@ -6,8 +6,8 @@ In training, routers have losses of their own, which a step adds to the model's 
                            chose the expert times its mean probability; 1 if all experts get the same
     router_z_loss_coef     the mean square of the logarithm of the softmax's denominator, as in ST-MoE
 
-Both are means over the tokens of each sequence, so they do not depend on how sequences are dealt to ranks,
-micro-batches or stages.
+Both are means over the used tokens of each sequence (`set_used`), so they do not depend on how sequences are dealt to
+ranks, micro-batches or stages.
 
     router_bias_update_rate   DeepSeek-V3's balance without a loss: after each step, the bias of an expert is raised by
                               the rate if fewer tokens of the whole batch than the mean chose it, and else lowered
@@ -30,12 +30,14 @@ from weft.models.wide_linear import wide_linear
 class _RouterRecord:
     """What a router records in training. Copies of a router begin without it.
 
-    `loss` is that of the last forward, summed over tokens. `routed` [num_experts + 3] has the number of tokens that
-    chose each expert in the last forward, the number of these choices that were dropped, the sum of the tokens'
-    entropies, and their number; `total` sums it over forwards, and `step` over those of a step, until biases are
-    changed.
+    `used` [batch, sequence] says which tokens of the next forwards are used and not padding (None: all of them are);
+    only these count. `loss` is that of the last forward, summed over tokens. `routed` [num_experts + 3] has the number
+    of tokens that chose each expert in the last forward, the number of these choices that were dropped, the sum of the
+    tokens' entropies, and their number; `total` sums it over forwards, and `step` over those of a step, until biases
+    are changed.
     """
 
+    used: Tensor | None = None
     loss: Tensor | None = None
     routed: Tensor | None = None
     total: Tensor | None = None
@@ -103,12 +105,14 @@ class Router(nn.Module):
 
     def _note(self, logits: Tensor, probabilities: Tensor, experts: Tensor) -> None:
         """Record the losses and the routing of a forward; logits [batch, sequence, experts]."""
-        ones = torch.ones_like(experts, dtype=logits.dtype).flatten(1)
-        counts = torch.zeros_like(logits[:, 0]).scatter_add_(1, experts.flatten(1), ones)  # [batch, experts]
-        loss = self._loss(logits, probabilities, counts) if self.balance or self.z_loss else None
+        used = None if self.record.used is None else self.record.used.to(logits.dtype)
+        ones = torch.ones_like(experts, dtype=logits.dtype) if used is None else used[..., None].expand(experts.shape)
+        counts = torch.zeros_like(logits[:, 0]).scatter_add_(1, experts.flatten(1), ones.flatten(1))  # [batch, experts]
+        loss = self._loss(logits, probabilities, counts, used) if self.balance or self.z_loss else None
         with torch.no_grad():
-            entropy = torch.special.entr(probabilities).sum()
-            num_tokens = torch.full_like(entropy, logits.shape[0] * logits.shape[1])
+            entropies = torch.special.entr(probabilities)
+            entropy = entropies.sum() if used is None else (entropies.sum(-1) * used).sum()
+            num_tokens = torch.full_like(entropy, logits.shape[0] * logits.shape[1]) if used is None else used.sum()
             dropped = torch.zeros_like(entropy)
             if self.capacity is not None:
                 limit = self.capacity.tokens(logits.shape[1], self.num_experts, self.num_experts_per_tok)
@@ -117,14 +121,49 @@ class Router(nn.Module):
         if not isinstance(routed, FakeTensor):
             self.record.loss, self.record.routed = loss, routed
 
-    def _loss(self, logits: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
-        """The router's losses, summed over the tokens of all sequences."""
-        total = self.z_loss * logits.logsumexp(-1).square().sum()
-        if self.balance:
-            _, sequence, num_experts = logits.shape
+    def _loss(self, logits: Tensor, probabilities: Tensor, counts: Tensor, used: Tensor | None) -> Tensor:
+        """The router's losses, summed over the used tokens of all sequences."""
+        _, sequence, num_experts = logits.shape
+        squares = logits.logsumexp(-1).square()
+        total = self.z_loss * (squares if used is None else squares * used).sum()
+        if self.balance and used is None:
             share = counts * (num_experts / (sequence * self.num_experts_per_tok))
             total = total + self.balance * (share * probabilities.sum(1)).sum()
+        elif self.balance and used is not None:
+            share = counts * num_experts / (used.sum(1, keepdim=True).clamp(min=1) * self.num_experts_per_tok)
+            total = total + self.balance * (share * (probabilities * used[..., None]).sum(1)).sum()
         return total
+
+
+class RouterTokens:
+    """Which tokens the routers of a block take as used, as a state that recompute restores (`memory/recompute.py`)."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._records = [router.record for router in routers_of(block).values()]
+
+    def __bool__(self) -> bool:
+        return bool(self._records)
+
+    def get(self) -> Tensor | None:
+        """Returns the current value."""
+        return self._records[0].used
+
+    def set(self, value: Tensor | None) -> None:
+        """Sets the value."""
+        for record in self._records:
+            record.used = value
+
+
+def set_used(models: Iterable[nn.Module], used: Tensor | None, in_place: bool = False) -> None:
+    """Tell routers which tokens [batch, sequence] of the next forwards are used, or with None that all are.
+
+    `in_place`: the routers keep the tensor that they have, and its values change.
+    """
+    for record in (router.record for model in models for router in routers_of(model).values()):
+        if in_place and used is not None and record.used is not None and record.used.shape == used.shape:
+            record.used.copy_(used)
+        else:
+            record.used = used
 
 
 def take_router_losses(model: nn.Module) -> Tensor | None:

@@ -50,7 +50,7 @@ from weft.step.objective import CROSS_ENTROPY, Objective
 
 __all__ = ["TOLERANCE", "Check", "ProofReport", "Trial", "verify", "verify_run"]
 
-_FUNCTIONS = ("count", "total", "measure", "align")  # of an objective
+_FUNCTIONS = ("count", "total", "measure", "align", "positions")  # of an objective
 SECONDS, SLOW_SECONDS = 120.0, 400.0  # time limits for all ranks, without and with compiling
 
 

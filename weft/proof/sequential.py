@@ -17,11 +17,12 @@ from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks
 from weft.inspection.module_modes import in_mode
 from weft.inspection.nested_tensors import map_tensors, tensors_in
-from weft.models.router import change_biases
+from weft.models.router import change_biases, set_used
 from weft.proof.float64 import Float64
 from weft.proof.noise import RoundedOtherwise
 from weft.step.batch import Batch, num_samples, take_samples
 from weft.step.objective import Objective, counts_of, training_total
+from weft.step.used_tokens import used_of_batch
 
 LEARNING_RATE = 1e-2
 # AdamW's epsilon. With the usual 1e-8, rounding noise of 1e-17 in a gradient of zero moves a parameter by a billionth
@@ -84,13 +85,15 @@ def run_sequential(
     for step in range(steps):
         batch = to_double(batch_fn(step))
         parts = _parts(batch, part, rounded)
-        scales = 1 / counts_of(objective, [batch]).clamp(min=1)
+        scales = 1 / counts_of(objective, [batch], [used_of_batch(objective, model, [model], batch)]).clamp(min=1)
         loss = torch.zeros((), dtype=torch.float64, device=scales.device)
         for number, own in enumerate(parts):
             calls = found.calls if step == number == 0 else None
             with statistics.of(number), _counting(model, calls), rounded or nullcontext(), wide:
+                set_used([model], used_of_batch(objective, model, [model], own))
                 mean = training_total(objective, model, own, scales) * scales[0]
                 mean.backward()
+                set_used([model], None)
             loss += mean.detach()
         statistics.average()
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip if clip is not None else float("inf"))

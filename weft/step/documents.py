@@ -21,6 +21,7 @@ from weft.comm.ledger import Key
 from weft.data.config import ChatConfig, DataConfig
 from weft.errors import PlanError
 from weft.inspection.absent_module import AbsentModule
+from weft.inspection.annotations import Annotation
 from weft.inspection.blocks import find_blocks
 from weft.memory.recompute_context import register_state
 from weft.models.attention import CausalAttention
@@ -40,12 +41,22 @@ def number_documents(tokens: Tensor, end: int | None) -> Tensor:
     return ends.cumsum(1) - ends
 
 
+_SEPARATES = Annotation[tuple[int | None]]("separates_documents")  # by the token that ends a document
+
+
+def document_numbers(model: nn.Module, tokens: Tensor) -> Tensor | None:
+    """Returns the document of each token [batch, sequence]; None if the model's attention does not separate them."""
+    separates = _SEPARATES.get(model)
+    return None if separates is None else number_documents(tokens, separates[0])
+
+
 def separate_documents(model: nn.Module, end: int | None, axis: Axis) -> None:
     """Makes the model's attention ignore tokens of other documents.
 
     `end` is the token that ends a document. If it is None, the last token of a document is given as ~token, which the
     model's embeddings then take as the token. `axis` is `context`.
     """
+    _SEPARATES.set(model, (end,))
     own = rank_model(model)
     stages = own.models
     if not any(isinstance(module, CausalAttention) for stage in stages for module in _with_elsewhere(stage)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -29,7 +29,9 @@ class Objective:
     loss. `splits_logits`: `total` gives logits that are split over x to `weft.cross_entropy` and to nothing else; any
     other use of them gathers them (`parallel/tensor/split_logits.py`), which predictions then count. `align(batch)`
     returns a batch as (inputs, targets) with a target for each result, for plans under which a rank is given parts of
-    samples (context, tile); None for batches that are such pairs already.
+    samples (context, tile); None for batches that are such pairs already. `positions(batch)` returns the tokens and
+    the labels of each position [sequences, sequence], by which routers of experts know padding (`step/used_tokens.py`);
+    None: all tokens count.
     """
 
     count: Callable[[Batch], Tensor]
@@ -38,6 +40,7 @@ class Objective:
     measure: Callable[[nn.Module, Batch], Tensor] | None = None
     splits_logits: bool = False
     align: Callable[[Batch], Batch] | None = None
+    positions: Callable[[Batch], tuple[Tensor, Tensor]] | None = None
 
     def aligned(self, batch: Batch, plan: Plan) -> Batch:
         """Returns a batch in the form of which the plan gives each rank a part."""
@@ -54,10 +57,14 @@ def _token_total(model: nn.Module, batch: Batch, z_loss: float = 0.0) -> Tensor:
         return logits_of(model(batch[0]))
 
 
-def counts_of(objective: Objective, batches: Sequence[Batch]) -> Tensor:
-    """The numbers [2] of targets and of tokens in batches, float64."""
+def counts_of(objective: Objective, batches: Sequence[Batch], used: Sequence[Tensor | None]) -> Tensor:
+    """The numbers [2] of targets and of tokens in batches, float64. `used` are the tokens that count, or None."""
     targets = torch.stack([objective.count(batch) for batch in batches]).sum().double()
-    return torch.stack([targets, torch.full_like(targets, sum(map(_num_tokens, batches)))])
+    masks = [one.sum() for one in used if one is not None]
+    num_tokens = (
+        torch.stack(masks).sum().to(targets) if masks else torch.full_like(targets, sum(map(_num_tokens, batches)))
+    )
+    return torch.stack([targets, num_tokens])
 
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -89,6 +96,10 @@ def _count_valid(batch: Batch) -> Tensor:
     return valid.sum()
 
 
+def _positions(batch: Batch) -> tuple[Tensor, Tensor]:
+    return batch[0], batch[1]
+
+
 def _loss_and_right(model: nn.Module, batch: Batch) -> Tensor:
     """[the summed loss, the number of correct predictions]"""
     logits, vocabulary = logits_of(model(batch[0])), vocabulary_of(model)
@@ -102,7 +113,7 @@ def _held_out_total(model: nn.Module, batch: Batch) -> Tensor:
 
 
 # Cross-entropy of labels [batch, ...] under logits [batch, ..., classes]; the label -100 is ignored.
-CROSS_ENTROPY = Objective(count=_count_valid, total=_token_total, splits_logits=True)
+CROSS_ENTROPY = Objective(count=_count_valid, total=_token_total, splits_logits=True, positions=_positions)
 
 
 CLASSIFICATION = Objective(_count_valid, _token_total, ("loss", "accuracy"), _loss_and_right, splits_logits=True)
@@ -112,7 +123,7 @@ def with_z_loss(z_loss: float) -> Objective:
     """Cross-entropy plus, in training only, `z_loss` times the squared log of the softmax's denominator."""
     if not z_loss:
         return CROSS_ENTROPY
-    return Objective(_count_valid, partial(_token_total, z_loss=z_loss), ("loss",), _held_out_total, True)
+    return replace(CROSS_ENTROPY, total=partial(_token_total, z_loss=z_loss), measure=_held_out_total)
 
 
 def step_traffic(plan: Plan) -> dict[Key, Traffic]:

@@ -23,7 +23,8 @@ from weft.step.objective import Objective
 
 def preference(beta: float) -> Objective:
     """The objective of preferences: the mean loss of pairs and, in evaluations, the share that is ordered right."""
-    return Objective(count_pairs, partial(_total, beta), ("loss", "accuracy"), partial(_measure, beta))
+    measures = ("loss", "accuracy")
+    return Objective(count_pairs, partial(_total, beta), measures, partial(_measure, beta), positions=_positions)
 
 
 def log_probabilities(model: nn.Module, batch: Batch) -> Tensor:
@@ -36,6 +37,10 @@ def log_probabilities(model: nn.Module, batch: Batch) -> Tensor:
     picked = wide.log_softmax(-1).gather(-1, target[..., None])[..., 0]
     answers: Tensor = (picked * valid).sum(-1).unflatten(0, (-1, 2))
     return answers
+
+
+def _positions(batch: Batch) -> tuple[Tensor, Tensor]:
+    return batch[0].flatten(0, 1), batch[1].flatten(0, 1)
 
 
 def count_pairs(batch: Batch) -> Tensor:

@@ -31,6 +31,7 @@ from weft.plan import Plan
 from weft.step.batch import Batch
 from weft.step.cuda_graph import Graph
 from weft.step.objective import CROSS_ENTROPY, Objective, counts_of, training_total
+from weft.step.used_tokens import UsedTokens
 
 Before = Callable[[int], None]
 
@@ -82,24 +83,31 @@ def train_step(
     """
     statistics = running_statistics(model) if checks is not None else ()
     before = [tensor.clone() for tensor in statistics]
+    used = UsedTokens(model, mesh, objective, micro_batches, in_place=graph is not None)
     micro_batches = [own_part(batch, model, mesh, objective) for batch in micro_batches]
-    counts = counts_of(objective, micro_batches)
+    counts = counts_of(objective, micro_batches, used.masks)
     all_reduce(counts, mesh["tokens"]).wait()
     num_targets = counts[0]
     stepper(optimizer).begin(num_targets)
     # Gradients are averaged over the ranks of `batch`, so each rank's loss is multiplied by their number.
     scales = mesh["batch"].degree / counts.clamp(min=1)
+
+    def begin(index: int) -> None:
+        used.tell(index)
+        before_micro_batch(index)
+
     norm: Tensor | None = None
     pipeline = pipeline_of(model)
     if pipeline is not None:
-        work = Work(micro_batches, objective.total, scales, before_micro_batch)
+        work = Work(micro_batches, objective.total, scales, begin)
         loss, norm = _run_pipeline(pipeline, work, mesh, None if checks is None else checks.before_update)
     else:
         run = partial(_run_in_turn, model, objective, mesh.plan)
-        loss = _run(run, micro_batches, mesh, scales, before_micro_batch, checks, graph)
+        loss = _run(run, micro_batches, mesh, scales, begin, checks, graph)
         all_reduce(loss, mesh["losses"]).wait()
         if checks is not None:
             checks.before_update()
+    used.end()
     loss = loss / num_targets.clamp(min=1)
     mesh.ledger.phase("the update")
     judge = None if checks is None else partial(checks.judge, loss)

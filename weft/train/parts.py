@@ -222,8 +222,8 @@ class ExpertLoads(TrainingPart):
 
     `load`: the tokens of the busiest expert of any layer divided by the mean. `imbalance`: the same of the ranks of
     `expert`. `entropy`: of the routers' probabilities, the mean over tokens and layers. `dropped`: the share of the
-    tokens' choices that experts did not take because of their capacity. They are written one step late,
-    so that the host does not wait for the device.
+    tokens' choices that experts did not take because of their capacity. Padding does not count (`step/used_tokens.py`).
+    They are written one step late, so that the host does not wait for the device.
     """
 
     def __init__(self, state: TrainState, log: MetricsLog | None) -> None:
@@ -258,10 +258,14 @@ def expert_loads(model: nn.Module, mesh: Mesh) -> Tensor:
     if routed := [one for own in rank_model(model).models for one in take_routed(own)]:
         whole = torch.cat(routed)  # of each layer [experts + 3]
         all_reduce(whole, mesh["tokens"]).wait()
+        if mesh.plan.tensor.sequence:
+            all_reduce(whole, mesh["x"]).wait()
         for layer in whole.split([len(one) for one in routed]):
             counts = layer[:-3]
             of_ranks = counts.unflatten(0, (min(len(counts), mesh.plan.num_expert_parts), -1)).sum(-1)
-            largest = torch.maximum(largest, torch.stack([each.amax() / each.mean() for each in (counts, of_ranks)]))
+            largest = torch.maximum(
+                largest, torch.stack([each.amax() / each.mean().clamp(min=1e-9) for each in (counts, of_ranks)])
+            )
             sums += torch.cat([counts.sum()[None], layer[-3:]])
     all_reduce(largest, mesh["pipe"], "max").wait()
     all_reduce(sums, mesh["pipe"]).wait()

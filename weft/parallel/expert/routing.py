@@ -27,6 +27,11 @@ def refuse_split_sequences(model: nn.Module, given: str) -> str | None:
                 f"{given} splits sequences, and experts take a part of the tokens of each sequence "
                 f"(model.capacity); leave model.capacity out, or use {_without(given)}"
             )
+        if router.z_loss and "sequence" in given:  # losses are summed over ranks of context, and not over those of x
+            return (
+                f"{given} gives each rank of x its own tokens, and losses of routers (router_z_loss_coef) are not "
+                f"summed over x; use router_z_loss_coef = 0, or {_without(given)}"
+            )
     return None
 
 
