@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from disks_for_tests import small_disk
 from serve_for_tests import wait_for
 from served_ranks_for_tests import ServedRanks, save_step, served_ranks
+
+from weft.errors import WeftError
 
 pytestmark = pytest.mark.processes
 
@@ -102,3 +106,37 @@ run_server.load_model = load
         save_step(run, 2)
         served.wait_for_weights(2)
         assert served.ranks() == before
+
+
+def test_ranks_start_again_up_to_the_limit(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save_step(run, 1)
+    with served_ranks(run, "plan.tensor.x=2", limit=1) as served:
+        before = served.ranks()
+        served.kill(-1, signal.SIGKILL)
+        wait_for_restart(served, before)
+        served.kill(-1, signal.SIGKILL)
+        assert served.process.wait(60) == 128 + signal.SIGKILL
+        assert "rank 1 was killed by SIGKILL" in served.said
+        assert "that was after 1 restarts within 3600 s" in served.said
+
+
+def test_a_full_disk_does_not_disturb_who_serves_and_follows(tmp_path: Path) -> None:
+    """A run's next save fails there; the server goes on, and takes the one that succeeds later."""
+    with small_disk(tmp_path / "disk", 4 << 20) as _:
+        run, ballast = tmp_path / "disk" / "run", tmp_path / "disk" / "ballast"
+        save_step(run, 1)
+        with served_ranks(run, "plan.tensor.x=2", "--follow") as served:
+            right = served.text()
+            with suppress(OSError), ballast.open("wb", buffering=0) as file:
+                while file.write(bytes(4096)):
+                    pass
+            with pytest.raises((OSError, WeftError)):
+                save_step(run, 2)
+            before = served.ranks()
+            served.kill(-1, signal.SIGKILL)  # ranks start again without room
+            wait_for_restart(served, before)
+            assert served.text() == right
+            ballast.unlink()
+            save_step(run, 3)
+            served.wait_for_weights(3)
