@@ -408,3 +408,23 @@ def test_documents_of_a_conversation_are_packed_and_counted(setting: Callable[[s
         packer = Packer(length)
         assert packer.add(own.renderer, row, "") == expected
         assert packer.num_documents == documents
+
+
+def written(source: str, *messages: dict[str, Any]) -> str:
+    """The answer that is learnt from a conversation with a template."""
+    renderer = ChatRenderer(load_tokenizer("bytes"), ChatTemplate(source, {}, "the test"))
+    ((answer, _),) = answers_of(renderer.documents({"messages": [*chat("a"), *messages]}, ""))
+    return bytes(answer).decode()
+
+
+def test_absent_content_is_not_written_as_a_word() -> None:
+    source = "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}|{% endfor %}"
+    assert written(source, {"role": "assistant", "content": None, "tool_calls": ["add"]}) == "['add']|"
+
+
+def test_no_reasoning_is_put_where_the_template_asks_without() -> None:
+    source = (
+        "{% for m in messages %}{{ '>' if m.role == 'user' else '</think>' }}{{ m.content.split('</think>')[-1] }}"
+        "{% endfor %}{{ '</think>' if add_generation_prompt }}"
+    )
+    assert written(source, {"role": "assistant", "content": "<think>x</think>4"}) == "4"
