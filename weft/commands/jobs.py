@@ -71,10 +71,12 @@ def _verify(run: str, device: DeviceType, precision: Literal["fp64", "bf16"], co
 
 
 def _sample(folder: str, device: DeviceType, options: Mapping[str, Any]) -> str:
-    from weft.serve.generate import generate, load_for_generation  # for this job alone: commands that plan start faster
+    from weft.serve.generate import generate  # for this job alone: commands that plan start faster
+    from weft.serve.loading import load_model
 
-    model, tokenizer, context = load_for_generation(Path(folder), device=device)
-    return generate(model, tokenizer, context=context, **options)
+    loaded = load_model(Path(folder), None, device, lambda message: None)
+    ends = loaded.end_tokens
+    return generate(loaded.model, loaded.tokenizer, context=loaded.context_length, stop_tokens=ends, **options)
 
 
 def _check_gpu() -> dict[str, Any]:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from torch import OutOfMemoryError
@@ -32,6 +33,7 @@ from weft.commands.model_text import print_text
 from weft.commands.out_of_memory import out_of_memory, refuse_if_too_large
 from weft.commands.progress_bar import byte_progress
 from weft.commands.run_planning import ask_for, fit_to_ranks, has_layout, planning_cluster, with_plan
+from weft.data.tokenizer import encode_text
 from weft.errors import UNFINISHED, ConfigError, DamagedError, LocalError
 from weft.launch.environment import RankInfo, is_elastic, take_device
 from weft.launch.folder_lock import locked, refuse_if_used
@@ -42,7 +44,7 @@ from weft.planner.predict import predict, refuse_run, run_cluster
 from weft.run_file import Run, load_run
 from weft.step.examples import micro_batch_profile
 from weft.step.task import task_of
-from weft.train.batches import TrainingData, prepare_data, refuse_missing_data
+from weft.train.batches import TrainingData, prepare_data, refuse_missing_data, sample_prompt
 from weft.train.early_stopping import stopped_early
 from weft.train.local_job import start_ranks
 from weft.train.loop import train
@@ -52,6 +54,7 @@ from weft.train.setup import device_type
 from weft.train.timeline import refuse_timeline
 
 MAX_VERIFIED_RANKS = 8
+MAX_PROMPT_CHARACTERS = 200  # of a command that is suggested
 SAMPLE_SECONDS = 5.0  # at most, once the model is loaded
 
 
@@ -304,13 +307,14 @@ def _another_plan(run: Run, run_file: Path, overrides: list[str]) -> tuple[str, 
 def _show_sample(
     fork_server: ForkServer, run: Run, again: Again, other_plan: tuple[str, ...] | None, console: Console
 ) -> None:
-    options = {"prompt": PROMPT, "num_tokens": 240, "seconds": SAMPLE_SECONDS}
+    prompt, words, more_text = _sample_prompt(run)
+    options = {"prompt": prompt, "num_tokens": 240, "seconds": SAMPLE_SECONDS}
     try:
         began = time.monotonic()
         with console.status("generating"):
             text = fork_server.call("sample", folder=str(run.folder), device=device_type(run), options=options)
-        console.print(f"\n[bold]the model continues[/] {PROMPT!r} (in {time.monotonic() - began:.0f} s):")
-        print_text(PROMPT + text)
+        console.print(f"\n[bold]the model continues[/] {escape(repr(words))} (in {time.monotonic() - began:.0f} s):")
+        print_text(words + text)
     except LocalError as error:  # the model may be too large for one GPU; the run is finished all the same
         say(console, f"\n[yellow]no sample[/]  {escape(str(error).splitlines()[0])}")
     more = f"train.steps={2 * run.train.steps}"
@@ -320,11 +324,25 @@ def _show_sample(
         f"train on:        {again('train', more)}\n"
         f"{with_other_plan}"
         f"what it costs:   {again('plan', *_other_plan_to_price(run))}\n"
-        f"more text:       {shlex.join(['weft', 'generate', str(run.folder), '--prompt', 'import '])}\n"
+        f"more text:       {shlex.join(more_text)}\n"
         f"for others:      {shlex.join(['weft', 'export', str(run.folder), 'my-model'])}",
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _sample_prompt(run: Run) -> tuple[str | list[int], str, list[str]]:
+    """Returns what a sample continues, for `generate`, and as a text; and a command that gives more text."""
+    generate = ["weft", "generate", str(run.folder), "--prompt"]
+    tokens = sample_prompt(run, prepare_data(run))
+    if tokens is None:
+        return PROMPT, PROMPT, [*generate, "import "]
+    tokenizer = run.tokenizer
+    texts = [tokenizer.decode(np.array(tokens), skip_special_tokens=skips) for skips in (True, False)]
+    for text in texts:
+        if len(text) <= MAX_PROMPT_CHARACTERS and encode_text(tokenizer, text) == tokens:
+            return tokens, texts[1], [*generate, text]
+    return tokens, texts[1], ["weft", "serve", str(run.folder)]  # chats, which its template writes
 
 
 def _other_plan_to_price(run: Run) -> tuple[str, ...]:

@@ -141,6 +141,21 @@ def prepare_data(run: Run, progress: Progress | None = None) -> TrainingData:
         ) from error
 
 
+def sample_prompt(run: Run, data: TrainingData) -> list[int] | None:
+    """Returns the tokens before the first answer of held-out conversations or preferences, or else of those to train
+    on; None for other data.
+    """
+    if not isinstance(run.data, ChatConfig):
+        return None
+    samples = data.train if data.held_out is None else data.held_out
+    inputs, labels, *_ = (tensor[0] for tensor in samples.get(np.arange(1)))
+    if isinstance(run.data, PreferenceConfig):
+        inputs, labels = inputs[0], labels[0]
+    tokens = inputs[: int((labels != IGNORE).int().argmax()) + 1]
+    found: list[int] = torch.where(tokens < 0, ~tokens, tokens).tolist()
+    return found
+
+
 def _prepare_chats(run: Run, data: ChatConfig, progress: Progress | None) -> TrainingData:
     source = documents(data.source)
     renderer = ChatRenderer(run.tokenizer, load_template(data.template, data.tokenizer, training_time))
