@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 from sampled_for_tests import one_in
 from token_shapes_for_tests import SHAPES
 
@@ -114,7 +115,7 @@ def _spoiled(
         if not pair.found.is_floating_point() or not pair.found.numel():
             continue
         own = noise.get(quantity, {}).get(pair.name, 0.0)
-        spoiled = pair.found.clone()
+        spoiled = pair.found.clone(memory_format=torch.contiguous_format)
         spoiled.view(-1)[-1] += FAULTS * max(1e-9 * scale, NOISE_MULTIPLE * own)
         others = [*pairs.pairs]
         others[index] = pair._replace(found=spoiled)
