@@ -413,8 +413,9 @@ def test_a_run_from_its_start_to_fresh(run_file: Path, weft: Weft, monkeypatch: 
     assert weft("train", *own, "train.steps=5", "--json").json["step"] is None
     Path("kept").rename("run/metrics.jsonl")
 
-    left = weft("train", *own, "train.steps=8", "--no-verify")
+    left = weft("train", *own, "train.steps=8")
     assert left.status == 0
+    assert re.search(r"^proved +.*: \d+ checks equal \(weft verify shows them\)$", left.out, re.MULTILINE)
     assert "resumed at step 5 from run/checkpoints/step-00000005" in left.out
     assert "verified" not in left.out
     assert len(losses(Path("run"))) == 8

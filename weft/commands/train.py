@@ -252,7 +252,11 @@ def _verify(fork_server: ForkServer, run: Run, console: Console) -> None:
     start = time.perf_counter()
     with console.status("verifying the plan"):
         report = prove(fork_server, run)
-    show_report(console, report, f"{run.plan.describe_axes()}, {time.perf_counter() - start:.0f} s")
+    took = f"{run.plan.describe_axes()}, {time.perf_counter() - start:.0f} s"
+    if report.passed and any(steps(run.folder / "checkpoints")):  # a run that resumes has shown its table
+        console.print(f"[bold]proved[/]   {took}: {len(report.checks)} checks equal (weft verify shows them)")
+    else:
+        show_report(console, report, took)
     if report.checks:  # there are none if the plan fits the run, but no copy small enough to be proved
         report.require()
 
