@@ -11,10 +11,14 @@ import pytest
 from serving_for_tests import GREEDY, serve_all, tiny_model
 
 from weft.data.tokenizer import ByteTokenizer
+from weft.errors import WeftError
 from weft.serve.engine import Engine, EngineOptions
+from weft.serve.http.first_answer import answer_once
+from weft.serve.http.guard import ServerLimits
 from weft.serve.scheduling.grammar import Grammars
 from weft.serve.scheduling.request import Request
 from weft.serve.scheduling.speculation import EarlyLayers
+from weft.serve.served_model import ServedModel
 from weft.serve.warm_up import warm_up
 
 BYTES = ByteTokenizer()
@@ -88,3 +92,28 @@ def test_each_size_of_a_decode_is_computed() -> None:
     engine.step = noted  # type: ignore[method-assign]
     warm_up(engine, replace(OPTIONS, device="cuda"))
     assert {1, 2, 4, 5} <= sizes
+
+
+def served_model() -> ServedModel:
+    grammars = Grammars(BYTES, [BYTES.end])
+    return ServedModel("tiny", BYTES, 32, 61, frozenset([256]), grammars, None, ())
+
+
+def test_an_answer_before_the_server_is_ready_goes_through_all_of_it() -> None:
+    engine = Engine(tiny_model("llama"), OPTIONS)
+    answer_once(served_model(), engine, ServerLimits(), "127.0.0.1")
+    assert engine.state().num_generated == 3
+    assert not engine.has_work()
+    engine.reset()
+    assert serve_all(engine, REQUESTS) == serve_all(Engine(tiny_model("llama"), OPTIONS), REQUESTS)
+
+
+def test_an_answer_that_fails_before_the_server_is_ready_is_told() -> None:
+    engine = Engine(tiny_model("llama"), OPTIONS)
+
+    def fail() -> Any:
+        raise RuntimeError("no step")
+
+    engine.step = fail  # type: ignore[method-assign]
+    with pytest.raises(WeftError, match=r"before the server was ready failed: .*no step"):
+        answer_once(served_model(), engine, ServerLimits(), "127.0.0.1")

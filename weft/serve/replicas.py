@@ -114,6 +114,10 @@ class ReplicaFront:
         self._engine.idle()
         self._answers()
 
+    def reset(self) -> None:
+        """Forget what this rank's replica computed, and counts of it. There must be no requests."""
+        self._engine.reset()
+
     def close(self) -> None:
         self._ask({"stop": True})
         self._engine.close()

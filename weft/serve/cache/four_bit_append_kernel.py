@@ -103,7 +103,10 @@ def _keep_keys(
     tl.store(places, (low | (high << 4)).to(tl.uint8), mask=exists[None, :] & (tokens >= 0)[:, None])
 
 
-@triton.jit
+@triton.jit(  # these are parts of the arrays of a step, and begin anywhere
+    do_not_specialize=["position_stride", "slot_stride", "row_stride"],
+    do_not_specialize_on_alignment=["position_ptr", "slot_ptr", "row_ptr"],
+)
 def _append(
     key_ptr, value_ptr, key_code_ptr, key_range_ptr, value_code_ptr, value_range_ptr, tail_ptr, position_ptr, slot_ptr,
     row_ptr, position_stride, slot_stride, row_stride,

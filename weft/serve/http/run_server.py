@@ -34,6 +34,7 @@ from weft.serve.generate import model_config, refuse_for_recurrent
 from weft.serve.head.graph_head import graph_head
 from weft.serve.http.addresses import listen, url_name
 from weft.serve.http.end_points import Api, build_app
+from weft.serve.http.first_answer import answer_once
 from weft.serve.http.guard import ServerLimits
 from weft.serve.http.request_log import RequestLog, log_of, say_rates
 from weft.serve.http.server import HttpServer
@@ -333,6 +334,9 @@ def _serve_engine(
     worker = EngineWorker(engine, num_replicas * (options.max_running + options.max_waiting))
     seconds = {"warm_up_seconds": warm()}
     engine.idle()  # other replicas answer when they are warm
+    if options.warms_up:
+        answer_once(served, engine, options.limits, options.host)
+        engine.reset()
     api = Api(served, worker, options.limits, loaded.weights, **seconds)
 
     async def take(weights: nn.Module | Path, name: str) -> None:
