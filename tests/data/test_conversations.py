@@ -10,11 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import transformers
 from chat_templates_for_tests import PUBLISHED, Published
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers_for_tests import gpt2
 
 from weft.data.chat import Packer
 from weft.data.chat_template import ChatTemplate, load_template, training_time
@@ -341,6 +343,28 @@ def test_texts_have_the_tokens_of_their_prompt(setting: Callable[[str], Setting]
         assert before == encode_text(own.renderer.tokenizer, prompt), name
         assert own.theirs.decode(answer[:-1]).strip() == completion.strip(), name
         assert answer[-1] == own.renderer.tokenizer.end
+
+
+@pytest.mark.parametrize("blanks", ["\n\n", "  ", "\n\n\n"])
+def test_blanks_before_an_answer_are_the_tokens_of_serving(tmp_path: Path, blanks: str) -> None:
+    """GPT-2's expression cuts blanks in another way where a text goes on, so that no token holds both sides."""
+    gpt2(["ĊĊ", "ĠĠ"]).save(str(tmp_path / "tokenizer.json"))
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}Q: {{ m.content }} A:"
+        + repr(blanks).join(("{{ ", " }}"))
+        + "{% else %}{{ m.content }}<|endoftext|>{% endif %}{% endfor %}"
+    )
+    template, tokenizer = ChatTemplate(source, {}, "x"), load_tokenizer(tmp_path)
+    renderer = ChatRenderer(tokenizer, template)
+    for messages in (chat("a", "b"), chat("a", "b", "c", "d")):
+        found = answers_of(renderer.documents({"messages": messages}, ""))
+        asked = [template.render(messages[:number], asks=True) for number in range(1, len(messages), 2)]
+        assert [before for _, before in found] == [encode_text(tokenizer, text) for text in asked]
+        texts = [tokenizer.decode(np.array(answer)) for answer, _ in found]
+        assert texts == [message["content"] for message in messages[1::2]]
+    row = {"prompt": f"a:{blanks}", "completion": "b"}
+    ((_, before),) = answers_of(renderer.documents(row, ""))
+    assert before == encode_text(tokenizer, row["prompt"])
 
 
 # --- preferences

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,19 @@ def _bytes(special: list[str]) -> tokenizers.Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(special)
+    return backend
+
+
+def gpt2(words: Sequence[str] = ()) -> tokenizers.Tokenizer:
+    """Bytes as letters, cut by GPT-2's expression: the last blank of several goes with what follows, if anything does.
+    `words` are tokens of two bytes.
+    """
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: number for number, letter in enumerate((*letters, *words))}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [(word[0], word[1]) for word in words]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|endoftext|>"])
     return backend
 
 

@@ -8,8 +8,10 @@ that the template writes after what it asks with, up to the end of that message.
 
 Most templates only append, so that a conversation is one document with several answers. Some write earlier messages in
 another way when later ones follow: those of Qwen3 and of DeepSeek-R1 leave out earlier reasoning. Then each answer has
-a document of its own, with the text that comes before it at serving. An answer also has its own document if a token
-would hold characters of it and of the text before it. So the tokens before an answer are those of serving.
+a document of its own, with the text that comes before it at serving. An answer also has its own document if the text
+before it has other tokens by itself: if a token would hold characters of both, or if blanks before an answer are cut in
+another way (GPT-2's two line breaks are one token only at the end of a text). So the tokens before an answer are those
+of serving.
 """
 
 from __future__ import annotations
@@ -167,16 +169,16 @@ class ChatRenderer:
         ids, spans = self.tokenizer.encode_with_spans(rendering.text)
         targets = list[Span]()
         for answer in rendering.answers:
-            if answer.targets and _is_within_token(spans, answer.begin):
-                yield self._apart(rendering.text, answer)
+            before = self.tokenizer.encode(rendering.text[: answer.begin])
+            if answer.targets and not _begin_alike(ids, spans, before, answer.begin):
+                yield self._apart(rendering.text, answer, before.tolist())
             else:
                 targets += [(start, _end(rendering.text, spans, end)) for start, end in answer.targets]
         if targets:
             yield Document(ids.tolist(), _overlap(spans, targets).tolist())
 
-    def _apart(self, text: str, answer: AnswerPlace) -> Document:
-        """Returns a document of an answer whose first characters would be in a token with those before them."""
-        before = self.tokenizer.encode(text[: answer.begin]).tolist()
+    def _apart(self, text: str, answer: AnswerPlace, before: list[int]) -> Document:
+        """Returns a document of an answer after the tokens that the text before it has by itself."""
         after = text[answer.begin : max(end for _, end in answer.targets)]
         for anchor in ANCHORS:
             ids, spans = self.tokenizer.encode_with_spans(anchor + after)
@@ -187,6 +189,13 @@ class ChatRenderer:
             raise DataError(f"no token begins an answer after {text[: answer.begin][-20:]!r}; change where it begins")
         is_target = _overlap(spans + answer.begin - len(anchor), answer.targets)[own].tolist()
         return Document([*before, *ids[own].tolist()], [*[False] * len(before), *is_target])
+
+
+def _begin_alike(
+    ids: NDArray[np.integer[Any]], spans: NDArray[np.int64], before: NDArray[np.integer[Any]], place: int
+) -> bool:
+    """Do the tokens of a text begin with those that it has by itself up to a place, and end one there?"""
+    return np.array_equal(ids[: len(before)], before) and not _is_within_token(spans, place)
 
 
 def _is_within_token(spans: NDArray[np.int64], place: int) -> bool:
