@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +25,15 @@ from weft.errors import ConfigError, PlanError
 from weft.inspection.parameter_cut import Cut, share
 from weft.models import GPT2, Decoder, LanguageConfig, RecurrentConfig, TransformerConfig, build
 from weft.models.init import LanguageModel
-from weft.parallel.apply import STRATEGIES
-from weft.parallel.cut_parameters import cut_parameters
-from weft.parallel.expert.layers import expert_cuts
-from weft.parallel.tensor.cuts import parameter_cuts
 from weft.plan import Context, Pipe, Plan
 from weft.plan import Tensor as TensorDegrees
-from weft.profiling import Profile
-from weft.profiling.structure import structure
 from weft.serve.parallel.traffic import ServedSizes
 from weft.serve.weights.packed_experts import PackedStack
 from weft.serve.weights.packed_linear import PackedLinear, names_to_pack
 from weft.serve.weights.weight_formats import WeightFormat, weight_bytes
+
+if TYPE_CHECKING:  # what splits a model is imported when one is split: commands of one rank start a second earlier
+    from weft.profiling import Profile
 
 
 @dataclass(frozen=True)
@@ -87,6 +85,8 @@ def refuse_plan(config: LanguageConfig, plan: Plan) -> None:
             f"plan.expert = {plan.expert} is more than the {min(experts)} experts of a layer, which is not served; use "
             f"at most {min(experts)}"
         )
+    from weft.parallel.apply import STRATEGIES
+
     for strategy in STRATEGIES:
         if {"x", "y", "expert"} & set(strategy.axes) and (reason := strategy.refuse(profile, plan)) is not None:
             raise PlanError(reason)
@@ -102,6 +102,8 @@ def build_part(config: TransformerConfig, place: RankPlace) -> tuple[Decoder | G
 
     Blocks, embeddings and head of other stages are replaced by nn.Identity. Modules keep their names.
     """
+    from weft.parallel.cut_parameters import cut_parameters
+
     model = _on_meta(config)
     cuts = _cuts(config, model, place)
     cut_parameters(model, cuts)
@@ -214,6 +216,9 @@ def _packed_names(config: TransformerConfig, with_experts: bool) -> frozenset[st
 
 def _cuts(config: TransformerConfig, model: nn.Module, place: RankPlace) -> dict[str, Cut]:
     """The part of every parameter, of all stages."""
+    from weft.parallel.expert.layers import expert_cuts
+    from weft.parallel.tensor.cuts import parameter_cuts
+
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     cuts = parameter_cuts(_inspected(config).pairing, shapes, place.plan, place.coordinates)
     if place.plan.expert > 1:
@@ -288,6 +293,8 @@ def read_part(
 @lru_cache(maxsize=4)
 def _inspected(config: TransformerConfig) -> Profile:
     """What a model is made of; how it can be split is found once."""
+    from weft.profiling.structure import structure
+
     return structure(_on_meta(config))
 
 
