@@ -37,10 +37,10 @@ def answer_once(model: ServedModel, engine: StepEngine, limits: ServerLimits, ho
 
     async def answered() -> None:
         worker.start()
-        parts = iter([{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}])
+        parts = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
 
         async def receive() -> dict[str, Any]:
-            return next(parts, None) or await asyncio.Future()  # the client stays
+            return parts.pop() if parts else await asyncio.Future()  # the client stays
 
         async def send(message: Any) -> None:
             sent.append(message)
