@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from branches_for_tests import Heads, Inception, TwoTowers, ids, images, rows
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.errors import PlanError
 from weft.parallel.apply import refuse
@@ -17,7 +17,7 @@ from weft.parallel.branch import axis, runner, shares
 from weft.parallel.branch.axis import find_schedule, work_share
 from weft.parallel.branch.batch_dims import with_sizes
 from weft.pipeline.trace_watch import RecordedTensor
-from weft.plan import Branch, Plan, Shard, split_batch
+from weft.plan import Branch, Memory, Pipe, Plan, Shard, split_batch
 from weft.profiling import Profile, profile
 from weft.proof.prove import verify
 
@@ -64,6 +64,34 @@ class MixedSamples(Heads):
         found = sum(head(torch.cat([hidden, hidden], 1)) for head in self.heads)
         assert isinstance(found, Tensor)
         return found.view(2, len(rows), 5).sum(0)
+
+
+class GatedCell(nn.Module):
+    """A rank of two is done with its branches before the gradient of `gate` is sent, and the other one after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.third, self.mix = (nn.Linear(16, 16) for _ in range(3))
+        self.second = nn.Sequential(nn.Linear(16, 48), nn.Tanh(), nn.Linear(48, 16))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gate = hidden.sigmoid()
+        return self.mix(self.first(hidden) + self.second(gate) + self.third(gate))
+
+
+class GatedCells(nn.Module):
+    """Blocks with branches, and with layers that all ranks train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 16), nn.Linear(16, 5)
+        self.cells = nn.ModuleList(GatedCell() for _ in range(2))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = self.stem(rows)
+        for cell in self.cells:
+            hidden = cell(hidden)
+        return self.head(hidden)
 
 
 def counted(make: Any, batch: Any) -> Profile:
@@ -173,6 +201,24 @@ def _twelve(batch: Any, index: int) -> tuple[Tensor, ...]:
 )
 def test_splitting_the_batch_is_proved_beside_other_axes(plan: Plan, name: str) -> None:
     verify(*MODELS[name], plan, steps=2).require()
+
+
+@pytest.mark.processes
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        SPLIT,
+        Plan(branch=Branch(2, "split"), data=2, micro_batch=1),
+        Plan(branch=Branch(2, "split"), shard=Shard(2, 3)),
+        Plan(branch=Branch(2, "split"), shard=Shard(2, 2), micro_batch=1),
+        Plan(branch=Branch(2, "split"), memory=Memory(recompute="full")),
+        Plan(branch=Branch(2, "split"), pipe=Pipe(2), micro_batch=1),
+    ],
+    ids=lambda plan: f"{plan.describe_axes()} {plan.memory.recompute}",
+)
+def test_ranks_that_leave_a_block_at_different_times_are_proved(plan: Plan) -> None:
+    verify(GatedCells, rows, plan, steps=2).require()
 
 
 @pytest.mark.processes

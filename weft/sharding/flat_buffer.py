@@ -244,10 +244,18 @@ class Flat:
         self._reducing = reduce_scatter(self.slice_gradient, whole, self.shard, wire)
 
     def continue_reduce(self) -> None:
-        """Wait for the reduction over `shard`, free the whole gradient, and start to reduce over the other axes."""
+        """Wait for the reduction over `shard`, free the whole gradient, and start to reduce over the other axes.
+
+        Only `finish_reduce` reduces over `branch`: its ranks send other messages over it in backward, and they are done
+        with a block at different times, each with its own branches of it.
+        """
         self._wait_reduce()
         if not self.keeps_whole_gradient:
             self.whole_gradient.free()
+        if "branch" not in self.layout.sums:
+            self._reduce_over_axes()
+
+    def _reduce_over_axes(self) -> None:
         assert self.slice_gradient is not None
         for axis in (*self.sum_over, *self.mean_over):
             self._wait_reduce()
@@ -256,6 +264,8 @@ class Flat:
 
     def finish_reduce(self) -> None:
         """Wait for the reductions, add the gradient of an earlier backward, and show the sum to the optimizer."""
+        if "branch" in self.layout.sums:
+            self._reduce_over_axes()
         self._wait_reduce()
         assert self.slice_gradient is not None
         if self._carried is not None:
