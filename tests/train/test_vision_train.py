@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -18,9 +19,10 @@ from sampled_for_tests import one_in, some_soak
 
 from weft.checkpoint import Checkpoint, latest
 from weft.commands.main import main
+from weft.data import images
 from weft.data.order import batch_indices
 from weft.data.slides import make_slide, write_slide
-from weft.errors import ConfigError, DataError, PlanError, WeftError
+from weft.errors import CheckpointError, ConfigError, DataError, PlanError, WeftError
 from weft.launch.environment import RankInfo
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
@@ -335,6 +337,34 @@ class Told(Silent):
 
     def say(self, message: str) -> None:
         self.lines.append(message)
+
+
+def test_a_resumed_run_notices_a_changed_pixel_of_an_image(folder_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though name, size and time stay, and the bytes in the middle of the file; other times alone are no change."""
+
+    def train(steps: int) -> None:
+        loop.train(make_run(folder_run, "run", "data.on_bad=skip", f"train.steps={steps}"), RankInfo(), Silent())
+
+    def write(number: int) -> None:
+        with path.open("r+b") as file:
+            file.seek(-1, 2)
+            file.write(bytes([number]))
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    monkeypatch.setattr(images, "SAMPLED_BYTES", 16)
+    path = folder_run.parent / "scans" / "7.npy"
+    before, last = path.stat(), path.read_bytes()[-1]
+    train(1)
+    write(last ^ 1)
+    with pytest.raises(CheckpointError, match=r"was trained on other data: .*images of hash [0-9a-f]{64}, now [0-9a-f]"):
+        train(2)
+    write(last)
+    train(2)
+    write(last ^ 1)
+    monkeypatch.setattr(images, "MAX_HASHED_BYTES", 1000)  # what is too large to be hashed is said beside the data
+    run = make_run(folder_run, "run", "data.on_bad=skip")
+    assert "a resume compares sizes and a few of each image" in prepare_data(run).description
+    train(3)
 
 
 def test_a_truncated_image_is_named_skipped_and_counted_or_fatal(folder_run: Path) -> None:

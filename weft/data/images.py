@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from weft.checkpoint.file_hashes import file_hashes
 from weft.data.config import ImageShape, OnBad
 from weft.data.formats import BadImageError, Interval, reader_of
 from weft.data.tokens import is_held_out
@@ -38,6 +39,8 @@ LABELS = "labels.csv"
 MAX_LABEL_BYTES = 256 * 1024 * 1024
 MAX_CLASSES = 1 << 20
 SAMPLED_BYTES = 4096  # bytes of each file that enter the fingerprint
+MAX_HASHED_BYTES = 16 << 30  # of all files together; larger data would take minutes to hash
+HASHES_FILE = "images.json"  # beside a run's checkpoints: hashes of the images that it trains and evaluates on
 
 logger = logging.getLogger("weft")
 
@@ -115,6 +118,7 @@ class ImageFolder:
     held_out: Images | None
     fingerprint: str
     bad: dict[str, str] = field(default_factory=dict)
+    files: tuple[Path, ...] = ()  # in the order of the labels file
 
 
 def open_folder(
@@ -157,7 +161,23 @@ def open_folder(
         Images(held, shape, level, on_bad) if held_out > 0 else None,
         fingerprint,
         bad,
+        tuple(entry.path for entry in good),
     )
+
+
+def can_hash(files: Sequence[Path]) -> bool:
+    """Whether all bytes of the images are hashed, for runs that resume."""
+    return sum(path.stat().st_size for path in files) <= MAX_HASHED_BYTES
+
+
+def contents_hash(files: Sequence[Path], folder: Path) -> str:
+    """Returns a hash of all bytes of the images of the run in `folder`, which keeps what was hashed; "" without images,
+    or if they have too many bytes.
+    """
+    if not files or not can_hash(files):
+        return ""
+    hashes = file_hashes(files, folder / "checkpoints" / HASHES_FILE)
+    return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
 
 
 def count_classes(folder: Path) -> int | None:
@@ -216,7 +236,7 @@ def _scaled(region: NDArray[Any]) -> NDArray[np.float32]:
 
 def _fingerprint(entries: Sequence[LabelledImage], shape: ImageShape, level: int, held_out: float) -> str:
     """A hash of names, classes, sizes, some bytes of each file, and whether it is held out. Hashing all bytes could
-    take hours.
+    take hours (`contents_hash`).
     """
     digest = hashlib.sha256(repr((tuple(shape), level)).encode())
     for entry in entries:

@@ -61,6 +61,7 @@ def data_beliefs(run: Run, data: TrainingData) -> dict[str, str]:
     """Returns the data's fingerprint and sizes, and a hash of the initial weights, by name."""
     found = {
         "data.fingerprint": data.fingerprint,
+        "a hash of the images": data.contents,
         "the number of samples to train on": str(len(data.train)),
         "the number of held-out samples": str(0 if data.held_out is None else len(data.held_out)),
         "samples that are left out": json.dumps(sorted(data.skipped)),

@@ -19,7 +19,7 @@ from weft.data.chat import Packer, PairPacker, packed_chats
 from weft.data.chat_template import load_template, training_time
 from weft.data.config import ChatConfig, DataConfig, ImagesConfig, PreferenceConfig, SlidesConfig
 from weft.data.conversations import ChatRenderer
-from weft.data.images import ImageRegion, Images, open_folder, read_labels
+from weft.data.images import ImageRegion, Images, can_hash, contents_hash, open_folder, read_labels
 from weft.data.order import batch_indices, coin, epochs_of, local_indices
 from weft.data.slides import slide_folder
 from weft.data.sources import documents
@@ -53,7 +53,8 @@ class Samples(Protocol):
 class TrainingData:
     """Training and held-out samples, and a fingerprint of their source.
 
-    `skipped` maps the names of samples that are left out to the reasons.
+    `skipped` maps the names of samples that are left out to the reasons. `files` are those whose bytes the fingerprint
+    covers in part only, and `contents` is a hash of all of them, or "" (`with_contents`).
     """
 
     train: Samples
@@ -61,6 +62,15 @@ class TrainingData:
     fingerprint: str
     description: str
     skipped: Mapping[str, str] = field(default_factory=dict)
+    files: tuple[Path, ...] = ()
+    contents: str = ""
+
+    def with_contents(self, folder: Path) -> TrainingData:
+        """Returns the data with the hash of its files, which the run in `folder` compares when it resumes."""
+        try:
+            return replace(self, contents=contents_hash(self.files, folder))
+        except OSError as error:
+            raise DataError(f"{error.filename or 'an image'}: {error.strerror or error}; it was there before") from None
 
     def on_tile(self, mesh: Mesh) -> TrainingData:
         """Returns the data with only this rank's tile of each image; unchanged if images are not tiled."""
@@ -189,12 +199,15 @@ def _prepare_images(run: Run, progress: Progress | None) -> TrainingData:
     if isinstance(data, SlidesConfig):
         folder = slide_folder(Path(data.cache), data.images, data.size, data.seed, progress)
         found = open_folder(folder, shape, model.num_classes, held_out=data.held_out)
+        found = replace(found, files=())  # they follow from the seed
     else:
         folder = Path(data.source)
         found = open_folder(
             folder, shape, model.num_classes, held_out=data.held_out, level=data.level, on_bad=data.on_bad
         )
-    return TrainingData(found.train, found.held_out, found.fingerprint, str(folder), found.bad)
+    note = "" if can_hash(found.files) else "too many bytes to hash all: a resume compares sizes and a few of each image"
+    about = _joined(str(folder), note)
+    return TrainingData(found.train, found.held_out, found.fingerprint, about, found.bad, found.files)
 
 
 def _mirrored(batch: Batch, chosen: NDArray[np.int64]) -> Batch:

@@ -55,7 +55,7 @@ def train(run: Run, rank_info: RankInfo, reporter: Reporter, step_seconds: float
     `step_seconds` is the predicted time of a step.
     """
     refuse_start(run, rank_info)
-    data = prepare_data(run)  # bad data is reported before ranks wait for each other
+    data = prepare_data(run).with_contents(run.folder)  # bad data is reported before ranks wait for each other
     rank = job_rank(rank_info, run.roles.counts)
     if rank.role != TRAIN:
         serve_role(run, rank, data)

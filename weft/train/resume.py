@@ -211,10 +211,13 @@ def _refuse_other_data(checkpoint: Checkpoint, data: TrainingData | None, run: R
 
     Data would be skipped, repeated, or held out after training on it.
     """
-    found = checkpoint.stated("data", dict).get("fingerprint")
+    saved = checkpoint.stated("data", dict)
+    found, contents = saved.get("fingerprint"), saved.get("contents")  # an earlier weft had no hash of contents
     changed, places = changed_keys(_saved_table(checkpoint), run.data)
     if data is not None and found != data.fingerprint:
         changed += [*places, f"fingerprint {found}, now {data.fingerprint}"]
+    elif data is not None and contents and data.contents and contents != data.contents:
+        changed += [*places, f"images of hash {contents}, now {data.contents}"]
     if changed:
         raise CheckpointError(
             f"{checkpoint.path} was trained on other data: {'; '.join(changed)}. Give the same data (and tokenizer), "
