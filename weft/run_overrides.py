@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 
 from weft.errors import ConfigError
 from weft.plan import Plan
+from weft.run_tables import profile_bounds
 from weft.schema import convert, parse_override, read_toml
 
 SCALED = "scaled from"  # begins the origin of a key that was scaled to an override of train.steps
@@ -31,7 +32,9 @@ def read_tables(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], d
         nested = _keys(value, ".".join(keys) + ".") if isinstance(value, Mapping) else ()
         origins.update(dict.fromkeys(nested, "override"))
     if origins.get("train.steps") == "override":
-        origins |= _scale_schedule(tables.get("train"), read_toml(path).get("train"), origins)
+        in_file = read_toml(path).get("train")
+        origins |= _scale_schedule(tables.get("train"), in_file, origins)
+        origins |= _scale_profile(tables.get("train"), in_file, origins)
     return tables, origins
 
 
@@ -52,6 +55,22 @@ def _scale_schedule(train: Any, in_file: Any, origins: Mapping[str, str]) -> dic
     changed = {key: value * steps // before for key, value in given.items()}
     train.update({key: max(value, 1) if key == "decay_steps" else value for key, value in changed.items()})
     return {f"train.{key}": f"{SCALED} {value} of {before} steps" for key, value in given.items()}
+
+
+def _scale_profile(train: Any, in_file: Any, origins: Mapping[str, str]) -> dict[str, str]:
+    """Scale the file's steps to record to fewer steps that an override gives, if none of them is left. Returns the
+    origin of the key if it was changed.
+    """
+    try:
+        steps, before = (convert(table["steps"], int, "train.steps") for table in (train, in_file))
+        bounds = profile_bounds(in_file["profile"])
+    except (ConfigError, KeyError, TypeError):
+        return {}
+    if origins["train.profile"] == "override" or bounds is None or not 0 < steps <= bounds[0] < min(bounds[1], before):
+        return {}
+    first = bounds[0] * steps // before
+    train["profile"] = f"{first}:{max(first + 1, min(bounds[1], before) * steps // before)}"
+    return {"train.profile": f"{SCALED} {in_file['profile']} of {before} steps"}
 
 
 def _keys(tables: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from weft.data.config import Data, PreferenceConfig
 from weft.data.goldfish import Goldfish
@@ -117,7 +117,7 @@ class TrainConfig:
             )
         if self.profile is not None and not self.profile_steps:
             raise ConfigError(
-                f"train.profile = '{self.profile}' is not FIRST:LAST with 0 <= FIRST < LAST <= train.steps = "
+                f"train.profile = '{self.profile}' is not FIRST:LAST with 0 <= FIRST < LAST and FIRST < train.steps = "
                 f"{self.steps}; 10:20 records the ten steps after the tenth"
             )
 
@@ -131,9 +131,15 @@ class TrainConfig:
 
     @property
     def profile_steps(self) -> range:
-        """The steps, counted from 0, whose communication is recorded; empty if there are none."""
-        match = re.fullmatch(r"([0-9]{1,12}):([0-9]{1,12})", self.profile or "")
-        return range(int(match[1]), int(match[2])) if match is not None and int(match[2]) <= self.steps else range(0)
+        """The steps, counted from 0, whose communication is recorded, up to the last; empty if there are none."""
+        first, last = profile_bounds(self.profile) or (0, 0)
+        return range(first, min(last, self.steps) if first < last else 0)
+
+
+def profile_bounds(profile: Any) -> tuple[int, int] | None:
+    """Returns FIRST and LAST of the text FIRST:LAST of `train.profile`; None for anything else."""
+    match = re.fullmatch(r"([0-9]{1,12}):([0-9]{1,12})", profile) if isinstance(profile, str) else None
+    return None if match is None else (int(match[1]), int(match[2]))
 
 
 @dataclass(frozen=True)

@@ -376,3 +376,19 @@ def test_fewer_steps_scale_the_warm_up_of_the_file(tmp_path: Path) -> None:
             load_run(file, ["train.steps=2", override])
     with pytest.raises(ConfigError, match="expects an integer"):
         load_run(file, ["train.steps=few"])
+
+
+def test_steps_to_record_are_those_that_the_run_has(tmp_path: Path) -> None:
+    """`--profile 10:20` was refused for a run of fewer than 20 steps."""
+    file = write_run_file(tmp_path)  # 15 steps
+    assert load_run(file, ["train.profile=10:20"]).train.profile_steps == range(10, 15)
+    assert load_run(file, ["train.profile=10:12"]).train.profile_steps == range(10, 12)
+    with pytest.raises(ConfigError, match=r"'10:20' is not FIRST:LAST with .* FIRST < train\.steps = 5;"):
+        load_run(file, ["train.profile=10:20", "train.steps=5"])  # none of the steps that were asked for is there
+    file.write_text(file.read_text().replace("warmup_steps = 3", 'warmup_steps = 3\nprofile = "9:20"'))
+    assert load_run(file, ["train.steps=12"]).train.profile_steps == range(9, 12)
+    run = load_run(file, ["train.steps=5"])
+    assert run.train.profile_steps == range(3, 5)
+    assert "train.profile = 3:5, scaled from 9:20 of 15 steps, as train.steps = 5" in run.scaled
+    assert load_run(file, ["train.steps=1"]).train.profile_steps == range(1)
+    assert load_run(file, ["train.steps=30"]).train.profile_steps == range(9, 20)
