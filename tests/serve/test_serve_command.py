@@ -218,4 +218,22 @@ def test_mistakes_are_one_line(weft: Weft, run_file: Path, tmp_path: Path) -> No
         left = weft("serve", *arguments)
         assert left.status == 2, left.err
         assert words in left.err
-        assert left.err.count("\n") == 1
+        mistake = [line for line in left.err.splitlines() if not line.startswith("weft: loading ")]
+        assert len(mistake) == 1, left.err
+
+
+def test_a_server_says_what_it_loads_before_torch_is_imported(tmp_path: Path) -> None:
+    """Seconds of silence looked as if it hung. Standard output is for `--json`."""
+    program = """
+import os, sys
+class Stop:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            os._exit(7)
+sys.meta_path.insert(0, Stop())
+from weft.commands.main import main
+main()
+"""
+    command = [sys.executable, "-c", program, "serve", str(tmp_path), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert (done.returncode, done.stdout, done.stderr) == (7, "", f"weft: loading {tmp_path}\n")

@@ -17,6 +17,7 @@ import typer
 from weft.commands.device_option import DeviceOption, chosen_device
 from weft.commands.progress_bar import progress_on_stderr
 from weft.errors import ConfigError
+from weft.launch.one_speaker import is_first_to_say
 from weft.schema import build_dataclass, parse_override
 from weft.serve.http.addresses import is_loopback
 
@@ -188,6 +189,7 @@ def serve_command(
 ) -> None:
     """Serve a model over HTTP, by OpenAI's API. With a page to chat at /. Ends on Ctrl-C or SIGTERM."""
     _refuse_address(host, api_key or [])
+    _give_sign_of_life(source)
     kind = chosen_device(device)
     with _needs_extra():
         from weft.serve.http.guard import ServerLimits
@@ -298,6 +300,13 @@ def _refuse_address(host: str, keys: list[str]) -> None:
             ) from None
     if not is_loopback(host) and not keys:
         raise ConfigError(f"--host {host} is reached from other machines; give --api-key, or serve on 127.0.0.1")
+
+
+def _give_sign_of_life(source: Path) -> None:
+    """Say what is loaded before torch is, which takes seconds. Of a launcher's ranks one says it."""
+    message = f"loading {source}"
+    if source.exists() and is_first_to_say(message, os.environ):
+        say(message)
 
 
 def _announce(about: dict[str, Any], as_json: bool) -> None:
