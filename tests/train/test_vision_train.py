@@ -356,14 +356,16 @@ def test_a_resumed_run_notices_a_changed_pixel_of_an_image(folder_run: Path, mon
     before, last = path.stat(), path.read_bytes()[-1]
     train(1)
     write(last ^ 1)
-    with pytest.raises(CheckpointError, match=r"was trained on other data: .*images of hash [0-9a-f]{64}, now [0-9a-f]"):
+    with pytest.raises(
+        CheckpointError, match=r"was trained on other data: .*images of hash [0-9a-f]{64}, now [0-9a-f]"
+    ):
         train(2)
     write(last)
     train(2)
     write(last ^ 1)
     monkeypatch.setattr(images, "MAX_HASHED_BYTES", 1000)  # what is too large to be hashed is said beside the data
     run = make_run(folder_run, "run", "data.on_bad=skip")
-    assert "a resume compares sizes and a few of each image" in prepare_data(run).description
+    assert "a resume compares sizes and a few bytes of each image" in prepare_data(run).description
     train(3)
 
 

@@ -205,7 +205,7 @@ def _prepare_images(run: Run, progress: Progress | None) -> TrainingData:
         found = open_folder(
             folder, shape, model.num_classes, held_out=data.held_out, level=data.level, on_bad=data.on_bad
         )
-    note = "" if can_hash(found.files) else "too many bytes to hash all: a resume compares sizes and a few of each image"
+    note = "" if can_hash(found.files) else "too large to hash: a resume compares sizes and a few bytes of each image"
     about = _joined(str(folder), note)
     return TrainingData(found.train, found.held_out, found.fingerprint, about, found.bad, found.files)
 
