@@ -21,17 +21,17 @@ from weft.checkpoint import Checkpoint, latest, steps
 from weft.checkpoint.file_hashes import file_hashes
 from weft.checkpoint.folder import step_name
 from weft.checkpoint.manifest import MANIFEST
-from weft.data.config import ChatConfig, DataConfig, as_saved, data_class, data_from_table
+from weft.data.config import ChatConfig, Data, DataConfig, as_saved, data_class, data_from_table
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import CheckpointError, ConfigError, DamagedError, NumbersError, WeftError
 from weft.inspection.model_tensors import saved_buffers
-from weft.models import LanguageConfig, config_from_table, read_config, weight_reader
+from weft.models import LanguageConfig, ModelConfig, config_from_table, read_config, weight_reader
 from weft.models.adapter import adapter_weights
 from weft.models.hf import weight_files
 from weft.models.hf_config import CONFIG_FILE
 from weft.models.lora import is_adapter, merged
 from weft.models.tuning import Tuning
-from weft.schema import build_dataclass, parse_toml
+from weft.schema import build_dataclass, parse_toml, to_table
 
 T = TypeVar("T")
 MAX_SIZE = 2**27  # the limit for any number in the model table of a checkpoint
@@ -139,22 +139,28 @@ def saved_tuning(checkpoint: Checkpoint) -> Tuning:
 
 def saved_model(checkpoint: Checkpoint) -> LanguageConfig:
     """The config of the language model in a checkpoint, without a run file. Raises ConfigError for other models."""
+    config = saved_config(checkpoint)
+    if not isinstance(config, LanguageConfig):
+        raise ConfigError(
+            f"{checkpoint.path} is of a model of images ('{config.architecture}'), which writes no text; weft evaluate "
+            f"measures it, and weft export writes its weights"
+        )
+    return config
+
+
+def saved_config(checkpoint: Checkpoint) -> ModelConfig:
+    """The config of the model in a checkpoint, without a run file."""
     table = checkpoint.stated("model", dict)
     if any(isinstance(value, int) and abs(value) > MAX_SIZE for value in table.values()):
         raise CheckpointError(
             f"{checkpoint.path} states a model with a size above {MAX_SIZE}; it is not what was saved"
         )
     config = config_from_table(table)
-    if not isinstance(config, LanguageConfig):
-        raise ConfigError(
-            f"{checkpoint.path} is of a model of images ('{config.architecture}'), which writes no text and has no "
-            f"Hugging Face folder; read its parameters with weft.checkpoint.Checkpoint"
-        )
     _refuse_other_shapes(checkpoint, config)
     return config
 
 
-def _refuse_other_shapes(checkpoint: Checkpoint, config: LanguageConfig) -> None:
+def _refuse_other_shapes(checkpoint: Checkpoint, config: ModelConfig) -> None:
     """Raise CheckpointError unless the config's parameters and buffers are those of the checkpoint. Called before
     memory for the model is allocated.
     """
@@ -169,14 +175,19 @@ def _refuse_other_shapes(checkpoint: Checkpoint, config: LanguageConfig) -> None
 
 
 def saved_data(checkpoint: Checkpoint) -> DataConfig:
-    """The `[data]` table of a checkpoint's run."""
-    data = parse_toml(checkpoint.stated("run", str), str(checkpoint.path)).get("data")
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{checkpoint.path} states a run without [data]; it was not saved by weft train")
-    found = data_from_table(as_saved(data))
+    """The `[data]` table of a checkpoint's run of text."""
+    found = saved_samples(checkpoint)
     if not isinstance(found, DataConfig):
         raise CheckpointError(f"{checkpoint.path} states a run with data.kind = '{found.kind}', which is no text")
     return found
+
+
+def saved_samples(checkpoint: Checkpoint) -> Data:
+    """The `[data]` table of a checkpoint's run of text or images."""
+    data = parse_toml(checkpoint.stated("run", str), str(checkpoint.path)).get("data")
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{checkpoint.path} states a run without [data]; it was not saved by weft train")
+    return data_from_table(as_saved(data))
 
 
 def saved_tokenizer(checkpoint: Checkpoint) -> str:
@@ -202,12 +213,12 @@ def saved_template(checkpoint: Checkpoint) -> str | None:
 
 
 def places_of(checkpoint: Checkpoint) -> dict[str, str]:
-    """Returns where the texts of a checkpoint's run and their cache are (`data.source`, `data.cache`), found as its
-    tokenizer is.
+    """Returns where the texts or images of a checkpoint's run and their cache are (`data.source`, `data.cache`), found
+    as its tokenizer is.
     """
-    data = saved_data(checkpoint)
-    source = data.source if data.source == "stdlib" else _place(checkpoint, data.source)
-    return {"source": source, "cache": _place(checkpoint, data.cache)}
+    table = to_table(saved_samples(checkpoint))
+    found = {key: table[key] for key in ("source", "cache") if key in table}
+    return {key: spec if spec == "stdlib" else _place(checkpoint, spec) for key, spec in found.items()}
 
 
 def _place(checkpoint: Checkpoint, spec: str) -> str:

@@ -15,18 +15,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from runs_for_tests import Silent, events, losses, make_run, train_on_ranks
+from safetensors.torch import load_file
 from sampled_for_tests import one_in, some_soak
 
 from weft.checkpoint import Checkpoint, latest
 from weft.commands.main import main
 from weft.data import images
+from weft.data.config import SlidesConfig
 from weft.data.order import batch_indices
-from weft.data.slides import make_slide, write_slide
+from weft.data.slides import make_slide, slide_folder, write_slide
 from weft.errors import CheckpointError, ConfigError, DataError, PlanError, WeftError
 from weft.launch.environment import RankInfo
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.models import VisionConfig, build, initialise
+from weft.models import VisionConfig, build, config_from_table, initialise
 from weft.parallel.apply import parallelize
 from weft.planner.predict import predict, run_cluster
 from weft.proof.prove import verify_run
@@ -470,12 +472,56 @@ def test_commands_of_a_run_of_images(
     assert json.loads(capfd.readouterr().out)["passed"]
     refusals = {
         ("generate", tmp_path / "run"): "is of a model of images ('resnet'), which writes no text",
-        ("export", tmp_path / "run", tmp_path / "out"): "is of a model of images ('resnet'), which writes no text",
+        ("evaluate", tmp_path / "run", "--sequence", "8"): "--kind and --sequence are for text, and",
+        ("export", tmp_path / "run", tmp_path / "out", "--adapter"): "has no adapter",
         ("plan", "--model", "resnet50", "--cluster", "h100:1x8", "--tokens-per-step", "1M"): "give --images-per-step",
     }
     for arguments, message in refusals.items():
         assert call(monkeypatch, *arguments) != 0
         assert message in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("given", [(BATCH_NORM,), ("plan.precision=bf16",)])
+def test_a_run_is_measured_as_it_measured_itself_and_written_for_others(
+    given: tuple[str, ...],
+    run_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    run = make_run(run_file, f"measured {given[0]}", *given, "train.schedule=constant")
+    train_on_ranks(run)
+    wanted = events(run.folder, "evaluation")[-1]
+
+    def weft(*arguments: object) -> dict[str, Any]:
+        assert call(monkeypatch, *arguments, "--json") == 0
+        found: dict[str, Any] = json.loads(capfd.readouterr().out)
+        return found
+
+    found = weft("evaluate", run.folder)
+    assert found == {
+        "loss": pytest.approx(wanted["loss"], rel=1e-5),
+        "accuracy": pytest.approx(wanted["accuracy"]),
+        "targets": 11,
+    }
+    assert isinstance(run.data, SlidesConfig)
+    folder = slide_folder(Path(run.data.cache), 60, 32, 0)
+    assert weft("evaluate", run.folder, "--data", folder)["targets"] == 60
+    weft("export", run.folder, tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    config = json.loads((tmp_path / "out" / "model.json").read_text())
+    model = build(config_from_table(config["model"]))
+    assert (config["data"]["kind"], config["model"]["architecture"]) == ("slides", "resnet")
+    model.load_state_dict(tensors)  # every name, of torchvision's form
+    model.double().eval()
+    held_out = prepare_data(run).held_out
+    assert held_out is not None
+    pixels, labels = held_out.get(np.arange(11))
+    loss = F.cross_entropy(model(pixels.double()), labels).item()
+    assert loss == pytest.approx(wanted["loss"], rel=3e-2 if "bf16" in given[0] else 1e-4)
+    weft("export", run.folder, tmp_path / "narrow", "--dtype", "bf16")
+    narrow = load_file(tmp_path / "narrow" / "model.safetensors")
+    assert {one.dtype for one in narrow.values()} <= {torch.bfloat16, torch.int64}
 
 
 def test_without_a_plan_one_is_found(

@@ -191,7 +191,7 @@ def evaluate_command(
     sequence: Annotated[int | None, typer.Option(help="tokens of a sequence, if not as the run", min=1)] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure a model on data: loss, perplexity and accuracy."""
+    """Measure a model on data: loss, accuracy, of text also perplexity."""
     from weft.commands.console import make_console, print_json
     from weft.commands.evaluate import evaluate_folder, in_words
 
@@ -203,12 +203,14 @@ def evaluate_command(
 @app.command("export", epilog="Example: weft export runs/quickstart my-model --dtype bf16")
 def export_command(
     source: Annotated[Path, typer.Argument(help="a run folder or a checkpoint")],
-    target: Annotated[Path, typer.Argument(help="the Hugging Face folder to write; must not exist")],
+    target: Annotated[
+        Path, typer.Argument(help="the Hugging Face folder to write (of images: model.safetensors); must not exist")
+    ],
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; as trained if not given")] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="write LoRA's updates alone, for PEFT")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint as a folder that transformers loads."""
+    """Write a checkpoint as a folder that transformers loads; of images as safetensors."""
     from weft.commands.console import make_console, print_json
     from weft.commands.export import DTYPES, export
     from weft.commands.progress_bar import byte_progress

@@ -1,4 +1,4 @@
-"""Measures a trained model on data, in this process: mean loss, perplexity and accuracy of its targets."""
+"""Measures a trained model on data, in this process: mean loss and accuracy of its targets, of text also perplexity."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from weft.commands.image_runs import evaluate_images
+from weft.data.config import DataConfig
 from weft.errors import ConfigError
 from weft.mesh import Mesh
 from weft.models.hf_config import CONFIG_FILE
 from weft.run_file import Run, run_from_tables
-from weft.saved_run import open_checkpoint, places_of, saved_data
+from weft.saved_run import open_checkpoint, places_of, saved_data, saved_samples
 from weft.schema import parse_toml, to_table
 from weft.step.objective import CLASSIFICATION
 from weft.step.train_step import evaluate
@@ -34,6 +36,12 @@ def evaluate_folder(
 
     The data is read as the run read its own, unless `kind` or `sequence` say otherwise.
     """
+    if not (folder / CONFIG_FILE).is_file():
+        checkpoint = open_checkpoint(folder)
+        if not isinstance(saved_samples(checkpoint), DataConfig):
+            if kind is not None or sequence is not None:
+                raise ConfigError(f"--kind and --sequence are for text, and {folder} is of images; leave them out")
+            return evaluate_images(checkpoint, source)
     run = _run(folder, source, kind, sequence)
     device = torch.device(device_type(run))
     mesh = Mesh(run.plan, device)
@@ -55,7 +63,7 @@ def evaluate_folder(
 
 def in_words(found: Mapping[str, Any]) -> str:
     """Returns what `evaluate_folder` found as a line."""
-    words = ", ".join(f"{key} {found[key]:.4f}" for key in ("loss", "perplexity", "accuracy"))
+    words = ", ".join(f"{key} {value:.4f}" for key, value in found.items() if key != "targets")
     return f"{words} over {found['targets']:,} targets"
 
 

@@ -1,4 +1,4 @@
-"""Writes a checkpoint as a Hugging Face folder that transformers loads, one tensor at a time."""
+"""Writes a checkpoint as a Hugging Face folder that transformers loads, one tensor at a time; of images as one file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from weft.checkpoint import Checkpoint
+from weft.commands.image_runs import export_images
 from weft.data.chat_template import TEMPLATE_FILE
-from weft.data.config import ChatConfig
+from weft.data.config import ChatConfig, DataConfig
 from weft.data.special_tokens import SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG
 from weft.data.tokenizer import FileTokenizer
 from weft.errors import ConfigError
@@ -24,6 +25,7 @@ from weft.saved_run import (
     load_saved_tokenizer,
     saved_data,
     saved_model,
+    saved_samples,
     saved_template,
     saved_tokenizer,
     saved_tuning,
@@ -61,10 +63,12 @@ def _export(
     adapter: bool,
     checkpoint: Checkpoint,
 ) -> str:
-    config = saved_model(checkpoint)  # refuses a model of images, which has no tokenizer
     lora = saved_tuning(checkpoint).lora
     if adapter and lora is None:
         raise ConfigError(f"{checkpoint.path} has no adapter: its run had no [lora]; export it without --adapter")
+    if not isinstance(saved_samples(checkpoint), DataConfig):
+        return export_images(checkpoint, target, None if dtype is None else DTYPES[dtype], progress)
+    config = saved_model(checkpoint)
     read, names = saved_values(checkpoint), list(parameter_shapes(config))
     if adapter:
         names = [entry.name for entry in checkpoint.entries("parameter") if is_adapter(entry.name)]

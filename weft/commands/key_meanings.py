@@ -194,7 +194,7 @@ TRAIN = {
     "dpo_beta": "the strength of the reference in the loss of preferences",
     "freeze": "patterns of names of parameters that are not trained, such as model.embed*",
     "timeline": "a file to draw the last step of a pipeline to",
-    "profile": "steps whose communication is recorded for `weft profile`; `10:20`: the ten after the tenth, up to the last",
+    "profile": "steps whose communication is recorded for `weft profile`; `10:20`: the ten after the tenth",
 }
 
 PLAN = {
