@@ -40,6 +40,7 @@ from weft.comm import Axis, Ledger, all_reduce
 from weft.comm.device_ranks import LEADER, create_page, open_device_ranks
 from weft.errors import LaunchError
 from weft.health.call_order import call_order
+from weft.launch.environment import join_launched
 from weft.plan import AXES, Plan, axes_that_split
 
 logger = logging.getLogger("weft")
@@ -67,8 +68,9 @@ def joint_axes(plan: Plan) -> dict[str, tuple[str, ...]]:
 class Mesh:
     """The plan's axes as one rank sees them. `mesh["shard"]` is an `Axis`.
 
-    torch.distributed must be initialised with the plan's number of ranks. `ranks_per_node` is for hierarchical plans,
-    and `cluster` has the links by which they choose the fastest collectives; all ranks must give the same.
+    If torch.distributed is not initialised, a process that torchrun, srun or mpirun started joins the others, with the
+    timeout of torch; `device` "cuda" is then its own GPU. `ranks_per_node` is for hierarchical plans, and `cluster` has
+    the links by which they choose the fastest collectives; all ranks must give the same.
     """
 
     def __init__(
@@ -81,13 +83,15 @@ class Mesh:
         self.plan = plan
         self._joint = joint_axes(plan)
         self.device = torch.device(device)
+        if plan.num_ranks > 1 and not dist.is_initialized():
+            self.device = join_launched(plan.degrees, self.device, plan.ranks_per_device)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.ledger = Ledger(call_order(os.environ, self.rank))
         found = dist.get_world_size() if dist.is_initialized() else 1
         if found != plan.num_ranks:
             raise LaunchError(
-                f"the plan needs {plan.num_ranks} processes ({plan.describe_axes()}) but {found} run; "
-                f"start {plan.num_ranks} or change the plan"
+                f"the plan needs {plan.num_ranks} processes ({plan.describe_axes()}) but {found} run; start "
+                f"{plan.num_ranks} (torchrun --nproc-per-node {plan.num_ranks} on one machine), or change the plan"
             )
         self.num_local_ranks = min(found, ranks_per_node or found)
         self.coordinates = self._coordinates()

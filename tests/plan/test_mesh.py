@@ -152,7 +152,7 @@ def test_the_world_of_ranks_with_shadows_waits_as_long_as_torchs() -> None:
 def test_another_number_of_processes_is_refused(plan: Plan, found: int) -> None:
     message = re.escape(
         f"the plan needs {plan.num_ranks} processes ({plan.describe_axes()}) but {found} run; "
-        f"start {plan.num_ranks} or change the plan"
+        f"start {plan.num_ranks} (torchrun --nproc-per-node {plan.num_ranks} on one machine), or change the plan"
     )
     if found == 1:
         with pytest.raises(LaunchError, match=message):

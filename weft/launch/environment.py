@@ -35,12 +35,8 @@ from weft.launch.fork_server import LISTENER_VARIABLE, LOOPBACK, REJOIN_VARIABLE
 Launcher = Literal["none", "weft", "torchrun", "slurm", "mpi"]
 
 _COMMANDS: dict[Launcher, str] = {
-    "none": "python",
-    "weft": "weft",
-    "torchrun": "torchrun",
-    "slurm": "srun",
-    "mpi": "mpirun",
-}
+    "none": "python", "weft": "weft", "torchrun": "torchrun", "slurm": "srun", "mpi": "mpirun",
+}  # fmt: skip
 # The prefix of the elastic run id of ranks that weft's own agent started. It distinguishes them from torchrun's.
 LOCAL_RUN_ID_PREFIX = "weft-local-"
 _START_KEY = "weft/start"
@@ -311,6 +307,19 @@ def init_process_group(
         device_id=rank_device if "nccl" in backend else None,
     )
     return rank_device
+
+
+def join_launched(degrees: Mapping[str, int], device: torch.device, ranks_per_device: int) -> torch.device:
+    """Join the world group, with torch's timeout, if a launcher started this process, and return this rank's device.
+
+    Raises LaunchError if the launcher started another number of processes than the product of `degrees`.
+    """
+    rank_info = detect(os.environ)
+    if rank_info is None:
+        return device
+    check_world(rank_info, math.prod(degrees.values()), degrees)
+    kind: DeviceType = "cuda" if device.type == "cuda" else "cpu"
+    return init_process_group(rank_info, kind, dist.constants.default_pg_timeout, ranks_per_device=ranks_per_device)
 
 
 def join_job(rank_info: RankInfo, timeout: timedelta) -> Store:

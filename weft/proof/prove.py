@@ -45,8 +45,8 @@ from weft.schema import build_dataclass, to_table
 from weft.sharding.layout import COMPUTE_DTYPE
 from weft.step.batch import Batch, num_samples, plain_batch, take_samples
 from weft.step.cuda_graph import WARM_STEPS, wants_graph
-from weft.step.model_loss import model_loss
-from weft.step.objective import CROSS_ENTROPY, Objective
+from weft.step.model_loss import default_objective
+from weft.step.objective import Objective
 
 __all__ = ["TOLERANCE", "Check", "ProofReport", "Trial", "verify", "verify_run"]
 
@@ -179,7 +179,7 @@ def _case(model_fn: ModelFn, batch_fn: BatchFn, objective: Objective | None, pla
     with unsplit(type(model).__name__):
         with Float64():
             if objective is None:
-                objective = model_loss(model, wide) if isinstance(batch, dict) else CROSS_ENTROPY
+                objective = default_objective(model, wide)
             wide = objective.aligned(wide, plan)
             args, kwargs = arguments_of(model, objective, take_samples(wide, slice(0, samples.micro_batch)))
         given = _by_name(model, args, kwargs) if kwargs else args

@@ -27,18 +27,42 @@ from weft.models.loss import IGNORE
 from weft.models.loss_head import logits_of
 from weft.parallel.tensor.vocabulary import cross_entropy, vocabulary_of
 from weft.step.batch import Batch, take_samples
-from weft.step.objective import Objective
+from weft.step.objective import CROSS_ENTROPY, Objective
 
 LABELS = "labels"
 _DECODER_INPUTS = "prepare_decoder_input_ids_from_labels"  # a method of transformers' models
 _Targets = Callable[[Tensor], Tensor]
+_Total = Callable[[nn.Module, Batch], Tensor]
+Measure = Callable[[_Total, Batch], Tensor]  # the value of a total in an evaluation of the model
+# How far two sums of losses may be apart that would be equal without rounding, by the bytes of a computed number.
+_TOLERANCES = {8: 1e-6, 4: 1e-5, 2: 1e-3}  # float64 too: models of transformers compute their loss in float32
+
+
+def default_objective(
+    model: nn.Module, batch: Batch, dtype: torch.dtype = torch.float64, measure: Measure | None = None
+) -> Objective:
+    """Returns the objective for batches like `batch` where none is given, in proofs, training steps and evaluations.
+
+    The model's own loss for keyword arguments, which the model computes in `dtype`; cross-entropy for (inputs, labels).
+    A model that is split is evaluated by `measure`, which returns the same on all ranks and lets the model have whole
+    logits.
+    """
+    if not isinstance(batch, Mapping):
+        return CROSS_ENTROPY
+    return _own_loss(model, batch, measure or partial(_in_evaluation, model), _TOLERANCES[max(2, dtype.itemsize)])
 
 
 def model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Objective:
     """Returns the objective of a model that returns its own mean loss, for batches that are its keyword arguments.
 
-    Runs the model a few times on two samples of `batch`. Raises a PlanError if its loss is not a mean over labels.
+    Runs the model, which is not split, a few times on two samples of `batch`. Raises a PlanError if its loss is not a
+    mean over labels.
     """
+    dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
+    return default_objective(model, batch, min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float64))
+
+
+def _own_loss(model: nn.Module, batch: Mapping[str, Any], measure: Measure, tolerance: float) -> Objective:
     labels = batch.get(LABELS)
     if not isinstance(labels, Tensor):
         raise PlanError(
@@ -46,16 +70,16 @@ def model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Objective:
             f"compute its loss; add them, or pass objective="
         )
     loss = _ModelLoss(_same, getattr(model, _DECODER_INPUTS, None))
-    if not _first_counts(loss, model, batch):
+    if not _first_counts(loss, measure, batch):
         loss = replace(loss, targets_of=_shifted)
     pair = _two_samples(batch)
-    if not _is_mean_over_targets(loss, model, pair):
+    if not _is_mean_over_targets(loss, measure, pair, tolerance):
         raise PlanError(
             f"the loss of {type(model).__name__} is not a mean over its labels (all that are not {IGNORE}, or all "
             f"behind the first position), so losses of parts of a batch do not add up to that of the whole; pass "
             f"objective=, with the loss summed over targets and their number"
         )
-    loss = replace(loss, is_cross_entropy=_is_cross_entropy(loss, model, pair))
+    loss = replace(loss, is_cross_entropy=_is_cross_entropy(loss, measure, pair, tolerance))
     return Objective(loss.count, loss.total, splits_logits=True, align=loss.align)
 
 
@@ -115,7 +139,7 @@ def _shifted(labels: Tensor) -> Tensor:
     return functional.pad(labels, (0, 1), value=IGNORE)[..., 1:]
 
 
-def _first_counts(loss: _ModelLoss, model: nn.Module, batch: Batch) -> bool:
+def _first_counts(loss: _ModelLoss, measure: Measure, batch: Batch) -> bool:
     """Does the loss depend on the labels of the first position? Not if the target of a position is the next label."""
     labels = batch[LABELS]
     if labels.dim() < 2 or labels.is_floating_point():
@@ -124,7 +148,7 @@ def _first_counts(loss: _ModelLoss, model: nn.Module, batch: Batch) -> bool:
     others[..., 0] = torch.where(labels[..., 0] == 0, 1, 0)
     shifted = replace(loss, targets_of=_shifted)
     given = [take_samples({**batch, LABELS: one}, slice(0, 2)) for one in (labels, others)]
-    first, second = (_in_evaluation(model, partial(shifted.total, model, one)) for one in given)
+    first, second = (measure(shifted.total, one) for one in given)
     return not torch.equal(first, second)
 
 
@@ -138,26 +162,28 @@ def _two_samples(batch: Batch) -> Batch:
     return pair
 
 
-def _is_mean_over_targets(loss: _ModelLoss, model: nn.Module, pair: Batch) -> bool:
+def _is_mean_over_targets(loss: _ModelLoss, measure: Measure, pair: Batch, tolerance: float) -> bool:
     """Does the model's loss add up over samples if it is multiplied by the number of targets?"""
-    totals = (partial(loss.total, model, take_samples(pair, rows)) for rows in _ROWS)
-    both, *alone = (_in_evaluation(model, total) for total in totals)
-    return torch.allclose(both, alone[0] + alone[1], rtol=1e-6, atol=0)
+    both, *alone = (measure(loss.total, take_samples(pair, rows)).double() for rows in _ROWS)
+    return torch.allclose(both, alone[0] + alone[1], rtol=tolerance, atol=0)
 
 
-def _is_cross_entropy(loss: _ModelLoss, model: nn.Module, pair: Batch) -> bool:
+def _is_cross_entropy(loss: _ModelLoss, measure: Measure, pair: Batch, tolerance: float) -> bool:
     """Is the model's loss the cross-entropy of the logits that it returns without labels?"""
-    try:
-        found = _in_evaluation(model, partial(loss.total_of_logits, model, pair))
-    except Exception:  # of the model's own code: it needs labels, or returns no logits
-        return False
-    own = _in_evaluation(model, partial(loss.total, model, pair))
-    return torch.allclose(found.double(), own.double(), rtol=1e-5, atol=0)
+
+    def of_logits(model: nn.Module, batch: Batch) -> Tensor:
+        try:
+            return loss.total_of_logits(model, batch)
+        except Exception:  # of the model's own code: it needs labels, or returns no logits
+            return torch.full((), torch.nan, device=pair[LABELS].device)
+
+    found, own = measure(of_logits, pair), measure(loss.total, pair)
+    return torch.allclose(found.double(), own.double(), rtol=10 * tolerance, atol=0)
 
 
-def _in_evaluation(model: nn.Module, total: Callable[[], Tensor]) -> Tensor:
+def _in_evaluation(model: nn.Module, total: _Total, batch: Batch) -> Tensor:
     with in_mode(model, training=False), torch.no_grad():
-        return total()
+        return total(model, batch)
 
 
 _ROWS = (slice(0, 2), slice(0, 1), slice(1, 2))

@@ -6,7 +6,8 @@ computes the same loss and the same gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.comm import all_reduce
+from weft.errors import PlanError
+from weft.inspection.annotations import Annotation
 from weft.inspection.module_modes import in_mode
 from weft.mesh import Mesh
 from weft.models.router import change_biases
@@ -22,14 +25,17 @@ from weft.optim.stepper import stepper
 from weft.parallel.context.axis import own_tokens
 from weft.parallel.gradient_norm import grad_norm
 from weft.parallel.model_state import sync_gradients, watching_reads
+from weft.parallel.tensor.vocabulary import whole_logits
 from weft.parallel.tile import own_targets, repeats
 from weft.pipeline.rank_model import pipeline_of, rank_model
 from weft.pipeline.runtime import Pipeline, Work
 from weft.pipeline.sections import raising_lost_rank
 from weft.pipeline.shared_parameters import running_statistics
 from weft.plan import Plan
-from weft.step.batch import Batch
+from weft.sharding.layout import COMPUTE_DTYPE
+from weft.step.batch import Batch, plain_batch
 from weft.step.cuda_graph import Graph
+from weft.step.model_loss import default_objective
 from weft.step.objective import CROSS_ENTROPY, Objective, counts_of, training_total
 from weft.step.used_tokens import UsedTokens
 
@@ -69,7 +75,7 @@ def train_step(
     optimizer: Optimizer,
     micro_batches: Sequence[Batch],
     mesh: Mesh,
-    objective: Objective = CROSS_ENTROPY,
+    objective: Objective | None = None,
     clip: float | None = 1.0,
     before_micro_batch: Before = lambda index: None,
     checks: Checks | None = None,
@@ -78,9 +84,11 @@ def train_step(
     """Runs forward, backward and update over this rank's micro-batches of one step.
 
     Micro-batches hold whole sequences under any plan. Images are this rank's tiles (`weft.tile`), with labels of the
-    tile's pixels or of whole samples. `graph` replays forward and backward as a CUDA graph. `before_micro_batch(index)`
-    runs before each forward.
+    tile's pixels or of whole samples. Without an `objective`, batches are as in `weft.verify`: the model's keyword
+    arguments with labels, or (inputs, labels). `graph` replays forward and backward as a CUDA graph.
+    `before_micro_batch(index)` runs before each forward.
     """
+    objective, micro_batches = _settled(objective, micro_batches, model, mesh)
     statistics = running_statistics(model) if checks is not None else ()
     before = [tensor.clone() for tensor in statistics]
     used = UsedTokens(model, mesh, objective, micro_batches, in_place=graph is not None)
@@ -119,6 +127,48 @@ def train_step(
         assert verdict is not None
         tensor.copy_(torch.where(verdict == 0, tensor, old))
     return StepResult(loss, norm, num_targets / repeats(model, mesh.plan), verdict)
+
+
+def _settled(
+    objective: Objective | None, batches: Sequence[Batch], model: nn.Module, mesh: Mesh
+) -> tuple[Objective, list[Batch]]:
+    """Returns the objective for batches, and batches of which mappings are dicts.
+
+    If none is given, the first batch decides. A model is evaluated for this once for each set of keys.
+    """
+    if isinstance(batches, Mapping):
+        raise PlanError(
+            f"a dict ({', '.join(map(str, batches))}) was given as the list of batches; put it into a list: [batch]"
+        )
+    batches = [plain_batch(batch) for batch in batches]
+    if objective is not None or not batches:
+        return objective or CROSS_ENTROPY, batches
+    keys = tuple(batches[0]) if isinstance(batches[0], dict) else ()
+    known = _OBJECTIVES.setdefault(model, {})
+    if keys not in known:
+        if keys and mesh.plan.tile.degree > 1:
+            raise PlanError(
+                "what a model's own loss counts cannot be told from tiles; give "
+                "objective=weft.model_loss(model, batch), of the model before weft.parallelize and whole images"
+            )
+        measure, dtype = partial(_measure_alike, model, mesh), COMPUTE_DTYPE[mesh.plan.precision]
+        known[keys] = default_objective(rank_model(model).models[0], batches[0], dtype, measure)
+    return known[keys], batches
+
+
+_OBJECTIVES = Annotation[dict[tuple[str, ...], Objective]]("objectives")  # by the keys of a batch
+
+
+def _measure_alike(model: nn.Module, mesh: Mesh, total: Callable[[nn.Module, Batch], Tensor], batch: Batch) -> Tensor:
+    """Returns a total in an evaluation, summed over ranks with their own batches. It is equal on all ranks.
+
+    The model's own code has the logits of all classes, but only this rank's tokens, in the order that `context` gives
+    them. That changes the loss, but neither which labels it counts nor whether it is a mean over them.
+    """
+    with ExitStack() as inside, in_mode(model, training=False), torch.no_grad():
+        for one in rank_model(model).models:
+            inside.enter_context(whole_logits(one))
+        return _sum_of(model, [own_tokens(batch, mesh["context"])], total, (), mesh)
 
 
 def own_part(batch: Batch, model: nn.Module, mesh: Mesh, objective: Objective) -> Batch:
@@ -198,24 +248,37 @@ def _run_in_turn(
     return loss
 
 
-def evaluate(model: nn.Module, batches: Sequence[Batch], mesh: Mesh, objective: Objective = CROSS_ENTROPY) -> Tensor:
+def evaluate(model: nn.Module, batches: Sequence[Batch], mesh: Mesh, objective: Objective | None = None) -> Tensor:
     """Returns the mean loss over all ranks' batches (whole sequences), without gradients. It is equal on all ranks.
 
-    For an objective with several measures, returns the mean of each, [len(measures)].
+    Batches and objectives are as in `train_step`. For an objective with several measures, returns the mean of each,
+    [len(measures)].
     """
+    objective, batches = _settled(objective, batches, model, mesh)
     measure = objective.measure or objective.total
     shape = (len(objective.measures),) if objective.measure else ()
     batches = [own_part(batch, model, mesh, objective) for batch in batches]
     with in_mode(model, training=False), torch.no_grad():
-        pipeline = pipeline_of(model)
-        if pipeline is not None:
-            total = _evaluate_pipeline(pipeline, Work(batches, measure, shape=shape), mesh)
-        else:
-            total = torch.stack([_measured(model, batch, measure, mesh) for batch in batches]).sum(0)
-            all_reduce(total, mesh["losses"]).wait()
+        total = _sum_of(model, batches, measure, shape, mesh)
     count = torch.stack([objective.count(batch) for batch in batches]).sum().double()
     all_reduce(count, mesh["tokens"]).wait()
     return total / count
+
+
+def _sum_of(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    measure: Callable[[nn.Module, Batch], Tensor],
+    shape: tuple[int, ...],
+    mesh: Mesh,
+) -> Tensor:
+    """Returns the sum of a measure of that shape over all ranks' batches."""
+    pipeline = pipeline_of(model)
+    if pipeline is not None:
+        return _evaluate_pipeline(pipeline, Work(batches, measure, shape=shape), mesh)
+    total = torch.stack([_measured(model, batch, measure, mesh) for batch in batches]).sum(0)
+    all_reduce(total, mesh["losses"]).wait()
+    return total
 
 
 def _measured(model: nn.Module, batch: Batch, measure: Callable[[nn.Module, Batch], Tensor], mesh: Mesh) -> Tensor:

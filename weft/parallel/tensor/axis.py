@@ -46,14 +46,13 @@ from weft.parallel.cut_parameters import cut_parameters
 from weft.parallel.tensor import closed_form, convolution
 from weft.parallel.tensor.cost import assumptions, localise, traffic, transient_bytes
 from weft.parallel.tensor.cuts import ends_of, parameter_cuts
-from weft.parallel.tensor.head_use import HeadUse
 from weft.parallel.tensor.norm import split_norm
 from weft.parallel.tensor.operations import gather, leave
 from weft.parallel.tensor.overlapped_matmul import StreamSplit
 from weft.parallel.tensor.refuse import refuse_sizes
 from weft.parallel.tensor.sequence_stream import SequenceSplitter
 from weft.parallel.tensor.split_linear import SharedInput, SplitLinear
-from weft.parallel.tensor.vocabulary import Vocabulary, mark_logits, set_vocabulary, split_embedding, vocabulary_of
+from weft.parallel.tensor.vocabulary import Vocabulary, mark_logits_of, set_vocabulary, split_embedding, vocabulary_of
 from weft.plan import BatchSplit, Plan
 from weft.plan import Tensor as TensorSetting
 from weft.profiling import Profile
@@ -202,8 +201,7 @@ class _Applier:
                 vocabulary = Vocabulary(begin, end, num_classes, self.x)
                 set_vocabulary(self.model, vocabulary)
                 if self.x.degree > 1:
-                    use = HeadUse(self.model, split.module)
-                    self.model.register_forward_hook(partial(mark_logits, vocabulary, use))
+                    mark_logits_of(self.model, split.module, vocabulary)
         for parent, columns in entering.items():
             module = self.model.get_submodule(parent)
             _replace_forward(module, SharedInput(parent, module.forward, columns).forward)

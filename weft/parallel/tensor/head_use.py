@@ -8,7 +8,7 @@ of the model's result are its logits, if it returns others too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -40,10 +40,14 @@ def _refusal(name: str, reason: str) -> PlanError:
 
 
 class HeadUse:
-    """Watches what a model does with the result of its head, in its first forward in each mode (training or not)."""
+    """Watches what a model does with the result of its head, in its first forward in each mode (training or not).
+
+    While `gather` is set, the model is not watched and gets what `gather` makes of its head's result.
+    """
 
     def __init__(self, model: nn.Module, name: str) -> None:
         self._name = name
+        self.gather: Callable[[Tensor], Tensor] | None = None
         self._seen: set[bool] = set()
         self._places: dict[bool, tuple[int, ...]] = {}  # of the logits among the tensors of the model's result
         self._watch: LogitsWatch | None = None
@@ -56,16 +60,19 @@ class HeadUse:
 
     def _begin(self, model: nn.Module, _: Any) -> None:
         is_compiled = torch.compiler.is_compiling() or any(m._compiled_call_impl is not None for m in model.modules())
-        if model.training not in self._seen and not is_compiled:
+        if model.training not in self._seen and not is_compiled and self.gather is None:
             self._is_training = model.training
             self._seen.add(model.training)
             self._watch, self._was_called = _RefusingWatch(self._name), False
 
-    def _after_head(self, head: nn.Module, args: Any, result: Any) -> None:
+    def _after_head(self, head: nn.Module, args: Any, result: Any) -> Any:
+        if self.gather is not None:
+            return self.gather(result)
         if self._watch is not None:
             self._was_called = True
             self._watch.take(head, args, result)
             self._inside.enter_context(self._watch)
+        return result
 
     def _end(self, _: nn.Module, __: Any, output: Any) -> None:
         watch = self._watch

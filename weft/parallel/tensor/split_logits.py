@@ -59,8 +59,14 @@ def _whole_logits(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, SplitLogits):
         return tensor
     if tensor.whole is None:
-        tensor.whole = _GatherClasses.apply(own_logits(tensor), tensor.axis, tensor.num_classes)
+        tensor.whole = gather_classes(own_logits(tensor), tensor.axis, tensor.num_classes)
     return tensor.whole
+
+
+def gather_classes(logits: Tensor, axis: Axis, num_classes: int) -> Tensor:
+    """Returns the logits of all classes from those of each rank's classes."""
+    whole: Tensor = _GatherClasses.apply(logits, axis, num_classes)
+    return whole
 
 
 def gather_bytes(num_targets: int, num_classes: int, degree: int, itemsize: int) -> int:

@@ -7,7 +7,10 @@ float32 at least.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +25,7 @@ from weft.inspection.first_order import first_order
 from weft.inspection.nested_tensors import map_tensors
 from weft.models.loss import IGNORE, is_unknown, token_loss
 from weft.parallel.tensor.head_use import HeadUse
-from weft.parallel.tensor.split_logits import mark_split, own_logits
+from weft.parallel.tensor.split_logits import gather_classes, mark_split, own_logits
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Vocabulary:
 
 
 _VOCABULARY = Annotation[Vocabulary]("vocabulary")
+_HEAD_USE = Annotation[HeadUse]("head_use")
 
 
 def vocabulary_of(model: nn.Module) -> Vocabulary | None:
@@ -48,8 +52,31 @@ def set_vocabulary(model: nn.Module, vocabulary: Vocabulary) -> None:
     _VOCABULARY.set(model, vocabulary)
 
 
-def mark_logits(vocabulary: Vocabulary, use: HeadUse, model: nn.Module, _: Any, output: Any) -> Any:
-    """A forward hook of a model whose head is split: marks its logits as split (`split_logits.py`)."""
+def mark_logits_of(model: nn.Module, head: str, vocabulary: Vocabulary) -> None:
+    """Marks the logits that a model returns as split (`split_logits.py`). Its module `head` makes them."""
+    use = HeadUse(model, head)
+    _HEAD_USE.set(model, use)
+    model.register_forward_hook(partial(_mark_logits, vocabulary, use))
+
+
+@contextmanager
+def whole_logits(model: nn.Module) -> Iterator[None]:
+    """Gives the model's own code the logits of all classes inside of the context, which a loss of its own needs."""
+    vocabulary, use = _VOCABULARY.pop(model), _HEAD_USE.get(model)
+    if use is not None and vocabulary is not None:
+        use.gather = partial(gather_classes, axis=vocabulary.axis, num_classes=vocabulary.num_classes)
+    try:
+        yield
+    finally:
+        if use is not None:
+            use.gather = None
+        if vocabulary is not None:
+            set_vocabulary(model, vocabulary)
+
+
+def _mark_logits(vocabulary: Vocabulary, use: HeadUse, model: nn.Module, _: Any, output: Any) -> Any:
+    if use.gather is not None:
+        return output
     own = vocabulary.end - vocabulary.begin
     found = {id(one): one for one in use.logits_in(model, output) if one.dim() and one.shape[-1] == own}
     split = {key: mark_split(one, vocabulary.axis, vocabulary.num_classes) for key, one in found.items()}
