@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -21,9 +22,9 @@ from weft.checkpoint import Checkpoint, latest, steps
 from weft.checkpoint.file_hashes import file_hashes
 from weft.checkpoint.folder import step_name
 from weft.checkpoint.manifest import MANIFEST
-from weft.data.config import ChatConfig, Data, DataConfig, as_saved, data_class, data_from_table
-from weft.data.tokenizer import Tokenizer, load_tokenizer
-from weft.errors import CheckpointError, ConfigError, DamagedError, NumbersError, WeftError
+from weft.data.config import ChatConfig, Data, DataConfig, as_saved, data_class, data_from_table, is_of_earlier_tokens
+from weft.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
+from weft.errors import CheckpointError, ConfigError, DamagedError, DataError, NumbersError, WeftError
 from weft.inspection.model_tensors import saved_buffers
 from weft.models import LanguageConfig, ModelConfig, config_from_table, read_config, weight_reader
 from weft.models.adapter import adapter_weights
@@ -78,10 +79,12 @@ def open_source(folder: Path) -> Source:
 
 def _tokens_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """Returns the keys of `[data]` that tell how the texts of a checkpoint's run became tokens."""
-    data = saved_data(checkpoint)
+    data, end_token = saved_data(checkpoint), None
+    with suppress(DataError):  # another tokenizer may be given for one that is gone
+        end_token = saved_end_token(checkpoint)
     found = {
         "tokenizer": saved_tokenizer(checkpoint),
-        "end_token": data.end_token,
+        "end_token": end_token,
         "add_special_tokens": data.add_special_tokens,
         "template": saved_template(checkpoint),
     }
@@ -184,10 +187,14 @@ def saved_data(checkpoint: Checkpoint) -> DataConfig:
 
 def saved_samples(checkpoint: Checkpoint) -> Data:
     """The `[data]` table of a checkpoint's run of text or images."""
+    return data_from_table(as_saved(_data_table(checkpoint)))
+
+
+def _data_table(checkpoint: Checkpoint) -> dict[str, Any]:
     data = parse_toml(checkpoint.stated("run", str), str(checkpoint.path)).get("data")
     if not isinstance(data, dict):
         raise CheckpointError(f"{checkpoint.path} states a run without [data]; it was not saved by weft train")
-    return data_from_table(as_saved(data))
+    return data
 
 
 def saved_tokenizer(checkpoint: Checkpoint) -> str:
@@ -198,10 +205,22 @@ def saved_tokenizer(checkpoint: Checkpoint) -> str:
     return spec if spec == "bytes" else _place(checkpoint, spec)
 
 
+def saved_end_token(checkpoint: Checkpoint) -> str | None:
+    """The `data.end_token` with which documents end as they did in a checkpoint's run; None: without one. A run of an
+    earlier weft may have ended documents with another token than is found now.
+    """
+    data = saved_data(checkpoint)
+    if data.end_token is not None or not is_of_earlier_tokens(_data_table(checkpoint)):
+        return data.end_token
+    tokenizer = load_tokenizer(saved_tokenizer(checkpoint))
+    earlier = tokenizer.earlier_end_token if isinstance(tokenizer, FileTokenizer) else None
+    return None if earlier == tokenizer.end_token else earlier
+
+
 def load_saved_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     """Returns the tokenizer of a checkpoint's run, with the run's special tokens."""
-    data, spec = saved_data(checkpoint), saved_tokenizer(checkpoint)
-    return load_tokenizer(spec, end_token=data.end_token, adds_special_tokens=data.add_special_tokens)
+    adds, spec = saved_data(checkpoint).add_special_tokens, saved_tokenizer(checkpoint)
+    return load_tokenizer(spec, end_token=saved_end_token(checkpoint), adds_special_tokens=adds)
 
 
 def saved_template(checkpoint: Checkpoint) -> str | None:

@@ -177,8 +177,8 @@ def test_an_export_ends_where_its_run_does(tmp_path: Path, first: str, end_token
     (tmp_path / "generation_config.json").write_text(
         '{"_from_model_config": true, "eos_token_id": [65], "temperature": 0.6}'
     )
-    stated = "" if end_token is None else f'end_token = "{end_token}"'
-    run = saved_with(str(file), tmp_path / "run" / "checkpoints", "run", more=stated)
+    stated = "" if end_token is None else f'end_token = "{end_token}"\n'
+    run = saved_with(str(file), tmp_path / "run" / "checkpoints", "run", more=stated + "add_special_tokens = true")
     export(run, target)
     ours, theirs = (load_model(folder, None, "cpu", print) for folder in (run, target))
     assert theirs.end_tokens == ours.end_tokens == {65, ours.tokenizer.end}
@@ -349,6 +349,20 @@ def test_a_run_is_served_and_exported_with_the_tokens_that_its_texts_had(tmp_pat
         ):
             assert encode_text(tokenizer, "he") == [*expected, *ids]
         assert theirs(tmp_path / f"model{number}")("he").input_ids == [*expected, *ids]
+
+
+def test_a_run_of_an_earlier_weft_ends_texts_with_the_token_that_it_learnt(tmp_path: Path) -> None:
+    """It read no file beside tokenizer.json, so it ended texts with <|endoftext|> where these name <|im_end|>."""
+    own = write_family(tmp_path / "own", "qwen")
+    for number, (more, expected) in enumerate((("", "<|endoftext|>"), ("add_special_tokens = true", "<|im_end|>"))):
+        run = saved_with(str(own), tmp_path / f"run{number}" / "checkpoints", f"run{number}", more=more)
+        export(run, tmp_path / f"model{number}")
+        source = {"model": {"from": str(run)}, "train": {"steps": 1, "batch": 1}}
+        again = run_from_tables({**source, "data": {"source": "stdlib", "sequence": 8}}, {}, "again")
+        loaded = load_model(run, None, "cpu", print)
+        exported = load_model(tmp_path / f"model{number}", None, "cpu", print)
+        assert {loaded.tokenizer.end_token, exported.tokenizer.end_token, again.tokenizer.end_token} == {expected}
+        assert loaded.tokenizer.end in loaded.end_tokens
 
 
 def test_generating_stops_at_every_token_that_the_folder_states(tmp_path: Path) -> None:

@@ -78,6 +78,13 @@ def test_a_cache_without_room_for_a_request_is_not_warmed_up() -> None:
     assert engine.state().num_generated == 0
 
 
+@pytest.mark.parametrize("sizes", [{"context_length": length} for length in (5, 6, 7)] + [{"num_blocks": 2}])
+def test_a_short_context_and_a_small_cache_are_warmed_up(sizes: dict[str, int]) -> None:
+    options = replace(OPTIONS, **sizes)
+    engine = Engine(tiny_model("llama"), options)
+    assert warm_up(engine, replace(options, device="cuda")) > 0
+
+
 def test_each_size_of_a_decode_is_computed() -> None:
     """A burst has as many prompts as graphs have rows, up to all that run at once."""
     engine = Engine(tiny_model("llama"), OPTIONS)

@@ -24,6 +24,7 @@ from weft.models.lora import is_adapter
 from weft.saved_run import (
     load_saved_tokenizer,
     saved_data,
+    saved_end_token,
     saved_model,
     saved_samples,
     saved_template,
@@ -116,7 +117,7 @@ def _files(checkpoint: Checkpoint) -> dict[str, Path | str]:
     ):
         files[TOKENIZER] = tokenizer.without_special_tokens()  # as the run was trained
     ends = [tokenizer.end, *sorted(end_tokens(tokenizer, folder) - {tokenizer.end})]
-    files[GENERATION_FILE] = generation_config(folder, ends, data.end_token)
+    files[GENERATION_FILE] = generation_config(folder, ends, saved_end_token(checkpoint))
     return files
 
 

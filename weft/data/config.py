@@ -162,8 +162,14 @@ _PLACES = ("source", "cache", "tokenizer", "end_token", "add_special_tokens", "t
 
 def as_saved(table: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the table `[data]` of a saved run, with the values of keys that runs did not have when it was saved."""
-    is_text = issubclass(data_class(table), DataConfig)
-    return {**({"add_special_tokens": False} if is_text else {}), **table}
+    return {**({"add_special_tokens": False} if is_of_earlier_tokens(table) else {}), **table}
+
+
+def is_of_earlier_tokens(table: Mapping[str, Any]) -> bool:
+    """Is a table `[data]` of a saved run of text of an earlier weft, which put no special tokens around texts and ended
+    them with a token that no file beside the tokenizer names?
+    """
+    return issubclass(data_class(table), DataConfig) and "add_special_tokens" not in table
 
 
 def changed_keys(saved: Mapping[str, Any], data: Data) -> tuple[list[str], list[str]]:

@@ -8,6 +8,7 @@ are never used with another tokenizer.
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -105,7 +106,8 @@ class ByteTokenizer:
 
 class FileTokenizer:
     """The tokenizer of a `tokenizer.json`. Special tokens in a text are encoded as such, as in transformers: those of
-    the file, and those that the files beside it name.
+    the file, and those that the files beside it name. `earlier_end_token` ended documents in an earlier weft, which
+    read no file beside it, if no other was given.
     """
 
     def __init__(self, path: Path, end_token: str | None, adds_special_tokens: bool = True) -> None:
@@ -126,6 +128,7 @@ class FileTokenizer:
         # A file may contain settings of its model that would truncate or pad documents.
         self._backend.no_truncation()
         self._backend.no_padding()
+        self.earlier_end_token = self._first_known(END_TOKENS)
         self._named = named_tokens(path.parent)
         new = [text for text in self._named.values() if self._is_ordinary(text)]
         self._backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in new])
@@ -165,15 +168,24 @@ class FileTokenizer:
             for identity in stated:
                 if 0 <= identity < self.vocab_size:
                     return identity
-        special = [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
-        for token in sorted(candidates, key=lambda token: token not in special):
-            found: int | None = self._backend.token_to_id(token)
-            if found is not None:
-                return found
-        others = ", ".join(special[:MAX_NAMED]) or "those of its vocabulary"
+        found = self._first_known(candidates)
+        if found is not None:
+            identity = self._backend.token_to_id(found)
+            assert identity is not None, "it is known"
+            return identity
+        others = ", ".join(self._special()[:MAX_NAMED]) or "those of its vocabulary"
         raise DataError(
             f"{path} has no token {' or '.join(candidates)} to end a document; set data.end_token to one of {others}"
         )
+
+    def _special(self) -> list[str]:
+        return [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
+
+    def _first_known(self, candidates: Sequence[str]) -> str | None:
+        """Returns the first of some tokens that the vocabulary has, special ones before others; None if it has none."""
+        special = self._special()
+        known = [token for token in candidates if self._backend.token_to_id(token) is not None]
+        return min(known, key=lambda token: token not in special, default=None)
 
     def _surroundings(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the ids that the file puts before and after any text."""

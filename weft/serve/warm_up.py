@@ -62,7 +62,8 @@ def _jobs(engine: Engine, options: EngineOptions) -> list[Callable[[], object]]:
     rounds.append(make.requests(options.num_rows, 8))  # more prompts than a graph of a step takes
     rounds += [make.requests(number, 8, way) for way in WAYS for number in (1, 3)]
     rounds.append([replace(one, sampling=way) for one, way in zip(make.requests(len(WAYS), 8), WAYS, strict=True)])
-    rounds.append([replace(one, tokens=one.tokens[:2] * 4) for one in make.requests(1, 2)])  # drafts by lookup
+    repeated = make.requests(1, 2)[0]  # drafts by lookup
+    rounds.append([replace(repeated, tokens=(repeated.tokens * 4)[:longest])])
     rounds += [[replace(one, adapter=name) for one in make.requests(2, 8)] for name in options.adapters]
     if options.grammars is not None:
         rounds.append([replace(one, json_schema=ANY_OBJECT) for one in make.requests(1, 8)])
