@@ -170,9 +170,9 @@ class FileTokenizer:
                     return identity
         found = self._first_known(candidates)
         if found is not None:
-            identity = self._backend.token_to_id(found)
-            assert identity is not None, "it is known"
-            return identity
+            end: int | None = self._backend.token_to_id(found)
+            assert end is not None, "it is known"
+            return end
         others = ", ".join(self._special()[:MAX_NAMED]) or "those of its vocabulary"
         raise DataError(
             f"{path} has no token {' or '.join(candidates)} to end a document; set data.end_token to one of {others}"
