@@ -45,7 +45,7 @@ def test_slots_take_the_tokens_that_a_loop_takes(limit: int, is_random: bool, is
     experts = torch.rand(batch, sequence, num_experts, generator=rng).topk(k).indices
     if is_one_sided:
         experts = torch.tensor([4, 1]).expand(batch, sequence, k)
-    priorities = draw_priorities(torch.arange(batch), sequence, 1) if is_random else None
+    priorities = draw_priorities(torch.arange(batch) + 1, sequence) if is_random else None
     found = fill_slots(experts, num_experts, limit, priorities)
     num_rows, num_pairs = num_experts * batch * limit, experts.numel()
     kept = kept_by_loop(experts, num_experts, limit, priorities).flatten()
@@ -64,8 +64,8 @@ def test_random_numbers_follow_from_a_sequence_alone() -> None:
     assert keys.unique().numel() == 4
     assert (sequence_keys(tokens[2:]) == keys[2:]).all()
     assert (sequence_keys(tokens.flip(1)) != keys).all()
-    drawn = draw_priorities(keys, 4096, 0)
-    assert (draw_priorities(keys, 4096, 1) != drawn).all()
+    drawn = draw_priorities(keys, 4096)
+    assert (draw_priorities(keys + 1, 4096) != drawn).all()
     assert drawn.unique().numel() == drawn.numel()
     first = drawn.argsort(1)[:, :2048]  # half of the tokens of each sequence, anywhere in it
     assert ((first < 2048).double().mean(1) - 0.5).abs().max() < 0.05
@@ -80,7 +80,7 @@ def looped(layer: SparseMLP, hidden: Tensor, config: DecoderConfig, keys: Tensor
     kept = torch.ones_like(experts, dtype=torch.bool)
     if config.capacity is not None:
         limit = config.capacity.tokens(sequence, config.num_experts, config.num_experts_per_tok)
-        drawn = None if keys is None else draw_priorities(keys, sequence, layer.layer)
+        drawn = None if keys is None else draw_priorities(keys, sequence)
         kept = kept_by_loop(experts, config.num_experts, limit, drawn)
     rows = []
     for sample in range(batch):

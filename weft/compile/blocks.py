@@ -2,13 +2,14 @@
 
 Equal blocks share the code compiled for the first, so a model compiles as fast as one of its blocks. Large blocks of
 many kinds are compiled in pieces (`pieces.py`), and equal pieces once. Compiled code is stored in the user's cache
-folder, where the next run finds it. If compiling fails, the run continues uncompiled and reports it once.
+folder, where the next run finds it. If compiling fails, the run continues uncompiled and reports it once; what
+torch.compile leaves out of a block for another reason than weft's own is reported once, too.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,14 @@ from weft.errors import ConfigError
 from weft.inspection.blocks import find_blocks
 from weft.models.loss import rows_kernel, rows_loss
 from weft.models.loss_head import loss_head_of
+from weft.models.router import routers_of
 from weft.pipeline.rank_model import rank_model
 from weft.run_file import Run
 
 Say = Callable[[str], None]
 
+# In torch's reasons where weft itself keeps code out of graphs (torch._disable_dynamo), as collectives.
+BY_WEFT = ("torch.compiler.disable", "torch/_compile")
 VARIANTS = 4  # compiled versions of one block: training, evaluation, and a few shapes
 
 
@@ -63,12 +67,15 @@ def compile_blocks(model: nn.Module, say: Say, backend: str = "inductor") -> Non
     """Replace the forwards of a parallel model's blocks, and the loss in its head, by compiled ones.
 
     They are compiled when they are first called. Blocks with many different layers are compiled in pieces. `say`
-    receives a message if compiling fails.
+    receives a message if compiling fails, and one for each reason for which a part of the model stays uncompiled.
     """
     folder = cache_folder() / "inductor"
     with suppress(OSError):  # torch's default folder is a temporary one
         folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    # A router records its losses and counts in forward, and a recompute's records are forgotten: they need not be made.
+    # Without this, torch.compile refuses a checkpoint around a router.
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = bool(routers_of(model))
     status = _CompileStatus(say)
     blocks = _blocks(model)
     limit = VARIANTS * len(layer_kinds(blocks))  # torch counts per function, and equal classes share one
@@ -93,16 +100,30 @@ def cache_folder() -> Path:
 
 
 class _CompileStatus:
-    """Whether compiling has failed. All compiled functions of a model share it."""
+    """Whether compiling has failed, and what stays uncompiled. All compiled functions of a model share it."""
 
     def __init__(self, say: Say) -> None:
         self.failed, self.say = False, say
+        self._known = set(_reasons())
 
     def fail(self, error: Exception) -> None:
         if not self.failed:
             self.failed = True
             reason = " ".join(str(error).split("\n")[:2])
             self.say(f"torch.compile failed ({reason}); going on uncompiled")
+
+    def report(self) -> None:
+        """Say why parts of the model stay uncompiled, each reason once. Call this after each call of compiled code."""
+        if len(self._known) == len(_reasons()):
+            return
+        for reason in set(_reasons()) - self._known:
+            self._known.add(reason)
+            if not any(one in reason for one in BY_WEFT):
+                lines = [line.strip() for line in reason.split("\n") if line.strip()][:3]
+                self.say(
+                    f"torch.compile leaves a part of the model uncompiled ({'; '.join(lines)}): it is slower and may "
+                    f"take more memory than predicted"
+                )
 
 
 class _CompiledFunction:
@@ -117,7 +138,9 @@ class _CompiledFunction:
         if self.status.failed:
             return self.function(*args, **kwargs)
         try:
-            return self.compiled(*args, **kwargs)
+            result = self.compiled(*args, **kwargs)
+            self.status.report()
+            return result
         except torch._dynamo.exc.TorchDynamoException as error:
             self.status.fail(error)
             return self.function(*args, **kwargs)
@@ -128,6 +151,12 @@ def _leave_out_hooks(module: nn.Module) -> None:
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in hooks.items():
             hooks[key] = torch._dynamo.disable(hook)
+
+
+def _reasons() -> Mapping[str, int]:
+    """Returns torch.compile's reasons for leaving code out of graphs in this process, and how often each occurred."""
+    found: Mapping[str, int] = torch._dynamo.utils.counters["graph_break"]
+    return found
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

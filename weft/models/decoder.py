@@ -72,7 +72,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, keys: Tensor | None = None) -> Tensor:
-        """`keys` [batch] are those of `expert_rows.sequence_keys`, for experts that choose tokens at random."""
+        """`keys` [batch] are those of `expert_rows.draw_priorities`, for experts that choose tokens at random."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin)
         normed = self.post_attention_layernorm(hidden)
         out: Tensor = hidden + (self.mlp(normed, keys) if isinstance(self.mlp, SparseMLP) else self.mlp(normed))
@@ -95,9 +95,9 @@ class DecoderBody(nn.Module):
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         cos, sin = rotary_tables(self.config, positions, hidden.dtype)
         is_random = self.config.capacity is not None and self.config.capacity.selection == "random"
-        keys = (sequence_keys(tokens),) if is_random and self.training else ()
-        for layer in self.layers:
-            hidden = layer(hidden, cos, sin, *keys)
+        keys = sequence_keys(tokens) if is_random and self.training else None
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, cos, sin) if keys is None else layer(hidden, cos, sin, keys + index)
         normed: Tensor = self.norm(hidden)
         return normed
 

@@ -105,10 +105,13 @@ def sequence_keys(tokens: Tensor) -> Tensor:
     return _mixed(_mixed(tokens + positions).sum(1))
 
 
-def draw_priorities(keys: Tensor, sequence: int, layer: int) -> Tensor:
-    """Returns a random 64-bit number for each token of sequences with these keys [batch], in a layer."""
+def draw_priorities(keys: Tensor, sequence: int) -> Tensor:
+    """Returns a random 64-bit number for each token of sequences with these keys [batch] of a layer.
+
+    Those of layer i are `sequence_keys` + i. The layer is no argument here: each layer would be compiled anew.
+    """
     positions = torch.arange(sequence, device=keys.device) * _STEP
-    return _mixed(_mixed(keys + layer)[:, None] + positions)
+    return _mixed(_mixed(keys)[:, None] + positions)
 
 
 def _mixed(numbers: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class StackedExperts(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """A router and its experts, in layer `layer`.
+    """A router and its experts, those of layer `layer`.
 
     With `shared_expert_intermediate_size` also a shared expert, weighted per token; with `n_shared_experts` shared
     experts as one MLP of all their widths. With `residual_experts` also a
@@ -72,7 +72,7 @@ class SparseMLP(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: int = 0) -> None:
         super().__init__()
-        self.layer, self.capacity, self.through = layer, config.capacity, through_experts
+        self.capacity, self.through = config.capacity, through_experts
         self.gate = Router(config, config.num_experts_of(layer))
         self.experts = StackedExperts(config, config.num_experts_of(layer))
         inner = config.shared_expert_intermediate_size
@@ -88,7 +88,7 @@ class SparseMLP(nn.Module):
             self.coefficient = nn.Linear(config.hidden_size, 2)
 
     def forward(self, hidden: Tensor, keys: Tensor | None = None) -> Tensor:
-        """hidden [batch, sequence, hidden] -> the same shape. `keys` [batch]: see `expert_rows.sequence_keys`."""
+        """hidden [batch, sequence, hidden] -> the same shape. `keys` [batch]: see `expert_rows.draw_priorities`."""
         weights, experts = self.gate(hidden)
         tokens = hidden.flatten(0, -2)
         out = self.through(tokens, weights, self._order(experts, hidden, keys), self.experts)
@@ -120,7 +120,7 @@ class SparseMLP(nn.Module):
         priorities = None
         if self.capacity.selection == "random":
             assert keys is not None, "random selection needs the keys of the sequences"
-            priorities = draw_priorities(keys, sequence, self.layer)
+            priorities = draw_priorities(keys, sequence)
         chosen = experts.view(batch, sequence, -1)
         return fill_slots(chosen, num_experts, limit, priorities, self.gate.record.used)
 
