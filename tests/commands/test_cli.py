@@ -35,8 +35,8 @@ from weft.train.metrics import StepMetrics
 pytestmark = pytest.mark.processes
 
 COMMANDS = [
-    "init", "train", "plan", "verify", "chaos", "evaluate", "export", "generate", "profile", "serve", "calibrate",
-    "index", "doctor",
+    "init", "train", "plan", "verify", "chaos", "evaluate", "export", "profile", "report", "generate", "serve",
+    "calibrate", "index", "doctor",
 ]  # fmt: skip
 
 

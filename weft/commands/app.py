@@ -27,6 +27,8 @@ from weft.commands.generate import EXAMPLE as GENERATE_EXAMPLE
 from weft.commands.generate import generate_command
 from weft.commands.plan_command import EXAMPLE as PLAN_EXAMPLE
 from weft.commands.plan_command import plan_command
+from weft.commands.report import EXAMPLE as REPORT_EXAMPLE
+from weft.commands.report import report_command
 from weft.commands.serve import EXAMPLE as SERVE_EXAMPLE
 from weft.commands.serve import serve_command
 from weft.commands.shared_arguments import Json, Overrides, RunFile
@@ -242,6 +244,7 @@ def profile_command(
     show_profile(run_folder, make_console(as_json), as_json)
 
 
+app.command("report", epilog=REPORT_EXAMPLE)(report_command)
 app.command("generate", epilog=GENERATE_EXAMPLE)(generate_command)
 app.command("serve", epilog=SERVE_EXAMPLE)(serve_command)
 app.command("calibrate", epilog=calibrate.EXAMPLE)(calibrate.calibrate_command)
