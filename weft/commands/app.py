@@ -27,8 +27,6 @@ from weft.commands.generate import EXAMPLE as GENERATE_EXAMPLE
 from weft.commands.generate import generate_command
 from weft.commands.plan_command import EXAMPLE as PLAN_EXAMPLE
 from weft.commands.plan_command import plan_command
-from weft.commands.report import EXAMPLE as REPORT_EXAMPLE
-from weft.commands.report import report_command
 from weft.commands.serve import EXAMPLE as SERVE_EXAMPLE
 from weft.commands.serve import serve_command
 from weft.commands.shared_arguments import Json, Overrides, RunFile
@@ -244,7 +242,18 @@ def profile_command(
     show_profile(run_folder, make_console(as_json), as_json)
 
 
-app.command("report", epilog=REPORT_EXAMPLE)(report_command)
+@app.command("report", epilog="Example: weft report runs/quickstart")
+def report_command(
+    run_folder: Annotated[Path, typer.Argument(help="the folder of a run, which may still train")],
+    out: Annotated[Path | None, typer.Option(help="the file to write; report.html in the folder if not given")] = None,
+    as_json: Json = False,
+) -> None:
+    """Draw a run's losses and speed against steps. One page (HTML) that loads nothing from elsewhere."""
+    from weft.commands.report import write_report
+
+    write_report(run_folder, out, as_json)
+
+
 app.command("generate", epilog=GENERATE_EXAMPLE)(generate_command)
 app.command("serve", epilog=SERVE_EXAMPLE)(serve_command)
 app.command("calibrate", epilog=calibrate.EXAMPLE)(calibrate.calibrate_command)
