@@ -81,7 +81,7 @@ def test_large_bodies_and_answers_are_read_and_written_beside_the_event_loop(
 def test_a_token_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[list[int]]()
 
-    def decode(ids: Any) -> str:
+    def decode(ids: Any, skip_special_tokens: bool) -> str:
         asked.append(np.asarray(ids).tolist())
         return ByteTokenizer().decode(ids)
 

@@ -173,7 +173,7 @@ def test_newer_experts_are_taken_and_a_cpu_multiplies_with_their_codes() -> None
     stack = first_experts(old).gate_up_proj
     assert len(stack.for_cpu) in (0, 4)  # none where this torch has no product with codes
     if stack.format.why_decoded(stack.in_features, torch.float32) is None:
-        assert not any("stacks of experts" in reason for reason in what_cpus_do(old))
+        assert not any("are decoded for each product" in reason for reason in what_cpus_do(old))
         rows = torch.randn(1, 128)
         found, plain = stack.for_cpu[1].product(rows), stack.format.decode(stack.parts_of(1), torch.float32)  # type: ignore[union-attr]
         torch.testing.assert_close(found, rows @ plain.T, rtol=0.05, atol=0.3)

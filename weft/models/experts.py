@@ -122,7 +122,7 @@ class SparseMLP(nn.Module):
             assert keys is not None, "random selection needs the keys of the sequences"
             priorities = draw_priorities(keys, sequence)
         chosen = experts.view(batch, sequence, -1)
-        return fill_slots(chosen, num_experts, limit, priorities, self.gate.record.used)
+        return fill_slots(chosen, num_experts, limit, priorities, self.gate.record.used_of(hidden))
 
 
 def stacked_experts(

@@ -43,6 +43,12 @@ class _RouterRecord:
     total: Tensor | None = None
     step: Tensor | None = None
 
+    def used_of(self, tokens: Tensor) -> Tensor | None:
+        """Returns which of a call's tokens [batch, sequence, ...] are used; None if all are, as those of a call that is
+        not given the batch's whole sequences: nothing says which of them it has.
+        """
+        return self.used if self.used is not None and self.used.shape == tokens.shape[:2] else None
+
     def __deepcopy__(self, memo: dict[int, Any]) -> _RouterRecord:
         return _RouterRecord()
 
@@ -105,7 +111,8 @@ class Router(nn.Module):
 
     def _note(self, logits: Tensor, probabilities: Tensor, experts: Tensor) -> None:
         """Record the losses and the routing of a forward; logits [batch, sequence, experts]."""
-        used = None if self.record.used is None else self.record.used.to(logits.dtype)
+        used = self.record.used_of(logits)
+        used = None if used is None else used.to(logits.dtype)
         ones = torch.ones_like(experts, dtype=logits.dtype) if used is None else used[..., None].expand(experts.shape)
         counts = torch.zeros_like(logits[:, 0]).scatter_add_(1, experts.flatten(1), ones.flatten(1))  # [batch, experts]
         loss = self._loss(logits, probabilities, counts, used) if self.balance or self.z_loss else None
