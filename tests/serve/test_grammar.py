@@ -319,3 +319,17 @@ def test_schemas_are_kept_by_their_number_and_memory_and_while_somebody_holds_th
     monkeypatch.setattr(grammar, "MAX_KEPT_BYTES", 3 * num_bytes // 2)
     grammars.compile(second, trial)
     assert [grammars.known(schema) is not None for schema in (first, second)] == [False, True]
+
+
+@pytest.mark.processes
+def test_a_schema_that_a_busy_machine_did_not_try_in_time_is_not_refused_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grammars, trial = Grammars(BYTES, []), schema_trial.SchemaTrial()
+    with monkeypatch.context() as patched:
+        patched.setattr(schema_trial, "WALL_SECONDS", 0.0)
+        patched.setattr(schema_trial, "START_SECONDS", 0.0)
+        with pytest.raises(RequestError, match="busy; try again later") as busy:
+            grammars.compile(json.dumps(SCHEMA), trial)
+    assert busy.value.reason == "queue_full"
+    assert grammars.compile(json.dumps(SCHEMA), trial)

@@ -87,6 +87,7 @@ class TrialProcess:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
         self._is_new = True
+        self.is_late = False  # did the answer not come in time, though no limit of its own ended the process?
         with suppress(OSError):  # a process that ended is found when it is asked
             self._write(told(vocabulary))
 
@@ -101,6 +102,7 @@ class TrialProcess:
             while not found.endswith(b"\n"):
                 left = until - time.monotonic()
                 if left <= 0 or not select.select([self._popen.stdout], [], [], left)[0]:
+                    self.is_late = True
                     return None
                 part = os.read(self._popen.stdout.fileno(), 1 << 16)
                 if not part:
@@ -154,6 +156,8 @@ class SchemaTrials:
             with self._places:
                 return self._run(schema, trial)
         except RequestError as refusal:
+            if refusal.reason != "invalid":
+                raise
             with self._lock:
                 self._refused[schema] = refusal.with_traceback(None)
                 while len(self._refused) > MAX_REMEMBERED:
@@ -178,6 +182,10 @@ class SchemaTrials:
                     self._idle.append(process)
         if trial.is_cancelled:
             raise TrialCancelledError("the client is gone")
+        if process.is_late:
+            raise RequestError(
+                "queue_full", "the schema was not tried in time, as this machine is busy; try again later"
+            )
         if answer is None:
             raise unusable(
                 f"it takes more than {TRIAL_CPU_SECONDS} s or {TRIAL_BYTES >> 20} MiB to compile, as patterns under "
