@@ -50,7 +50,7 @@ def prove(plan: Plan) -> dict[str, Any]:
     case = _case(make_model, models.token_batch, None, trial.plan)
     answer = json.dumps(answer_of_rank(case, trial))
     answers = [json.loads(text) for text in all_say(answer, Mesh(Plan(data=plan.num_ranks))["world"])]
-    report = _report(answers, trial, None)
+    report = _report(answers, trial)
     wrong = [str(check) for check in report.checks if not check.passed]
     return {"passed": report.passed, "checks": len(report.checks), "wrong": wrong}
 
