@@ -210,7 +210,10 @@ def export_command(
     adapter: Annotated[bool, typer.Option("--adapter", help="write LoRA's updates alone, for PEFT")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint as a folder that transformers loads; of images as safetensors."""
+    """Write a checkpoint as a folder that transformers loads.
+
+    A model of images is written as `model.safetensors`.
+    """
     from weft.commands.console import make_console, print_json
     from weft.commands.export import DTYPES, export
     from weft.commands.progress_bar import byte_progress
