@@ -1,6 +1,6 @@
 """Compares what `weft plan --serve` predicts for lean inference with what was measured on an H200.
 
-    python benchmarks/lean_planned.py              prints a table; needs no GPU
+    python benchmarks/lean_planned.py              writes benchmarks/results/lean-planned.json; needs no GPU
 
 Measurements are those of benchmarks/results: serve-gpu.json, lean-gpu.json, lean-prompts.json, larger-than-gpu.json.
 Predictions know the model, the device and the workload, and for drafts the share that was accepted.
@@ -9,6 +9,7 @@ Predictions know the model, the device and the workload, and for drafts the shar
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -135,9 +136,23 @@ def rows() -> list[Row]:
 
 
 def main() -> None:
-    print("| | predicted | measured | error |\n|---|---|---|---|")
-    for name, predicted, measured in rows():
-        print(f"| {name} | {predicted:,.4g} | {measured:,.4g} | {predicted / measured - 1:+.0%} |")
+    found = [
+        {"what": what, "predicted": predicted, "measured": value, "error": predicted / value - 1}
+        for what, predicted, value in rows()
+    ]
+    print(
+        "\n".join(
+            f"{row['what']:75} {row['predicted']:9,.4g} {row['measured']:9,.4g} {row['error']:+.0%}" for row in found
+        )
+    )
+    head = {
+        "benchmark": "lean_planned",
+        "date": time.strftime("%Y-%m-%d"),
+        "command": "python benchmarks/lean_planned.py",
+    }
+    (RESULTS / "lean-planned.json").write_text(
+        json.dumps({**head, "cluster": "h200:1x1", "rows": found}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

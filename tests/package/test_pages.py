@@ -1,0 +1,59 @@
+"""docs/measured/ is what benchmarks/measured.py makes of benchmarks/results, and shows every result."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import measured
+
+
+def test_pages_are_what_the_results_give() -> None:
+    texts = measured.pages()
+    assert {*measured.PAGES.glob("*")} == {*texts}
+    for path, text in texts.items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name}: run python benchmarks/measured.py"
+
+
+def test_every_result_is_on_one_page_with_its_date_and_command() -> None:
+    shown = [file for page in measured.SUBJECTS.values() for file in page.files]
+    assert sorted([*shown, *measured.ELSEWHERE]) == sorted(path.name for path in measured.RESULTS.glob("*.json"))
+    for file in shown:
+        result = json.loads((measured.RESULTS / file).read_text(encoding="utf-8"))
+        assert result["date"].count("-") == 2
+        assert result["command"]
+
+
+def test_every_transcribed_entry_is_shown_and_names_its_source() -> None:
+    entries = json.loads((measured.RESULTS / measured.TRANSCRIBED).read_text(encoding="utf-8"))["entries"]
+    assert {entry["subject"] for entry in entries} <= {*measured.SUBJECTS}
+    for entry in entries:
+        assert entry["source"].startswith("docs/")
+        assert all(len(row) == len(entry["columns"]) for row in entry.get("rows", ()))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("step_seconds", 0.0123456, "12.35 ms"),
+        ("seconds_int4", 2.5e-6, "2.5 us"),
+        ("bytes_read_per_token", 15_009_849_344, "15.01 GB"),
+        ("link_bytes_per_second", 55.5e9, "55.5 GB/s"),
+        ("seconds_error", -0.029, "-2.9 %"),
+        ("bytes_ratio", 1.25, "1.25"),
+        ("tokens", 8192, "8,192"),
+        ("is_right", True, "yes"),
+    ],
+)
+def test_a_number_has_the_unit_that_its_key_names(key: str, value: float, text: str) -> None:
+    assert measured.number(key, value) == text
+
+
+def test_a_table_with_many_columns_is_turned() -> None:
+    rows = [("weft", {f"c{index}": str(index) for index in range(measured.MOST_COLUMNS + 1)})]
+    assert list(measured.table(rows))[:3] == ["| | weft |", "|---|---|", "| c0 | 0 |"]
