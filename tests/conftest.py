@@ -1,7 +1,7 @@
 """What all tests share: one thread, because the distributed ones fork; soak tests, which run when asked for; a marker
 for tests that start processes, which `make check` leaves out.
 
-Folders are those of weft/, and `helpers`. All of them are on the path: tests share helpers, and some share cases.
+Folders are those of weft/, and `helpers`, which hold all that tests share: no test imports another.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-FOLDERS = [str(folder) for folder in sorted(Path(__file__).parent.iterdir()) if folder.is_dir()]
-sys.path[:0] = [folder for folder in FOLDERS if folder not in sys.path]
+HELPERS = str(Path(__file__).parent / "helpers")
+sys.path[:0] = [] if HELPERS in sys.path else [HELPERS]
 # Started in the background, a process ignores Ctrl-C and so do its children, which some tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

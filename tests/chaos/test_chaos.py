@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import experts_for_tests
 import pytest
 import torch
 from commands_for_tests import Left, Weft, caller
@@ -442,7 +443,9 @@ def wait_for_a_fault(count: Path, most: int, status: Status, requests: Path) -> 
         time.sleep(0.01)
 
 
-def chaos(weft: Weft, run_file: Path, folder: Path, kinds: Sequence[str], *options: str) -> Left:
+def chaos(
+    weft: Weft, run_file: Path, folder: Path, kinds: Sequence[str], *options: str, ranks: Sequence[str] = RANKS
+) -> Left:
     """`weft chaos` with one fault of each of these kinds, in this order, each soon after ranks train."""
     faults = [Fault(0.05, kind, number % 2, 5 + number) for number, kind in enumerate(kinds)]
     Patient.count = run_file.with_name("count")
@@ -454,7 +457,7 @@ def chaos(weft: Weft, run_file: Path, folder: Path, kinds: Sequence[str], *optio
             wait_for_a_fault(Patient.count, len(kinds), status, Path(os.environ[VARIABLE]))
         return train_step(*arguments)
 
-    command = ["chaos", run_file, *RANKS, f"folder={folder}", "--mtbf", "3s", "--kinds", ",".join(kinds), *options]
+    command = ["chaos", run_file, *ranks, f"folder={folder}", "--mtbf", "3s", "--kinds", ",".join(kinds), *options]
     patched = patch.multiple(chaos_command, Storm=Patient, schedule=lambda *_: iter(faults))
     with patched, patch.object(loop, "train_step", patient_step):
         return weft(*command)
@@ -481,6 +484,16 @@ def test_faults_change_nothing(weft: Weft, run_file: Path, tmp_path: Path, kinds
     assert 0 < found["training_share"] < 1
     assert 0 < found["predicted"]["goodput"] < 1
     assert "start again (restart 1 of" in Path(found["log"]).read_text()
+
+
+@pytest.mark.soak
+def test_faults_change_nothing_of_experts(weft: Weft, tmp_path: Path) -> None:
+    ranks = ["plan.expert=2", "train.steps=60", "checkpoint.every=20", "train.evaluate_every=1000"]
+    run_file = write_run_file(tmp_path, experts_for_tests.RUN_FILE)
+    left = chaos(weft, run_file, tmp_path / "run", ["kill", "nan"], "--json", ranks=ranks)
+    assert left.status == 0, left.err
+    assert (left.json["equal"], left.json["differ"]) == (True, [])
+    assert [fault["kind"] for fault in left.json["faults"]] == ["kill", "nan"]
 
 
 @pytest.mark.soak

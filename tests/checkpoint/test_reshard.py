@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -12,7 +11,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from runs_for_tests import DEEP, LAYOUTS, MODEL_LAYOUTS, PIPE_LAYOUTS, losses, make_run, train_on_ranks, write_run_file
+from runs_for_tests import (
+    DEEP,
+    LAYOUTS,
+    MODEL_LAYOUTS,
+    PIPE_LAYOUTS,
+    copy_run,
+    losses,
+    make_run,
+    train_on_ranks,
+    write_run_file,
+)
 from sampled_for_tests import some_soak
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -190,16 +199,6 @@ def test_a_checkpoint_with_more_layers_than_the_model_is_refused(run_file: Path,
 
 
 # --- curves
-
-
-def copy_run(run: Run, step: int, target: Run) -> None:
-    """The folder of a run as it was when it had just saved `step`."""
-    target.folder.mkdir()
-    for folder in (run.folder / "checkpoints").glob("step-*"):
-        if folder.name <= f"step-{step:08d}":
-            shutil.copytree(folder, target.folder / "checkpoints" / folder.name)
-    lines = (run.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (target.folder / "metrics.jsonl").write_text("".join(lines[:step]))
 
 
 def resume(run: Run, step: int, run_file: Path, name: str) -> Run:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from serve_for_tests import ReachedError
 from serving_for_tests import tiny_model
 
 from weft.cluster.local_gpus import Gpu, hide_gpus
@@ -32,10 +33,6 @@ def test_device_is_chosen_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
             chosen_device("cuda")
     with hide_gpus([Gpu("H200", 1 << 30, (9, 0))]):
         assert chosen_device("auto") == "cuda"
-
-
-class ReachedError(Exception):
-    """The fork server would be started now."""
 
 
 def test_ranks_of_weft_serve_are_forked_before_cuda_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

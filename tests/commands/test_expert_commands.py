@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import test_chaos
 from commands_for_tests import Weft, caller
+from experts_for_tests import RUN_FILE
 from runs_for_tests import losses, write_run_file
-from test_expert import RUN_FILE
 
 pytestmark = pytest.mark.processes
 
@@ -100,13 +99,3 @@ def test_verify_proves_folded_experts_and_refuses_in_words(run_file: Path, weft:
     assert left.status == 2
     assert "expert = 4 × x = 2 does not divide the 4 experts" in " ".join(left.err.split())
     assert "Traceback" not in left.err
-
-
-@pytest.mark.soak
-def test_faults_change_nothing(run_file: Path, weft: Weft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = ["plan.expert=2", "train.steps=60", "checkpoint.every=20", "train.evaluate_every=1000"]
-    monkeypatch.setattr(test_chaos, "RANKS", ranks)
-    left = test_chaos.chaos(weft, run_file, tmp_path / "run", ["kill", "nan"], "--json")
-    assert left.status == 0, left.err
-    assert (left.json["equal"], left.json["differ"]) == (True, [])
-    assert [fault["kind"] for fault in left.json["faults"]] == ["kill", "nan"]

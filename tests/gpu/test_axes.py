@@ -6,13 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from branches_for_tests import MODELS as BRANCHED
+from branches_for_tests import SPLIT_MODELS
+from experts_for_tests import batch as routed_batch
+from experts_for_tests import make, make_balanced
 from gpu_for_tests import Case, prove, succeeded, weft, write_run
 from tensor_for_tests import SHIPPED, token_batch
-from test_branch_batch import MODELS as BRANCHED
-from test_branch_beside import MODELS as SPLIT_BRANCHES
-from test_branch_in_blocks import GROUPS, images
-from test_expert import batch as routed_batch
-from test_expert import make, make_balanced
 from torch import nn
 
 from weft.launch.fork_server import ForkServer
@@ -60,9 +59,9 @@ CASES: dict[str, Case] = {
     "expert over context 2 × data 2": experts(make, context=Context(2), data=2, expert_over=("context",)),
     "branch 2, the same batch": branches("inception", branch=Branch(2)),
     "branch 2, split batch × data 2": branches("inception", branch=Branch(2, "split"), data=2),
-    "branch 2 × x 2": Case(*SPLIT_BRANCHES["towers"], Plan(branch=Branch(2), tensor=Tensor(2))),
-    "branch 2 × pipe 2": Case(GROUPS, images, Plan(branch=Branch(2), pipe=Pipe(2), micro_batch=2)),
-    "branch 2, full recompute": Case(GROUPS, images, Plan(branch=Branch(2), memory=Memory("full"))),
+    "branch 2 × x 2": Case(*SPLIT_MODELS["towers"], Plan(branch=Branch(2), tensor=Tensor(2))),
+    "branch 2 × pipe 2": Case(*BRANCHED["inception"], Plan(branch=Branch(2), pipe=Pipe(2), micro_batch=2)),
+    "branch 2, full recompute": Case(*BRANCHED["inception"], Plan(branch=Branch(2), memory=Memory("full"))),
     "expert 2 × pipe 2": experts(expert=2, pipe=Pipe(2), micro_batch=1, memory=Memory("full", keep_collectives=True)),
 }
 

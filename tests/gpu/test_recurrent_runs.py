@@ -6,8 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from gpu_for_tests import ROOT, succeeded, weft
-from test_serving import post, serving
+from gpu_for_tests import ROOT, post, serving, succeeded, weft
 
 EXAMPLE = ROOT / "examples" / "lstm.toml"
 SMALL = ("data.sequence=16", "train.batch=8", "plan.micro_batch=2", "model.num_hidden_layers=2", "data.tokenizer=bytes")

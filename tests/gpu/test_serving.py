@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
-import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from gpu_for_tests import environment, succeeded, weft, write_run
+from gpu_for_tests import post, serving, succeeded, weft, write_run
 
 from weft.launch.fork_server import ForkServer
 
@@ -128,31 +122,6 @@ def test_weft_calibrate_and_loki(run: Path) -> None:
 def server(run: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     with serving(run) as given:
         yield given
-
-
-@contextmanager
-def serving(run: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process of a server, and its URL."""
-    if find_spec("uvicorn") is None or find_spec("starlette") is None:
-        pytest.skip("starlette and uvicorn are not installed: pip install weft[serve]")
-    command = [sys.executable, "-m", "weft", "serve", str(run), *options, "--port", "0", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as process:
-        assert process.stdout is not None
-        try:
-            about = json.loads(process.stdout.readline())
-            assert about["device"].startswith("cuda")
-            yield process, about["url"]
-        finally:
-            process.kill()
-
-
-def post(url: str, body: object) -> tuple[int, dict[str, object]]:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return response.status, json.load(response)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
 
 
 def test_weft_serve(server: tuple[subprocess.Popen[str], str]) -> None:

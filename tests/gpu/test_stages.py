@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
-import test_tile
+import tiles_for_tests
 from freeing_for_tests import LARGE, LATE, SMALLER
 from gpu_for_tests import Case, prove
 from pipeline_for_tests import UNet, chain, vectors
@@ -27,8 +27,8 @@ def stages(schedule: str, degree: int = 2, size: int = 16, **plan: object) -> Ca
 
 
 def tiles(name: str) -> Case:
-    model, plan = test_tile.CASES[name]
-    return Case(*test_tile.MODELS[model], plan)
+    model, plan = tiles_for_tests.CASES[name]
+    return Case(*tiles_for_tests.MODELS[model], plan)
 
 
 CASES: dict[str, Case] = {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -151,3 +154,17 @@ def ids(index: int) -> tuple[Tensor, Tensor]:
 
 def rows(index: int) -> tuple[Tensor, Tensor]:
     return torch.randn(4, 6, generator=drawn(index)), labels(index)
+
+
+# Models and their batches, by name, for branches of one batch and of a split one.
+MODELS: dict[str, tuple[Any, Any]] = {
+    "inception": (partial(Inception, norm=False), images),
+    "towers": (TwoTowers, ids),
+    **{join: (partial(Heads, join), rows) for join in ("sum", "stack", "concat", "any")},
+}
+# With layers that the axis x splits too.
+SPLIT_MODELS: dict[str, tuple[Any, Any]] = {
+    "inception": (partial(Inception, norm=False, thin=4), images),
+    "towers": (ReadingTowers, ids),
+    "heads": (partial(Heads, "any"), rows),
+}

@@ -8,10 +8,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from gpu_ranks_for_tests import JOBS as RANK_JOBS
 from torch import nn
@@ -247,7 +252,7 @@ def _small_model(architecture: str) -> nn.Module:
     from weft.models import DecoderConfig, build, initialise
 
     if architecture in ("lstm", "gru"):
-        from test_recurrent import tiny_recurrent
+        from serving_for_tests import tiny_recurrent
 
         return tiny_recurrent(architecture, vocab_size=512, max_position_embeddings=256)
     sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
@@ -370,3 +375,28 @@ def ran(what: str) -> dict[str, Any]:
 
 
 __all__ = ["IMAGES", "TEXT", "Case", "losses", "prove", "succeeded", "to_table", "weft", "write_run"]
+
+
+@contextmanager
+def serving(run: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process of a server, and its URL."""
+    if find_spec("uvicorn") is None or find_spec("starlette") is None:
+        pytest.skip("starlette and uvicorn are not installed: pip install weft[serve]")
+    command = [sys.executable, "-m", "weft", "serve", str(run), *options, "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as process:
+        assert process.stdout is not None
+        try:
+            about = json.loads(process.stdout.readline())
+            assert about["device"].startswith("cuda")
+            yield process, about["url"]
+        finally:
+            process.kill()
+
+
+def post(url: str, body: object) -> tuple[int, dict[str, object]]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)

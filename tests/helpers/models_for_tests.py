@@ -14,6 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from weft.models import GPT2, IGNORE, Decoder, DecoderConfig, GPT2Config
+from weft.models.loss import token_loss
+from weft.plan import Plan
+from weft.proof.prove import ProofReport, verify
+from weft.step.objective import CROSS_ENTROPY, Objective
 
 VOCABULARY, SEQUENCE, BATCH, WIDTH = 61, 7, 8, 13
 
@@ -354,3 +358,40 @@ def _hf_sizes() -> dict[str, Any]:
         "max_position_embeddings": 16,
         "use_cache": False,
     }
+
+
+TOKEN_MODELS: dict[str, Callable[[], nn.Module]] = {
+    "tied decoder": tied_decoder,
+    "qwen decoder": qwen_decoder,
+    "gpt2": gpt2,
+    "frozen parameter": frozen_parameter,
+    "frozen middle block": frozen_middle,
+    "frozen first block": frozen_first,
+    "frozen root": frozen_root,
+    "transformers llama": hf_llama,
+    "transformers gpt2": hf_gpt2,
+    "transformers qwen2": hf_qwen2,
+}
+VECTOR_MODELS: dict[str, Callable[[], nn.Module]] = {
+    "adapters": AdapterChain,
+    "frozen behind trained": FrozenHeads,
+    "sequential": sequential,
+    "block called twice": CalledTwice,
+    "frozen block called twice": FrozenCalledTwice,
+    "module in two blocks": SharedModule,
+    "parameter in two blocks": SharedParameter,
+    "structured": Structured,
+}
+ROOT_ONLY_MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": MLP, "module dict": Named}
+ALL_MODELS = TOKEN_MODELS | VECTOR_MODELS | ROOT_ONLY_MODELS
+
+
+def _dict_total(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    return token_loss(model(batch[0])["logits"], batch[1])[0]
+
+
+def check(name: str, plan: Plan, clip: float | None = 1.0) -> ProofReport:
+    """Verify the named model under a plan."""
+    objective = Objective(CROSS_ENTROPY.count, _dict_total) if name == "module dict" else CROSS_ENTROPY
+    batch = token_batch if name in TOKEN_MODELS else vector_batch
+    return verify(ALL_MODELS[name], batch, plan, objective=objective, clip=clip)

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from weft.mesh import Mesh
 from weft.models import IGNORE, Decoder, DecoderConfig
 from weft.parallel.apply import parallelize
+from weft.pipeline.build import Staging, stage
 from weft.pipeline.runtime import Pipeline
-from weft.plan import Plan
+from weft.plan import Pipe, Plan
+from weft.profiling import profile
 
 WIDTH, CLASSES, VOCABULARY, SEQUENCE = 7, 5, 31, 8
 Batch = tuple[Tensor, ...]
@@ -470,3 +472,12 @@ def on_stages(model_fn: Callable[[], nn.Module], plan: Plan, mesh: Mesh, batch: 
     model = parallelize(make(model_fn), replace(plan, precision="fp64"), mesh, example=lambda: double(batch)[:1])
     assert isinstance(model, Pipeline)
     return model
+
+
+ModelFn = Callable[[], nn.Module]
+
+
+def staged(model_fn: ModelFn, pipe: Pipe, batch: Batch | None = None) -> Staging:
+    """A model in stages, as every rank cuts it."""
+    inputs = double(batch or vectors()(0))[0]
+    return stage(profile(make(model_fn), lambda: (inputs,)), Plan(pipe=pipe, precision="fp64"))

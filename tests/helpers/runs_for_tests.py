@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -143,3 +144,13 @@ def train_with_a_small_host(folder: Path, override: str, monkeypatch: pytest.Mon
     monkeypatch.setattr("weft.sharding.host_memory.available_host_bytes", lambda: 2 << 30)
     monkeypatch.setattr("weft.train.loop.prepare_data", lambda _: pytest.fail("too late"))
     loop.train(run, RankInfo(), Silent())
+
+
+def copy_run(run: Run, step: int, target: Run) -> None:
+    """The folder of a run as it was when it had just saved `step`."""
+    target.folder.mkdir()
+    for folder in (run.folder / "checkpoints").glob("step-*"):
+        if folder.name <= f"step-{step:08d}":
+            shutil.copytree(folder, target.folder / "checkpoints" / folder.name)
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (target.folder / "metrics.jsonl").write_text("".join(lines[:step]))

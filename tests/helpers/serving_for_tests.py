@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from weft.architectures import RecurrentConfig
+from weft.architectures.lora import Lora
 from weft.models import DecoderConfig, GPT2Config, LanguageConfig, build, initialise
-from weft.serve.engine import Engine
+from weft.models.adapter import write_adapter
+from weft.models.lora import add_lora, is_adapter
+from weft.models.recurrent import RecurrentModel
+from weft.plan import Plan
+from weft.serve.engine import Engine, EngineOptions
+from weft.serve.model.adapters import merge_adapter
+from weft.serve.parallel.rank_part import RankPlace
 from weft.serve.scheduling.request import GeneratedToken, Request, Sampling
 from weft.serve.scheduling.speculation import DraftLengths
+from weft.serve.weights.group_codes import GroupCodes, split_ranges
+from weft.serve.weights.packed_experts import PackedStack
+from weft.serve.weights.packed_linear import PackedLinear, pack_model
+from weft.serve.weights.weight_formats import Grouped, weight_format
 
 CONTEXT = 32
 SIZES = {
@@ -86,3 +99,85 @@ def tokens_of(results: dict[str, list[GeneratedToken]]) -> dict[str, list[int]]:
 def draft_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three tokens, whether that pays on this machine now or not."""
     monkeypatch.setattr(DraftLengths, "wanted", lambda own, active: 3)
+
+
+def make_engine(model: nn.Module, **options: object) -> Engine:
+    return Engine(model, EngineOptions(**{"block_size": 4, "num_blocks": 40, **options}))  # type: ignore[arg-type]
+
+
+RECURRENT = RecurrentConfig(vocab_size=61, hidden_size=12, num_hidden_layers=2, max_position_embeddings=40)
+
+
+def tiny_recurrent(kind: str, seed: int = 0, **sizes: object) -> RecurrentModel:
+    torch.manual_seed(seed)
+    model = RecurrentModel(replace(RECURRENT, architecture=kind, **sizes))  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.6)
+    return model.eval()
+
+
+ADAPTED = {
+    "llama": ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"),
+    "gpt2": ("c_attn", "c_fc", "c_proj"),
+    "mixtral": ("k_proj", "o_proj"),
+}
+
+
+def save_adapter(folder: Path, name: str, seed: int, rank: int) -> Path:
+    """A folder of PEFT with random updates that change the likeliest tokens."""
+    lora = Lora(rank=rank, alpha=2.0 * rank, targets=ADAPTED[name])
+    model = build(MODELS[name])
+    add_lora(model, lora)
+    generator = torch.Generator().manual_seed(seed)
+    updates = [
+        (n, torch.randn(p.shape, generator=generator) * 0.3) for n, p in model.named_parameters() if is_adapter(n)
+    ]
+    write_adapter(folder, MODELS[name], lora, updates)
+    return folder
+
+
+def merged_model(name: str, folder: Path) -> nn.Module:
+    model = tiny_model(name)
+    merge_adapter(model, folder)
+    return model
+
+
+def chi_square(counts: Tensor, probabilities: Tensor) -> float:
+    assert not counts[probabilities == 0].any()
+    expected = probabilities[probabilities > 0] * counts.sum()
+    return float(((counts[probabilities > 0] - expected) ** 2 / expected).sum())
+
+
+WIDE = DecoderConfig(**{**SIZES, "hidden_size": 64, "intermediate_size": 96}, attention_bias=True)  # type: ignore[arg-type]
+REQUESTS = [Request(str(i), (7 * i + 1, 5, 3, i), 9, GREEDY) for i in range(3)]
+
+
+def codes_of(form: Grouped, weight: Tensor) -> GroupCodes:
+    codes, ranges = form.encode(weight)
+    return GroupCodes(codes, *split_ranges(ranges))
+
+
+def model_of(seed: int, kind: str) -> nn.Module:
+    model = build(WIDE)
+    initialise(model, seed)
+    pack_model(model, weight_format(kind))
+    return model.eval()
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+ONE = RankPlace(Plan(), dict.fromkeys(Plan().degrees, 0))
+
+
+def give_decoded(plain: torch.nn.Module, packed: torch.nn.Module) -> None:
+    """Give a model the weights that a packed one has decoded."""
+    for name, module in packed.named_modules():
+        if isinstance(module, PackedLinear | PackedStack):
+            weight = plain.get_parameter(name if isinstance(module, PackedStack) else f"{name}.weight").detach()
+            decoded = module.format.decode([part.flatten(0, -2) for part in module.parts], torch.float64)
+            assert 0 < float((decoded.view_as(weight) - weight).abs().max()) < 0.2
+            with torch.no_grad():
+                weight.copy_(decoded.view_as(weight))

@@ -22,13 +22,14 @@ import torch.distributed as dist
 from pipeline_for_tests import CLASSES, WIDTH, Block, vectors
 from torch import Tensor, nn
 
-from weft.checkpoint import Saver
+from weft.checkpoint import Piece, Region, Saver
 from weft.comm import Ledger
 from weft.health import lost_ranks as losses
 from weft.health.rank_status import Status
 from weft.launch.agent import Restarts, start_local
-from weft.launch.environment import detect, init_process_group
+from weft.launch.environment import RankInfo, detect, init_process_group
 from weft.launch.fork_server import ForkServer
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.optim import AdamW
 from weft.optim.saved_state import pieces_to_save
@@ -36,6 +37,7 @@ from weft.parallel.apply import parallelize
 from weft.pipeline import step_run as run_module
 from weft.pipeline.runtime import Pipeline
 from weft.plan import Pipe, Plan
+from weft.resilience.memory_copies import MemoryCopies
 from weft.resilience.takeover import take_over_losses
 from weft.schedule.actions import Action
 from weft.step.train_step import evaluate, train_step
@@ -212,3 +214,25 @@ def run_chain(
         ForkServer(rank_main) as fork_server,
     ):
         return start_local(fork_server, num_ranks, [json.dumps(spec)], {}, restarts, shadowed=True)
+
+
+SHAPE = (10, 7)
+
+
+def pieces_of(step: int, rank: int, num_ranks: int) -> list[Piece]:
+    values = torch.arange(70.0) * step
+    region = Region.flat(SHAPE, 70 * rank // num_ranks, 70 * (rank + 1) // num_ranks)
+    return [Piece("w", "parameter", region, values[region.start : region.stop])]
+
+
+def on_hosts(folder: Path, num_hosts: int, work: Callable[[MemoryCopies, list[str]], Any], num_ranks: int = 4) -> Any:
+    """`work(copies, said)` on ranks that are spread over hosts, each of which has a folder of its own."""
+
+    def rank(index: int) -> Any:
+        num_local = num_ranks // num_hosts
+        place = RankInfo(index, num_ranks, index % num_local, num_local, num_hosts)
+        said: list[str] = []
+        own = folder / f"host-{index // num_local}"
+        return work(MemoryCopies(own, Mesh(Plan(data=num_ranks)), place, said.append), said)
+
+    return run_local(rank, num_ranks)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import images_for_tests
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from weft.comm import Ledger, all_reduce
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.parallel.tile import tile
-from weft.plan import Plan, Tile
+from weft.plan import Memory, Plan, Shard, Tile
 from weft.spatial.dry_run import DryRun, dry_run
 from weft.spatial.tile_layout import Grid
 from weft.spatial.tiled_model import install
@@ -226,3 +227,50 @@ def dry(model: nn.Module, shape: tuple[int, ...], plan: Tile, row: int = 0, colu
 def counted(ledger: Ledger) -> dict[tuple[str, str], tuple[int, int]]:
     """Calls and bytes."""
     return {key: (value.calls, value.num_bytes) for key, value in ledger.entries().items()}
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "plain": (images_for_tests.plain, images_for_tests.image_batch),
+    "classic": (images_for_tests.Classic, images_for_tests.image_batch),
+    "GroupNorm": (images_for_tests.group_resnet, images(11, 14)),
+    "BatchNorm": (images_for_tests.batch_resnet, images(11, 14)),
+    "unet": (UNet, images(13, 18, 2, dense=True)),
+    "unet, upsampled": (lambda: UNet("bilinear", lambda width: nn.GroupNorm(2, width)), images(13, 18, 4, dense=True)),
+    "unet, thin": (UNet, images(12, 16, 4, dense=True)),
+    "mixed": (Mixed, images(16, 18)),
+    "vit": (images_for_tests.ViT, images_for_tests.image_batch),
+    "streams": (Streams, images(16, 24)),
+    "three streams": (lambda: Streams(3), images(16, 24)),
+}
+
+
+def over(rows: int, columns: int, recompute: Any = "none", **others: Any) -> Plan:
+    """A plan of tiles."""
+    names = ("until", "hand_over", "fused")
+    options = {name: others.pop(name) for name in names if name in others}
+    return Plan(tile=Tile(rows, columns, **options), memory=Memory(recompute), **others)
+
+
+CASES: dict[str, tuple[str, Plan]] = {
+    "1 × 2": ("plain", over(1, 2)),
+    "2 × 1": ("classic", over(2, 1)),
+    "2 × 2": ("BatchNorm", over(2, 2)),
+    "1 × 4": ("mixed", over(1, 4)),
+    "4 × 1": ("classic", over(4, 1, micro_batch=2)),
+    "unet": ("unet", over(2, 1)),
+    "unet, whole in the middle": ("unet, thin", over(4, 1)),
+    "patches": ("vit", over(2, 1)),
+    "full": ("BatchNorm", over(1, 2, "full")),
+    "selective": ("GroupNorm", over(2, 1, "selective")),
+    "full, handed over": ("BatchNorm", over(1, 2, "full", until="layer2")),
+    "shard 3": ("plain", over(1, 2, shard=Shard(2, 3), micro_batch=1)),
+    "data, full": ("plain", over(2, 1, "full", data=2)),
+    "batch": ("plain", over(2, 2, hand_over="batch")),
+    "batch, until": ("BatchNorm", over(1, 2, hand_over="batch", until="layer2")),
+    "until": ("classic", over(2, 2, until="conv2")),
+    "streams": ("streams", over(2, 2, until="cells.2")),
+    "streams, batch, full": ("streams", over(1, 2, "full", until="cells.1", hand_over="batch")),
+    "three streams": ("three streams", over(2, 1, until="cells.3")),
+    "fused 2": ("BatchNorm", over(2, 1, fused=2)),
+    "fused 5, full": ("plain", over(2, 2, "full", fused=5)),
+}

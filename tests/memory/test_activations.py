@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,18 @@ import torch
 import torch._dynamo  # before ranks are forked
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_peak_memory import make_run, random_batch
+from memory_for_tests import (
+    QUICKSTART,
+    NeverWaits,
+    Slow,
+    differing,
+    gpt2,
+    initialised,
+    llama,
+    make_run,
+    micro_batches,
+    random_batch,
+)
 from torch import Tensor, nn
 
 import weft
@@ -32,7 +42,7 @@ from weft.memory.activation_choice import MIN_OFFLOAD_BYTES, offload_from, offlo
 from weft.memory.activation_copies import ActivationOffloader, OffloadedGroup, OffloadedStorage, offloader_of
 from weft.memory.offload_activations import ActivationPolicy
 from weft.mesh import Mesh
-from weft.models import DecoderConfig, GPT2Config, build, initialise
+from weft.models import DecoderConfig, build
 from weft.models.loss import token_loss
 from weft.optim import AdamW
 from weft.optim.saved_state import make_optimizer
@@ -47,44 +57,14 @@ from weft.profiling import profile
 from weft.proof.prove import verify_run
 from weft.run_file import Run, load_run
 from weft.run_tables import LayerDrop
-from weft.sharding.copy_lane import CopyStream
-from weft.step.batch import Batch
 from weft.step.examples import example_inputs
 from weft.step.layer_drop import drop_layers
 from weft.step.train_step import train_step
 
 pytestmark = pytest.mark.processes
 
-QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 BF16 = Plan(precision="bf16")
 STEPS = 5
-
-
-def gpt2() -> nn.Module:
-    """With dropout everywhere."""
-    config = GPT2Config(
-        vocab_size=61, n_positions=11, n_embd=16, n_layer=5, n_head=4, resid_pdrop=0.1, attn_pdrop=0.1, embd_pdrop=0.1
-    )
-    return initialised(build(config))
-
-
-def llama() -> nn.Module:
-    config = DecoderConfig(
-        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=5, num_attention_heads=4,
-        num_key_value_heads=2,
-    )  # fmt: skip
-    return initialised(build(config))
-
-
-def initialised(model: Any) -> nn.Module:
-    initialise(model, 0)
-    made: nn.Module = model
-    return made
-
-
-def micro_batches(step: int, count: int) -> list[Batch]:
-    tokens, labels = models.token_batch(step)
-    return list(zip(tokens.chunk(count), labels.chunk(count), strict=True))
 
 
 def with_share(plan: Plan, share: float, recompute: Recompute = "none") -> Plan:
@@ -113,11 +93,6 @@ def train(
     for step in range(STEPS):
         found[f"loss {step}"] = train_step(model, optimizer, micro_batches(step, count), mesh).loss
     return found | {name: piece.detach().clone() for name, piece in pieces}, model
-
-
-def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    assert one.keys() == other.keys()
-    return [name for name in one if not torch.equal(one[name], other[name])]
 
 
 def predicted(make: Callable[[], nn.Module], plan: Plan, count: int = 2) -> Cost:
@@ -204,41 +179,6 @@ def test_compiled_blocks_send_what_their_graphs_save(recompute: Recompute) -> No
 
 
 # --- streams: copies that run no earlier than someone waits for them
-
-
-class Slow(CopyStream):
-    """Copies when it is waited for, from what is there then; until then there is rubbish at both ends."""
-
-    waits = True
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.asked: list[Callable[[], None]] = []
-
-    def copy(self, target: Tensor, source: Tensor, behind: Any = None) -> Any:
-        target.fill_(255)
-        held = weakref.ref(source)
-
-        def run() -> None:
-            if behind is not None:
-                behind()
-            given = held()
-            target.copy_(torch.full_like(target, 255) if given is None else given)
-
-        self.asked.append(run)
-        return lambda: self._run_until(run)
-
-    def wait(self, event: Any) -> None:
-        if self.waits and event is not None:
-            event()
-
-    def _run_until(self, last: Callable[[], None]) -> None:
-        while last in self.asked:
-            self.asked.pop(0)()
-
-
-class NeverWaits(Slow):
-    waits = False
 
 
 @pytest.mark.usefixtures("all_sizes")

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_expert import CONFIG, batch, make, make_balanced
-from test_expert_capacity import make_random
+from experts_for_tests import CONFIG, batch, make, make_balanced, make_random
 from torch import nn
 
 import weft

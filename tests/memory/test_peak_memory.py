@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tensor_for_tests as shared
 import torch
-from peak_memory_for_tests import peak_bytes
+from memory_for_tests import make_run, peak_bytes, random_batch
 from torch import Tensor, nn
 
 import weft.memory.recompute
@@ -19,25 +17,20 @@ import weft.pipeline.cost
 import weft.profiling.peak_bytes
 from weft.cluster.hardware import local_cluster
 from weft.inspection.live_bytes import LiveTensors
-from weft.models import DecoderConfig, GPT2Config, build, token_loss
+from weft.models import GPT2Config, build, token_loss
 from weft.parallel.apply import cost
 from weft.plan import Context, Memory, Pipe, Plan, Shard, split_batch
 from weft.plan import Tensor as TensorPlan
 from weft.planner.predict import predict
 from weft.profiling import profile
-from weft.run_file import Run, load_run
 from weft.schedule.actions import Message, with_messages
 from weft.schedule.activation_lifetimes import StageBytes, confirmed_sends, peak_held_bytes
 from weft.schedule.nccl_order import with_awaited_sends
 from weft.schedule.schedules import make_schedule
-from weft.step.batch import Batch
 from weft.strategy import Transient
 
 pytestmark = pytest.mark.processes
 
-QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
-SEQUENCE = 64  # half of the example's, for time
-NARROW = ("model.hidden_size=24", "model.intermediate_size=64")  # where a CPU may be 300 times slower: it has no bf16
 LAW = 0.05
 PIPE_LAW = 0.02  # for pipelines in fp32
 
@@ -73,24 +66,6 @@ SMALLER = {
     "stages by memory": ("pipe 2, three blocks first", "pipe 2, by memory"),
     "recompute in two of four stages": ("pipe 2, interleaved", "pipe 2, interleaved, 2 stages"),
 }
-
-
-def make_run(plan: Plan) -> Run:
-    """The quickstart with four blocks, under another plan.
-
-    It has two micro-batches of 4 or one of 8, and four where there is a pipeline.
-    """
-    narrow = NARROW if plan.precision == "bf16" else ()
-    run = load_run(QUICKSTART, [f"data.sequence={SEQUENCE}", "model.num_hidden_layers=4", *narrow])
-    batch = (16 if plan.pipe.degree > 1 else 8) * plan.num_batch_ranks
-    return replace(run, plan=plan, train=replace(run.train, batch=batch))
-
-
-def random_batch(run: Run, seed: int) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    assert isinstance(run.model, DecoderConfig)
-    tokens = torch.randint(0, run.model.vocab_size, (run.split.micro_batch, SEQUENCE + 1), generator=generator)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 @cache

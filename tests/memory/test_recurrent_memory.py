@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peak_memory_for_tests import peak_bytes
+from memory_for_tests import peak_bytes
 
 from weft.cluster.hardware import local_cluster
 from weft.models import RecurrentConfig

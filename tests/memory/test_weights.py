@@ -10,15 +10,25 @@ from typing import Any
 import models_for_tests as models
 import pytest
 import runs_for_tests as runs
-import test_oracle as oracle
 import torch
 import torch._dynamo  # before ranks are forked
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_for_tests import (
+    QUICKSTART,
+    NeverWaits,
+    Slow,
+    differing,
+    gpt2,
+    initialised,
+    llama,
+    make_run,
+    micro_batches,
+    random_batch,
+)
+from models_for_tests import VECTOR_MODELS, check
+from runs_for_tests import copy_run
 from sampled_for_tests import one_in
-from test_activations import NeverWaits, Slow, differing, gpt2, initialised, llama, micro_batches
-from test_peak_memory import make_run, random_batch
-from test_reshard import copy_run
 from torch import Tensor, nn
 
 import weft
@@ -57,7 +67,6 @@ from weft.step.train_step import evaluate, train_step
 
 pytestmark = pytest.mark.processes
 
-QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 FP32, BF16 = Plan(memory=Memory(offload=1e-9)), Plan(precision="bf16")  # both in flat buffers
 STEPS, CLIP = 3, 0.05
 Built = tuple[nn.Module, AdamW, Mesh]
@@ -151,10 +160,10 @@ def test_a_sum_of_three_micro_batches_comes_back_for_each(monkeypatch: pytest.Mo
     assert differing(train(llama, streamed(BF16, 1.0), 4), expected) == []
 
 
-@pytest.mark.parametrize("name", one_in(4, ["frozen parameter", "gpt2", *oracle.VECTOR_MODELS]))
+@pytest.mark.parametrize("name", one_in(4, ["frozen parameter", "gpt2", *VECTOR_MODELS]))
 def test_models_of_all_kinds_are_verified(name: str) -> None:
     for count, share in ((1, 1.0), (2, 0.5)):
-        report = oracle.check(name, Plan(memory=Memory(weights=share), micro_batch=8 // count)).require()
+        report = check(name, Plan(memory=Memory(weights=share), micro_batch=8 // count)).require()
         assert "host: parameters" in {check.what for check in report.checks}
 
 

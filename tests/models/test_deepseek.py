@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_expert import batch
+from experts_for_tests import batch
 from torch import Tensor, nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_experts import CONFIG, made
+from experts_for_tests import SIX, layer_of
 from torch import Tensor
 
 from weft.architectures import Capacity, DecoderConfig
@@ -98,7 +98,7 @@ def looped(layer: SparseMLP, hidden: Tensor, config: DecoderConfig, keys: Tensor
     return torch.stack(rows).view_as(hidden), int((~kept).sum())
 
 
-FIRST = replace(CONFIG, capacity=Capacity(0.75, 1))
+FIRST = replace(SIX, capacity=Capacity(0.75, 1))
 RANDOM = replace(FIRST, capacity=Capacity(0.75, 1, "random"))
 
 
@@ -108,7 +108,7 @@ RANDOM = replace(FIRST, capacity=Capacity(0.75, 1, "random"))
     ids=["first", "top-1", "random", "residual"],
 )
 def test_a_layer_is_the_loop_over_the_choices_that_are_taken(config: DecoderConfig) -> None:
-    layer = made(config)
+    layer = layer_of(config)
     hidden = torch.randn(2, 9, 16, dtype=torch.float64, requires_grad=True)
     assert config.capacity is not None
     keys = torch.tensor([11, 12]) if config.capacity.selection == "random" else None
@@ -128,7 +128,7 @@ def test_a_layer_is_the_loop_over_the_choices_that_are_taken(config: DecoderConf
 
 
 def test_layers_may_have_different_numbers_of_experts() -> None:
-    config = replace(CONFIG, num_experts=0, num_experts_per_layer=(0, 4), num_hidden_layers=2)
+    config = replace(SIX, num_experts=0, num_experts_per_layer=(0, 4), num_hidden_layers=2)
     model: Any = build(config)
     layers = model.model.layers
     assert [type(layer.mlp).__name__ for layer in layers] == ["SwiGLU", "SparseMLP"]
@@ -157,7 +157,7 @@ def test_layers_may_have_different_numbers_of_experts() -> None:
 )
 def test_configs_that_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        replace(CONFIG, **changes)  # type: ignore[arg-type]
+        replace(SIX, **changes)  # type: ignore[arg-type]
 
 
 def test_a_capacity_of_nothing_is_refused() -> None:

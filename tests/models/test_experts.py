@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from experts_for_tests import SIX, layer_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -29,35 +30,14 @@ from weft.step.objective import CROSS_ENTROPY, Objective
 from weft.step.preference import preference
 from weft.step.train_step import train_step
 
-CONFIG = DecoderConfig(
-    architecture="qwen3_moe",
-    vocab_size=61,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=32,
-    num_experts=6,
-    num_experts_per_tok=2,
-    moe_intermediate_size=8,
-)
 SHARED = replace(
-    CONFIG,
+    SIX,
     architecture="qwen2_moe",
     shared_expert_intermediate_size=12,
     norm_topk_prob=False,
     qkv_bias=True,
     qk_norm=False,
 )
-
-
-def made(config: DecoderConfig) -> SparseMLP:
-    torch.manual_seed(3)
-    layer = SparseMLP(config).double()
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, 0.0, 0.4)
-    return layer
 
 
 def looped(layer: SparseMLP, hidden: Tensor, config: DecoderConfig) -> Tensor:
@@ -78,11 +58,9 @@ def looped(layer: SparseMLP, hidden: Tensor, config: DecoderConfig) -> Tensor:
     return torch.stack(rows).view_as(hidden)
 
 
-@pytest.mark.parametrize(
-    "config", [CONFIG, SHARED, replace(CONFIG, num_experts_per_tok=1)], ids=["top-2", "shared", "top-1"]
-)
+@pytest.mark.parametrize("config", [SIX, SHARED, replace(SIX, num_experts_per_tok=1)], ids=["top-2", "shared", "top-1"])
 def test_a_layer_is_the_loop_over_its_experts(config: DecoderConfig) -> None:
-    layer = made(config)
+    layer = layer_of(config)
     hidden = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
     inputs = (hidden, *layer.parameters())
     gradient = torch.randn(2, 5, 16, dtype=torch.float64)
@@ -93,7 +71,7 @@ def test_a_layer_is_the_loop_over_its_experts(config: DecoderConfig) -> None:
 
 
 def test_experts_without_tokens_get_zero_gradients() -> None:
-    layer = made(CONFIG)
+    layer = layer_of(SIX)
     with torch.no_grad():
         layer.gate.weight.zero_()
         layer.gate.weight[:2] = 1.0  # positive tokens all go to the first two
@@ -119,12 +97,12 @@ def test_sorting_keeps_the_order_of_tokens() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_matmuls_of_torch_agree_with_float64(dtype: torch.dtype) -> None:
-    layer = made(CONFIG)
+    layer = layer_of(SIX)
     with torch.no_grad():
         layer.gate.weight.mul_(8)  # far from ties: rounding chooses no other expert
     hidden = torch.randn(2, 5, 16, dtype=torch.float64)
     expected = layer(hidden)
-    narrow = made(CONFIG).to(dtype)
+    narrow = layer_of(SIX).to(dtype)
     narrow.load_state_dict(layer.state_dict())
     found = narrow(hidden.to(dtype).requires_grad_())
     found.sum().backward()
@@ -149,12 +127,12 @@ def test_grouped_matmuls_of_torch_agree_with_float64(dtype: torch.dtype) -> None
 )
 def test_configs_that_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        replace(CONFIG, **changes)  # type: ignore[arg-type]
+        replace(SIX, **changes)  # type: ignore[arg-type]
 
 
 def test_losses_of_routers() -> None:
-    config = replace(CONFIG, router_aux_loss_coef=0.5, router_z_loss_coef=0.25)
-    layer = made(config)
+    config = replace(SIX, router_aux_loss_coef=0.5, router_z_loss_coef=0.25)
+    layer = layer_of(config)
     hidden = torch.randn(2, 5, 16, dtype=torch.float64)
     layer(hidden)
     found = take_router_losses(layer)
@@ -177,7 +155,7 @@ def test_losses_of_routers() -> None:
 
 
 def test_even_routing_has_a_balance_of_one() -> None:
-    layer = made(replace(CONFIG, num_experts=2, num_experts_per_tok=1, router_aux_loss_coef=1.0))
+    layer = layer_of(replace(SIX, num_experts=2, num_experts_per_tok=1, router_aux_loss_coef=1.0))
     with torch.no_grad():
         layer.gate.weight.zero_()
         layer.gate.weight[0, 0], layer.gate.weight[1, 0] = 1e-9, -1e-9
@@ -190,7 +168,7 @@ def test_even_routing_has_a_balance_of_one() -> None:
 
 
 def make() -> weft.models.Decoder:
-    model = build(replace(CONFIG, router_aux_loss_coef=0.5, router_z_loss_coef=0.1))
+    model = build(replace(SIX, router_aux_loss_coef=0.5, router_z_loss_coef=0.1))
     initialise(model, 0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -313,7 +291,7 @@ def test_plans_are_proved(plan: Plan) -> None:
 
 
 def make_without_losses() -> weft.models.Decoder:
-    model = build(CONFIG)
+    model = build(SIX)
     initialise(model, 0)
     return model
 

@@ -5,39 +5,12 @@ Its casts to bf16 drop bits where a GPU rounds to nearest: what is cast, and not
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from functools import cache
-from pathlib import Path
-
 import pytest
+from kernel_programs_for_tests import BF16_STEP, CLOSE, differences
 
 pytestmark = pytest.mark.processes
 
 pytest.importorskip("triton")  # which has packages for Linux alone
-
-CLOSE, BF16_STEP = 4e-6, 2**-7
-
-
-CASES = ("updates", "losses", "labels", "takes", "offsets", "pools", "rows")
-
-
-def differences(case: str, program: str = "kernels_for_tests.py") -> dict[str, dict[str, float]]:
-    """What kernels and plain functions differ by. All cases of this module are computed by one process."""
-    return _found(CASES if case in CASES else (case,), program)[case]
-
-
-@cache
-def _found(cases: tuple[str, ...], name: str) -> dict[str, dict[str, dict[str, float]]]:
-    program = Path(__file__).parents[1] / "helpers" / name
-    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(program), *cases]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=paths)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, dict[str, dict[str, float]]] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def test_an_update_is_the_plain_one_in_every_format() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from branches_for_tests import Heads, Inception, TwoTowers, ids, images, rows
+from branches_for_tests import MODELS, Heads, Inception, images, rows
 from torch import Tensor, nn
 
 from weft.errors import PlanError
@@ -22,11 +22,6 @@ from weft.profiling import Profile, profile
 from weft.proof.prove import verify
 
 SPLIT = Plan(branch=Branch(2, "split"))
-MODELS: dict[str, tuple[Any, Any]] = {
-    "inception": (partial(Inception, norm=False), images),
-    "towers": (TwoTowers, ids),
-    **{join: (partial(Heads, join), rows) for join in ("sum", "stack", "concat", "any")},
-}
 
 
 class Sizes(Heads):

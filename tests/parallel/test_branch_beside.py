@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from branches_for_tests import Heads, Inception, ReadingTowers, ids, images, rows
+from branches_for_tests import SPLIT_MODELS, Heads, Inception, images
 from torch import nn
 
 from weft.errors import PlanError
@@ -21,20 +21,15 @@ from weft.profiling import Profile, profile
 from weft.proof.prove import verify
 
 X = Plan(branch=Branch(2), tensor=TensorAxes(2))
-MODELS: dict[str, tuple[Any, Any]] = {
-    "inception": (partial(Inception, norm=False, thin=4), images),
-    "towers": (ReadingTowers, ids),
-    "heads": (partial(Heads, "any"), rows),
-}
 
 
 def counted(name: str) -> Profile:
-    make, batch = MODELS[name]
+    make, batch = SPLIT_MODELS[name]
     return profile(make(), lambda: (batch(0)[0],))
 
 
 def failed(plan: Plan, name: str = "heads") -> set[str]:
-    return {check.what for check in verify(*MODELS[name], plan, steps=1).checks if not check.passed}
+    return {check.what for check in verify(*SPLIT_MODELS[name], plan, steps=1).checks if not check.passed}
 
 
 # --- what is found, held and sent
@@ -94,7 +89,7 @@ def test_plans_that_do_not_fit_are_refused_in_words(make: Any, plan: Plan, words
 
 @pytest.mark.processes
 @pytest.mark.sampled(15)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SPLIT_MODELS)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -107,7 +102,7 @@ def test_plans_that_do_not_fit_are_refused_in_words(make: Any, plan: Plan, words
     ids=lambda plan: plan.describe_axes(),
 )
 def test_branches_are_proved_beside_x(plan: Plan, name: str) -> None:
-    report = verify(*MODELS[name], plan, steps=2)
+    report = verify(*SPLIT_MODELS[name], plan, steps=2)
     report.require()
     kinds = {check.what for check in report.checks}
     assert {"traffic: x all_reduce", "traffic: branch all_gather"} <= kinds
@@ -140,4 +135,4 @@ def test_layers_that_are_not_one_operation_are_refused(monkeypatch: pytest.Monke
     """Their collectives would run on ranks that skip them."""
     monkeypatch.setattr(one_operation, "has_torch_function", lambda given: False)
     with pytest.raises(PlanError, match=r"a torch\.autograd.Function"):
-        verify(*MODELS["heads"], X, steps=1)
+        verify(*SPLIT_MODELS["heads"], X, steps=1)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from experts_for_tests import CONFIG, RUN_FILE, SIZES, batch, make, make_balanced, make_mixtral
 from runs_for_tests import events, losses, make_run, train_on_ranks, write_run_file
 from torch import Tensor, nn
 from transformers import (
     Gemma4ForCausalLM,
     Gemma4TextConfig,
-    MixtralConfig,
-    MixtralForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -25,7 +23,7 @@ from transformers import (
 import weft
 import weft.parallel.expert.dispatch
 from weft.errors import PlanError
-from weft.models import DecoderConfig, GPT2Config, build, initialise
+from weft.models import DecoderConfig, GPT2Config, build
 from weft.models.experts import SparseMLP
 from weft.models.router import Router
 from weft.parallel.apply import cost, refuse
@@ -34,38 +32,6 @@ from weft.plan import Tensor as TensorAxis
 from weft.profiling import profile
 from weft.proof.prove import verify
 from weft.sharding.flat_buffer import Flat
-
-CONFIG = DecoderConfig(
-    architecture="qwen3_moe",
-    vocab_size=61,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=32,
-    num_experts=8,
-    num_experts_per_tok=2,
-    moe_intermediate_size=8,
-)
-
-
-def make(config: DecoderConfig = CONFIG) -> nn.Module:
-    model = build(config)
-    initialise(model, 0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("gate.weight"):
-                parameter.mul_(20)  # tokens differ in their experts
-    return model
-
-
-make_balanced = partial(make, replace(CONFIG, router_aux_loss_coef=0.5, router_z_loss_coef=0.1))
-
-
-def batch(index: int) -> tuple[Tensor, Tensor]:
-    drawn = torch.randint(0, 61, (4, 17), generator=torch.Generator().manual_seed(index))
-    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
 @pytest.mark.processes
@@ -149,21 +115,6 @@ def test_routing_that_changes_each_step_is_exact() -> None:
 @pytest.mark.processes
 def test_fifty_steps_of_changing_routing_are_exact() -> None:
     verify_changing(50)
-
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
-}
-
-
-def make_mixtral() -> nn.Module:
-    return MixtralForCausalLM(MixtralConfig(num_local_experts=4, **SIZES))
 
 
 def make_qwen() -> nn.Module:
@@ -343,33 +294,6 @@ def test_the_batch_is_divided_over_expert() -> None:
     assert "2 data × 1 shard × 2 expert × 2 micro-batch" in split.identity(plan)
     with pytest.raises(PlanError, match="data 2 × shard 1 × expert 2"):
         split_batch(plan, 6, 16)
-
-
-RUN_FILE = """
-[model]
-architecture = "qwen3_moe"
-hidden_size = 16
-intermediate_size = 24
-num_hidden_layers = 2
-num_attention_heads = 2
-num_experts = 4
-num_experts_per_tok = 2
-moe_intermediate_size = 8
-router_aux_loss_coef = 0.01
-capacity = {{ factor = 0.75, minimum = 1, selection = "random" }}
-
-[data]
-source = "{source}"
-sequence = 16
-cache = "{cache}"
-
-[train]
-steps = 6
-batch = 4
-learning_rate = 1e-2
-evaluate_sequences = 4
-schedule = "constant"
-"""
 
 
 @pytest.mark.processes

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_expert import CONFIG, batch, make
+from experts_for_tests import CONFIG, batch, make
 from torch import Tensor, nn
 
 from weft.architectures import Capacity

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_expert import CONFIG, batch, make
+from experts_for_tests import CONFIG, LOSSES, batch, make, make_random
 from torch import Tensor, nn
 
 from weft.architectures import Capacity
@@ -20,26 +20,10 @@ from weft.plan import Tensor as TensorAxis
 from weft.profiling import profile
 from weft.proof.prove import verify
 
-LOSSES: dict[str, Any] = {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.1}
-
 
 def make_first() -> nn.Module:
     """Top-1 with the first tokens."""
     return make(replace(CONFIG, num_experts_per_tok=1, capacity=Capacity(0.75, 1), **LOSSES))
-
-
-def make_random() -> nn.Module:
-    """Random tokens, residual experts, and layers with 4 and with 8 experts."""
-    return make(
-        replace(
-            CONFIG,
-            num_experts=0,
-            num_experts_per_layer=(4, 8),
-            residual_experts=True,
-            capacity=Capacity(0.75, 1, "random"),
-            **LOSSES,
-        )
-    )
 
 
 @pytest.mark.processes

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_expert import CONFIG, batch, make, make_balanced, make_mixtral
-from test_expert_capacity import make_random
+from experts_for_tests import CONFIG, batch, make, make_balanced, make_mixtral, make_random
 from torch import Tensor
 
 from weft.architectures import Capacity

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_experts import CONFIG
+from experts_for_tests import CONFIG
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from functools import cache
-from pathlib import Path
-
 import pytest
+from kernel_programs_for_tests import output_of
 
 pytestmark = pytest.mark.processes
 
 pytest.importorskip("triton")  # which has packages for Linux alone
 
 
-@cache
 def differences() -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """What kernels and plain functions differ by: those that prepare operands, and products."""
-    program = Path(__file__).parents[1] / "helpers" / "fp8_kernels_for_tests.py"
-    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=300, env=paths)
-    assert done.returncode == 0, done.stderr
-    operands, products = json.loads(done.stdout.splitlines()[-1])
+    operands, products = output_of("fp8_kernels_for_tests.py")
     return operands, products
 
 

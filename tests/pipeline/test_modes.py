@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import pipeline_for_tests as models
 import pytest
 import torch
-from pipeline_for_tests import double, make, on_stages, vectors
-from test_pipeline_parts import staged
+from pipeline_for_tests import double, make, on_stages, staged, vectors
 from torch import Tensor, nn
 from torch.optim import SGD
 

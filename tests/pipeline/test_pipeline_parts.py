@@ -14,14 +14,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_for_tests import WIDTH, Batch, chain, images, make, tokens, vectors
+from pipeline_for_tests import WIDTH, Batch, ModelFn, chain, images, make, staged, tokens, vectors
 from torch import Tensor, nn
 
 from weft.errors import PlanError
 from weft.inspection.functional_call import call_with
 from weft.inspection.nested_tensors import copy_structure, map_tensors, tensors_in
 from weft.parallel.apply import parallelize, refuse
-from weft.pipeline.build import Staging, stage
+from weft.pipeline.build import stage
 from weft.pipeline.deferred_weight_grads import DeferredWeightGrads
 from weft.pipeline.partition import Route, cut, partition, unit_order
 from weft.pipeline.shared_parameters import tied_stages
@@ -34,13 +34,6 @@ from weft.profiling import profile
 from weft.schedule import Edge, check, make_schedule, with_messages
 
 CPU = torch.device("cpu")
-ModelFn = Callable[[], nn.Module]
-
-
-def staged(model_fn: ModelFn, pipe: Pipe, batch: Batch | None = None) -> Staging:
-    """A model in stages, as every rank cuts it."""
-    inputs = models.double(batch or vectors()(0))[0]
-    return stage(profile(make(model_fn), lambda: (inputs,)), Plan(pipe=pipe, precision="fp64"))
 
 
 def traced(model_fn: ModelFn, inputs: Tensor) -> Trace:

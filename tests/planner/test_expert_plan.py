@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_expert import CONFIG
+from experts_for_tests import CONFIG
 
 from weft.cluster.hardware import load
 from weft.models import build

@@ -9,6 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from awkward_for_tests import (
+    CLASSES,
+    DATA,
+    PIPE,
+    STAGE_3,
+    VOCABULARY,
+    WIDTH,
+    Block,
+    Chain,
+    MaxNorm,
+    Scaled,
+    X,
+    tokens,
+    vectors,
+)
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
@@ -24,49 +39,7 @@ from weft.proof.prove import ProofReport, verify
 from weft.proof.report import nan_as_inf
 from weft.step.objective import CROSS_ENTROPY, Objective
 
-WIDTH, CLASSES, VOCABULARY = 8, 4, 12
-PIPE, DATA = weft.Plan(pipe=weft.Pipe(2), micro_batch=2), weft.Plan(data=2)
-X, STAGE_3 = weft.Plan(tensor=weft.Tensor(x=2)), weft.Plan(shard=weft.Shard(2, 3))
 processes = pytest.mark.processes
-
-
-def vectors(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(4, WIDTH, generator=generator), torch.randint(0, CLASSES, (4,), generator=generator)
-
-
-def tokens(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    found = torch.randint(0, VOCABULARY, (2, 4, 6), generator=generator)
-    return found[0], found[1]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = hidden + self.down(functional.gelu(self.up(hidden)))
-        return out
-
-
-class Chain(nn.Module):
-    """Subclasses change a part of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks: Any = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, value: Tensor) -> Tensor:
-        out: Tensor = self.head(self.body(value))
-        return out
-
-    def body(self, hidden: Tensor) -> Tensor:
-        for block in self.blocks:
-            hidden = block(hidden)
-        return hidden
 
 
 def failed(report: ProofReport) -> list[str]:
@@ -264,22 +237,6 @@ def test_a_function_of_autograd_inside_a_block_is_proved_under_pipe() -> None:
 # --- logits and values that are trained
 
 
-class Scaled(nn.Module):
-    """Multiplies its logits by a number that it learns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList([Block(), Block()])
-        self.head, self.scale = nn.Linear(WIDTH, VOCABULARY), nn.Parameter(torch.tensor(0.1))
-
-    def forward(self, value: Tensor) -> Tensor:
-        hidden = self.table(value)
-        for block in self.blocks:
-            hidden = block(hidden)
-        out: Tensor = self.head(hidden) * self.scale.exp()
-        return out
-
-
 class ScaledVectors(Chain):
     def __init__(self) -> None:
         super().__init__()
@@ -299,14 +256,6 @@ class LastPosition(Scaled):
 @processes
 def test_logits_of_which_a_part_is_left_out_are_gathered_under_x() -> None:
     verify(LastPosition, lambda step: (tokens(step)[0], tokens(step)[1][:, 0]), X).require()
-
-
-class MaxNorm(Scaled):
-    """Its embedding changes its weights in every forward, in those of an evaluation too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(VOCABULARY, WIDTH, max_norm=1.0)
 
 
 @processes

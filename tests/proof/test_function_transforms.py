@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_awkward_models import DATA, PIPE, STAGE_3, Block, Chain, X, vectors
+from awkward_for_tests import DATA, PIPE, STAGE_3, Block, Chain, X, vectors
 from torch import Tensor, func, nn
 from torch.nn import functional
 

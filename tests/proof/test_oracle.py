@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable
 from typing import Any
 
-import models_for_tests as models
 import pytest
 import torch
+from models_for_tests import ALL_MODELS, ROOT_ONLY_MODELS, TOKEN_MODELS, VECTOR_MODELS, check
 from sampled_for_tests import one_in
 from torch import Tensor, nn
 
@@ -23,49 +22,10 @@ import weft.sharding.flat_buffer
 import weft.step.train_step
 from weft.comm import Axis, Ledger, Pending
 from weft.errors import PlanError, VerifyError
-from weft.models.loss import token_loss
 from weft.plan import Memory, Plan, Precision, Recompute, Shard
-from weft.proof.prove import ProofReport, verify
 from weft.sharding.flat_buffer import Flat
-from weft.step.objective import CROSS_ENTROPY, Objective
 
 pytestmark = pytest.mark.processes
-
-TOKEN_MODELS: dict[str, Callable[[], nn.Module]] = {
-    "tied decoder": models.tied_decoder,
-    "qwen decoder": models.qwen_decoder,
-    "gpt2": models.gpt2,
-    "frozen parameter": models.frozen_parameter,
-    "frozen middle block": models.frozen_middle,
-    "frozen first block": models.frozen_first,
-    "frozen root": models.frozen_root,
-    "transformers llama": models.hf_llama,
-    "transformers gpt2": models.hf_gpt2,
-    "transformers qwen2": models.hf_qwen2,
-}
-VECTOR_MODELS: dict[str, Callable[[], nn.Module]] = {
-    "adapters": models.AdapterChain,
-    "frozen behind trained": models.FrozenHeads,
-    "sequential": models.sequential,
-    "block called twice": models.CalledTwice,
-    "frozen block called twice": models.FrozenCalledTwice,
-    "module in two blocks": models.SharedModule,
-    "parameter in two blocks": models.SharedParameter,
-    "structured": models.Structured,
-}
-ROOT_ONLY_MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": models.MLP, "module dict": models.Named}
-ALL_MODELS = TOKEN_MODELS | VECTOR_MODELS | ROOT_ONLY_MODELS
-
-
-def _dict_total(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    return token_loss(model(batch[0])["logits"], batch[1])[0]
-
-
-def check(name: str, plan: Plan, clip: float | None = 1.0) -> ProofReport:
-    """Verify the named model under a plan."""
-    objective = Objective(CROSS_ENTROPY.count, _dict_total) if name == "module dict" else CROSS_ENTROPY
-    batch = models.token_batch if name in TOKEN_MODELS else models.vector_batch
-    return verify(ALL_MODELS[name], batch, plan, objective=objective, clip=clip)
 
 
 def shard(degree: int, stage: Any, **others: Any) -> Plan:

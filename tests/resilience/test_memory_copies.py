@@ -11,40 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from shadow_for_tests import SHAPE, on_hosts, pieces_of
 
-from weft.checkpoint import Checkpoint, Piece, Region
+from weft.checkpoint import Checkpoint
 from weft.comm import barrier
 from weft.errors import DamagedError
-from weft.launch.environment import RankInfo
-from weft.launch.local_ranks import run_local
-from weft.mesh import Mesh
-from weft.plan import Plan
 from weft.resilience import memory_copies as memory_module
 from weft.resilience.memory_copies import MemoryCopies
 from weft.resilience.shared_memory import PartListing, claim, complete_steps, list_parts, parts_name
 
 pytestmark = pytest.mark.processes
-
-SHAPE = (10, 7)
-
-
-def pieces_of(step: int, rank: int, num_ranks: int) -> list[Piece]:
-    values = torch.arange(70.0) * step
-    region = Region.flat(SHAPE, 70 * rank // num_ranks, 70 * (rank + 1) // num_ranks)
-    return [Piece("w", "parameter", region, values[region.start : region.stop])]
-
-
-def on_hosts(folder: Path, num_hosts: int, work: Callable[[MemoryCopies, list[str]], Any], num_ranks: int = 4) -> Any:
-    """`work(copies, said)` on ranks that are spread over hosts, each of which has a folder of its own."""
-
-    def rank(index: int) -> Any:
-        num_local = num_ranks // num_hosts
-        place = RankInfo(index, num_ranks, index % num_local, num_local, num_hosts)
-        said: list[str] = []
-        own = folder / f"host-{index // num_local}"
-        return work(MemoryCopies(own, Mesh(Plan(data=num_ranks)), place, said.append), said)
-
-    return run_local(rank, num_ranks)
 
 
 def save(copies: MemoryCopies, *steps: int) -> None:

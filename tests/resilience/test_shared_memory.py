@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_memory_copies import on_hosts, pieces_of
+from shadow_for_tests import on_hosts, pieces_of
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from weft.comm import barrier

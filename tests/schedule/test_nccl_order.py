@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pipeline_for_tests as models
 import pytest
-from test_pipeline_parts import staged
+from pipeline_for_tests import staged
 
 from weft.comm import Axis, barrier
 from weft.errors import PlanError

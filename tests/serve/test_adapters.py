@@ -9,45 +9,25 @@ from pathlib import Path
 import pytest
 import torch
 from serve_for_tests import serving
-from serving_for_tests import GREEDY, MODELS, likeliest, serve_all, tiny_model, tokens_of
-from torch import nn
+from serving_for_tests import (
+    ADAPTED,
+    GREEDY,
+    likeliest,
+    merged_model,
+    save_adapter,
+    serve_all,
+    tiny_model,
+    tokens_of,
+)
 
-from weft.architectures.lora import Lora
 from weft.errors import CheckpointError, ConfigError
-from weft.models import build
-from weft.models.adapter import CONFIG_FILE, write_adapter
-from weft.models.lora import add_lora, is_adapter
+from weft.models.adapter import CONFIG_FILE
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.model.adapters import TokenAdapters, merge_adapter
 from weft.serve.scheduling.request import Request, RequestError
 
-TARGETS = {
-    "llama": ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"),
-    "gpt2": ("c_attn", "c_fc", "c_proj"),
-    "mixtral": ("k_proj", "o_proj"),
-}
 
-
-def save_adapter(folder: Path, name: str, seed: int, rank: int) -> Path:
-    """A folder of PEFT with random updates that change the likeliest tokens."""
-    lora = Lora(rank=rank, alpha=2.0 * rank, targets=TARGETS[name])
-    model = build(MODELS[name])
-    add_lora(model, lora)
-    generator = torch.Generator().manual_seed(seed)
-    updates = [
-        (n, torch.randn(p.shape, generator=generator) * 0.3) for n, p in model.named_parameters() if is_adapter(n)
-    ]
-    write_adapter(folder, MODELS[name], lora, updates)
-    return folder
-
-
-def merged_model(name: str, folder: Path) -> nn.Module:
-    model = tiny_model(name)
-    merge_adapter(model, folder)
-    return model
-
-
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", ADAPTED)
 def test_a_mixed_batch_gives_the_tokens_of_the_merged_models(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

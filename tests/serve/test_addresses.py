@@ -9,9 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
-from serve_for_tests import RepeatingEngine, serving
+from serve_for_tests import OPTIONS, ReachedError, RepeatingEngine, serving
 from serving_for_tests import tiny_model
-from test_run_server import OPTIONS, ReachedError
 
 from weft.models import save_folder
 from weft.serve.http import run_server

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from serving_for_tests import GREEDY, serve_all, tiny_model
-from test_engine import make_engine
+from serving_for_tests import GREEDY, make_engine, serve_all, tiny_model
 
 from weft.errors import ConfigError
 from weft.serve.model.paged_model import PagedModel

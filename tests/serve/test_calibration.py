@@ -8,22 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 from commands_for_tests import Weft, caller
-from serving_for_tests import CONTEXT, MODELS, SIZES, tiny_model
+from serving_for_tests import CONTEXT, MODELS, ONE, SIZES, tiny_model
 
 from weft.architectures import RecurrentConfig
 from weft.data.tokenizer import ByteTokenizer
 from weft.errors import ConfigError, DataError
 from weft.models import DecoderConfig, build, initialise, save_folder
-from weft.plan import Plan
 from weft.serve.cache.loki_choice import LokiChoice
 from weft.serve.calibration.corrected_codes import pack_corrected
 from weft.serve.calibration.graph_index import index_model
 from weft.serve.calibration.loki_calibration import calibrate
 from weft.serve.loading import Packing, calibration_texts, load_model
-from weft.serve.parallel.rank_part import RankPlace
 from weft.serve.weights.weight_formats import FORMATS
 
-ONE = RankPlace(Plan(), dict.fromkeys(Plan().degrees, 0))
 COMMANDS = ("calibrate", "index")
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from serving_for_tests import GREEDY, serve_all, tiny_model, tokens_of
-from test_engine import make_engine
+from serving_for_tests import GREEDY, make_engine, serve_all, tiny_model, tokens_of
 
 from weft.serve.measurement.cpu_threads import fastest_threads
 from weft.serve.scheduling.request import Request

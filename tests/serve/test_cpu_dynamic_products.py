@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from serving_for_tests import serve_all, tokens_of
-from test_cpu_products import REQUESTS, codes_of, model_of, relative
-from test_engine import make_engine
+from serving_for_tests import REQUESTS, codes_of, make_engine, model_of, relative, serve_all, tokens_of
 
 from weft.serve.weights import cpu_dynamic_product, cpu_group_product
 from weft.serve.weights.cpu_dynamic_product import DynamicWeight, arranged_bytes, dynamic_weight, has_product

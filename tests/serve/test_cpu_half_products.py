@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from serving_for_tests import GREEDY, serve_all, tiny_model, tokens_of
-from test_engine import make_engine
+from serving_for_tests import GREEDY, make_engine, serve_all, tiny_model, tokens_of
 from torch import nn
 
 from weft.errors import ConfigError

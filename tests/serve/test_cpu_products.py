@@ -8,44 +8,37 @@ from types import ModuleType
 
 import pytest
 import torch
-from serving_for_tests import GREEDY, SIZES, serve_all, tiny_model, tokens_of
-from test_engine import make_engine
+from serving_for_tests import (
+    REQUESTS,
+    codes_of,
+    make_engine,
+    model_of,
+    relative,
+    serve_all,
+    tiny_model,
+    tokens_of,
+)
 from torch import Tensor, nn
 
 from weft.errors import ConfigError
-from weft.models import DecoderConfig, build, initialise, save_folder
+from weft.models import save_folder
 from weft.serve.head.graph_head import graph_head
 from weft.serve.loading import Packing, load_model
 from weft.serve.model.paged_model import PagedModel
-from weft.serve.scheduling.request import Request
 from weft.serve.weights import cpu_dynamic_product, cpu_group_product, cpu_half_product, cpu_row_product
 from weft.serve.weights.cpu_group_product import GroupWeight, arranged_bytes, group_weight, has_product, refusal
 from weft.serve.weights.cpu_product import most_of
-from weft.serve.weights.group_codes import GroupCodes, pack, split_ranges
-from weft.serve.weights.packed_linear import PackedLinear, pack_head, pack_model, what_cpus_do
+from weft.serve.weights.group_codes import GroupCodes, pack
+from weft.serve.weights.packed_linear import PackedLinear, pack_head, what_cpus_do
 from weft.serve.weights.weight_formats import Grouped, weight_format
 
 needs_product = pytest.mark.skipif(not has_product(), reason="this torch has no product with 4-bit codes for this CPU")
-CONFIG = DecoderConfig(**{**SIZES, "hidden_size": 64, "intermediate_size": 96}, attention_bias=True)  # type: ignore[arg-type]
-REQUESTS = [Request(str(i), (7 * i + 1, 5, 3, i), 9, GREEDY) for i in range(3)]
 
 
 @pytest.fixture(autouse=True)
 def no_product_of_arm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights in groups are multiplied as on x86 (`test_cpu_dynamic_products.py` has the other product)."""
     monkeypatch.setattr(cpu_dynamic_product, "has_product", lambda: False)
-
-
-def codes_of(form: Grouped, weight: Tensor) -> GroupCodes:
-    codes, ranges = form.encode(weight)
-    return GroupCodes(codes, *split_ranges(ranges))
-
-
-def model_of(seed: int, kind: str) -> nn.Module:
-    model = build(CONFIG)
-    initialise(model, seed)
-    pack_model(model, weight_format(kind))
-    return model.eval()
 
 
 def load(folder: Path, head: str | None) -> nn.Module:
@@ -57,10 +50,6 @@ def with_head(model: nn.Module, weight: Tensor) -> nn.Module:
     model.tied_to = None  # type: ignore[assignment]
     model.lm_head.weight = nn.Parameter(weight)  # type: ignore[union-attr]
     return model
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 @needs_product

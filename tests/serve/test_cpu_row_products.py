@@ -9,8 +9,7 @@ import pytest
 import torch
 from commands_for_tests import caller
 from parallel_serving_for_tests import SCORED
-from serving_for_tests import CONFIGS, GREEDY, SIZES, serve_all, tiny_model, tokens_of
-from test_engine import make_engine
+from serving_for_tests import CONFIGS, GREEDY, SIZES, make_engine, serve_all, tiny_model, tokens_of
 from torch import Tensor, nn
 
 from weft.errors import ConfigError

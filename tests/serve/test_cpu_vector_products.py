@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from parallel_serving_for_tests import LIMIT_SECONDS, part_of
+from serve_for_tests import OPTIONS
 from serving_for_tests import GREEDY, tiny_model
-from test_run_server import OPTIONS
 from torch import Tensor, nn
 
 from weft.errors import ConfigError

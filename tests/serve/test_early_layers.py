@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from serving_for_tests import GREEDY, draft_always, likeliest, serve_all, tiny_model, tokens_of
-from test_adapters import merged_model, save_adapter
-from test_engine import make_engine
+from serving_for_tests import (
+    GREEDY,
+    draft_always,
+    likeliest,
+    make_engine,
+    merged_model,
+    save_adapter,
+    serve_all,
+    tiny_model,
+    tokens_of,
+)
 from torch import nn
 
 from weft.errors import ConfigError

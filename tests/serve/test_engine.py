@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from sampled_for_tests import some_soak
-from serving_for_tests import CONFIGS, CONTEXT, GREEDY, MODELS, likeliest, serve_all, tiny_model, tokens_of
+from serving_for_tests import CONFIGS, CONTEXT, GREEDY, MODELS, likeliest, make_engine, serve_all, tiny_model, tokens_of
 from torch import Tensor, nn
 
 from weft.errors import ConfigError, NumbersError
@@ -27,10 +27,6 @@ from weft.serve.scheduling.request import Request, RequestError, Sampling
 from weft.serve.scheduling.scheduler import ActiveRequest
 
 LENGTHS = (1, 2, 9, 16, 17, CONTEXT - 1, CONTEXT)
-
-
-def make_engine(model: nn.Module, **options: object) -> Engine:
-    return Engine(model, EngineOptions(**{"block_size": 4, "num_blocks": 40, **options}))  # type: ignore[arg-type]
 
 
 def prompts(seed: int = 0) -> list[tuple[int, ...]]:

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from quantised_folders_for_tests import CASES, CONFIG, change_tensors, write_folder
-from serving_for_tests import GREEDY, serve_all, tokens_of
-from test_engine import make_engine
+from serving_for_tests import GREEDY, make_engine, serve_all, tokens_of
 from torch import nn
 
 from weft.errors import CheckpointError, ConfigError

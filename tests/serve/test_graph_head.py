@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from serving_for_tests import GREEDY, likeliest, serve_all, tiny_model, tokens_of
-from test_engine import make_engine
+from serving_for_tests import GREEDY, likeliest, make_engine, serve_all, tiny_model, tokens_of
 from torch import Tensor
 
 from weft.errors import ConfigError

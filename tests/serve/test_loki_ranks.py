@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 from parallel_serving_for_tests import LIMIT_SECONDS, part_of, requests, tokens_on_ranks, whole_model
-from serving_for_tests import CONFIGS, draft_always, serve_all, tiny_model, tokens_of
-from test_engine import make_engine
+from serving_for_tests import CONFIGS, draft_always, make_engine, serve_all, tiny_model, tokens_of
 from torch import nn
 
 from weft.cluster.hardware import load as load_cluster

@@ -8,9 +8,18 @@ from typing import Any
 import pytest
 import torch
 from parallel_serving_for_tests import tokens_on_ranks, whole_model
-from serving_for_tests import CONFIGS, GREEDY, MODELS, SIZES, serve_all, tiny_model, tokens_of
-from test_engine import make_engine
-from test_packed_weights import ONE, give_decoded
+from serving_for_tests import (
+    CONFIGS,
+    GREEDY,
+    MODELS,
+    ONE,
+    SIZES,
+    give_decoded,
+    make_engine,
+    serve_all,
+    tiny_model,
+    tokens_of,
+)
 from torch import Tensor, nn
 
 from weft.errors import NumbersError

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from serving_for_tests import GREEDY, MODELS, serve_all, tiny_model, tokens_of
-from test_engine import make_engine
+from serving_for_tests import GREEDY, MODELS, ONE, give_decoded, make_engine, serve_all, tiny_model, tokens_of
 from torch import Tensor
 
 from weft.errors import ConfigError, DataError, NumbersError
@@ -20,11 +19,8 @@ from weft.serve.loading import Packing, calibration_texts
 from weft.serve.parallel.rank_part import RankPlace, build_part, part_bytes, part_numel, read_part
 from weft.serve.scheduling.request import Request
 from weft.serve.weights.group_codes import GroupCodes, codes_of, decode, encode, group_range, pack, unpack
-from weft.serve.weights.packed_experts import PackedStack
-from weft.serve.weights.packed_linear import PackedLinear, make_room, pack_model
+from weft.serve.weights.packed_linear import make_room, pack_model
 from weft.serve.weights.weight_formats import FORMATS, Grouped, weight_bytes, weight_format
-
-ONE = RankPlace(Plan(), dict.fromkeys(Plan().degrees, 0))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -74,17 +70,6 @@ def test_least_values_are_the_largest_16_bit_numbers_that_are_not_above() -> Non
     numbers = numbers[numbers <= 65504.0]
     expected = every[(torch.searchsorted(every, numbers, right=True) - 1).clamp(min=0)]
     assert torch.equal(group_range(numbers[:, None], 4)[1].float(), expected)
-
-
-def give_decoded(plain: torch.nn.Module, packed: torch.nn.Module) -> None:
-    """Give a model the weights that a packed one has decoded."""
-    for name, module in packed.named_modules():
-        if isinstance(module, PackedLinear | PackedStack):
-            weight = plain.get_parameter(name if isinstance(module, PackedStack) else f"{name}.weight").detach()
-            decoded = module.format.decode([part.flatten(0, -2) for part in module.parts], torch.float64)
-            assert 0 < float((decoded.view_as(weight) - weight).abs().max()) < 0.2
-            with torch.no_grad():
-                weight.copy_(decoded.view_as(weight))
 
 
 @pytest.mark.parametrize("kind", FORMATS)

@@ -11,8 +11,7 @@ import pytest
 import torch
 from commands_for_tests import caller
 from safetensors.torch import load_file
-from serving_for_tests import GREEDY, likeliest, serve_all, tokens_of
-from test_engine import make_engine
+from serving_for_tests import GREEDY, likeliest, make_engine, serve_all, tiny_recurrent, tokens_of
 
 import weft.serve.model.recurrent as recurrent
 from weft.architectures import RecurrentConfig
@@ -29,16 +28,6 @@ from weft.serve.model.step_inputs import text_inputs
 from weft.serve.scheduling.request import Request, Sampling
 
 KINDS = ("lstm", "gru")
-CONFIG = RecurrentConfig(vocab_size=61, hidden_size=12, num_hidden_layers=2, max_position_embeddings=40)
-
-
-def tiny_recurrent(kind: str, seed: int = 0, **sizes: object) -> RecurrentModel:
-    torch.manual_seed(seed)
-    model = RecurrentModel(replace(CONFIG, architecture=kind, **sizes))  # type: ignore[arg-type]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.6)
-    return model.eval()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from serving_for_tests import CONFIGS, GREEDY, serve_all, tiny_model, tokens_of
-from test_engine import make_engine
+from serving_for_tests import CONFIGS, GREEDY, make_engine, serve_all, tiny_model, tokens_of
 
 from weft.errors import ConfigError, PlanError
 from weft.models import save_folder

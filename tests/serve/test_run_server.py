@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from serving_for_tests import tiny_model
-from test_recurrent import tiny_recurrent
+from serve_for_tests import OPTIONS, ReachedError
+from serving_for_tests import tiny_model, tiny_recurrent
 
 from weft.errors import ConfigError, PlanError
 from weft.launch.environment import RankInfo
@@ -19,30 +19,8 @@ from weft.serve.cache.loki_cache import LokiFormat
 from weft.serve.calibration.loki_calibration import save
 from weft.serve.generate import load_for_generation
 from weft.serve.http import run_server
-from weft.serve.http.guard import ServerLimits
-from weft.serve.http.run_server import ServeOptions, refuse_options, run_rank
+from weft.serve.http.run_server import refuse_options, run_rank
 from weft.serve.weights.weight_formats import FORMATS
-
-OPTIONS = ServeOptions(
-    host="127.0.0.1",
-    port=0,
-    api_keys=(),
-    name=None,
-    device="cpu",
-    follows=False,
-    tokenizer="bytes",
-    template=None,
-    context_length=None,
-    max_running=2,
-    max_waiting=2,
-    token_budget=16,
-    num_blocks=None,
-    limits=ServerLimits(),
-)
-
-
-class ReachedError(Exception):
-    """The mesh was made."""
 
 
 def test_a_rank_knows_how_many_are_on_its_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

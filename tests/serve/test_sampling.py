@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from serving_for_tests import GREEDY, serve_all, tiny_model, tokens_of
-from test_engine import make_engine
+from serving_for_tests import GREEDY, chi_square, make_engine, serve_all, tiny_model, tokens_of
 from torch import Tensor
 
 from weft.models import save_folder
@@ -50,12 +49,6 @@ def exact(logits: Tensor, sampling: Sampling) -> Tensor:
     result = torch.zeros_like(probabilities)
     result[kept] = probabilities[kept] / probabilities[kept].sum()
     return result
-
-
-def chi_square(counts: Tensor, probabilities: Tensor) -> float:
-    assert not counts[probabilities == 0].any()
-    expected = probabilities[probabilities > 0] * counts.sum()
-    return float(((counts[probabilities > 0] - expected) ** 2 / expected).sum())
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -12,9 +12,17 @@ import pytest
 import torch
 from parallel_serving_for_tests import tokens_on_ranks, whole_model
 from sampled_for_tests import some_soak
-from serving_for_tests import CONFIGS, GREEDY, draft_always, likeliest, serve_all, tiny_model, tokens_of
-from test_engine import make_engine
-from test_sampling import chi_square
+from serving_for_tests import (
+    CONFIGS,
+    GREEDY,
+    chi_square,
+    draft_always,
+    likeliest,
+    make_engine,
+    serve_all,
+    tiny_model,
+    tokens_of,
+)
 from torch import Tensor, nn
 
 from weft.architectures import RecurrentConfig

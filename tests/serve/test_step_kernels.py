@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_triton_kernels import BF16_STEP, differences
+from kernel_programs_for_tests import BF16_STEP, differences
 
 pytestmark = pytest.mark.processes
 PROGRAM = "step_kernels_for_tests.py"

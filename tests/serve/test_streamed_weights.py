@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from serving_for_tests import GREEDY, serve_all, tiny_model, tokens_of
-from test_engine import make_engine
+from serving_for_tests import GREEDY, make_engine, serve_all, tiny_model, tokens_of
 
 from weft.errors import ConfigError
 from weft.serve.model.streamed_traffic import copied_bytes

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from sampled_for_tests import one_in
 from tensor_for_tests import failures, saved_bytes
-from tiles_for_tests import Mixed, Streams, UNet, dry, images
+from tiles_for_tests import CASES, MODELS, Streams, UNet, dry, images, over
 from torch import Tensor, nn
 
 import weft
@@ -25,7 +25,7 @@ from weft.mesh import Mesh
 from weft.optim.saved_state import pieces_to_save
 from weft.parallel.apply import cost, parallelize, refuse
 from weft.parallel.tile import TileGradients, tile
-from weft.plan import Context, Memory, Pipe, Plan, Shard, Tile, split_batch
+from weft.plan import Context, Pipe, Plan, Shard, Tile, split_batch
 from weft.plan import Tensor as TensorPlan
 from weft.profiling import profile
 from weft.proof.prove import ProofReport, verify
@@ -40,26 +40,6 @@ from weft.step.train_step import evaluate, train_step
 pytestmark = pytest.mark.processes
 
 Patch = pytest.MonkeyPatch
-MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
-    "plain": (images_for_tests.plain, images_for_tests.image_batch),
-    "classic": (images_for_tests.Classic, images_for_tests.image_batch),
-    "GroupNorm": (images_for_tests.group_resnet, images(11, 14)),
-    "BatchNorm": (images_for_tests.batch_resnet, images(11, 14)),
-    "unet": (UNet, images(13, 18, 2, dense=True)),
-    "unet, upsampled": (lambda: UNet("bilinear", lambda width: nn.GroupNorm(2, width)), images(13, 18, 4, dense=True)),
-    "unet, thin": (UNet, images(12, 16, 4, dense=True)),
-    "mixed": (Mixed, images(16, 18)),
-    "vit": (images_for_tests.ViT, images_for_tests.image_batch),
-    "streams": (Streams, images(16, 24)),
-    "three streams": (lambda: Streams(3), images(16, 24)),
-}
-
-
-def over(rows: int, columns: int, recompute: Any = "none", **others: Any) -> Plan:
-    """A plan of tiles."""
-    names = ("until", "hand_over", "fused")
-    options = {name: others.pop(name) for name in names if name in others}
-    return Plan(tile=Tile(rows, columns, **options), memory=Memory(recompute), **others)
 
 
 def check(name: str, plan: Plan) -> ProofReport:
@@ -69,29 +49,6 @@ def check(name: str, plan: Plan) -> ProofReport:
 
 # --- the oracle
 
-CASES: dict[str, tuple[str, Plan]] = {
-    "1 × 2": ("plain", over(1, 2)),
-    "2 × 1": ("classic", over(2, 1)),
-    "2 × 2": ("BatchNorm", over(2, 2)),
-    "1 × 4": ("mixed", over(1, 4)),
-    "4 × 1": ("classic", over(4, 1, micro_batch=2)),
-    "unet": ("unet", over(2, 1)),
-    "unet, whole in the middle": ("unet, thin", over(4, 1)),
-    "patches": ("vit", over(2, 1)),
-    "full": ("BatchNorm", over(1, 2, "full")),
-    "selective": ("GroupNorm", over(2, 1, "selective")),
-    "full, handed over": ("BatchNorm", over(1, 2, "full", until="layer2")),
-    "shard 3": ("plain", over(1, 2, shard=Shard(2, 3), micro_batch=1)),
-    "data, full": ("plain", over(2, 1, "full", data=2)),
-    "batch": ("plain", over(2, 2, hand_over="batch")),
-    "batch, until": ("BatchNorm", over(1, 2, hand_over="batch", until="layer2")),
-    "until": ("classic", over(2, 2, until="conv2")),
-    "streams": ("streams", over(2, 2, until="cells.2")),
-    "streams, batch, full": ("streams", over(1, 2, "full", until="cells.1", hand_over="batch")),
-    "three streams": ("three streams", over(2, 1, until="cells.3")),
-    "fused 2": ("BatchNorm", over(2, 1, fused=2)),
-    "fused 5, full": ("plain", over(2, 2, "full", fused=5)),
-}
 MORE: dict[str, tuple[str, Plan]] = {
     "mixed": ("mixed", over(2, 2)),
     "BatchNorm": ("BatchNorm", over(4, 1, micro_batch=2)),

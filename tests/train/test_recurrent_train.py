@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from commands_for_tests import caller
 from runs_for_tests import losses, make_run, train_on_ranks, write_run_file, write_text
-from serving_for_tests import GREEDY, likeliest, serve_all, tokens_of
-from test_engine import make_engine
+from serving_for_tests import GREEDY, likeliest, make_engine, serve_all, tokens_of
 
 from weft.commands.export import export
 from weft.data.order import batch_indices
