@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from weft.architectures import VISION_CONFIGS, LanguageConfig, ModelConfig, VisionConfig, config_from_table
 from weft.architectures.lora import Lora
@@ -53,14 +53,14 @@ class Run:
     `precision_reason` states why weft chose the plan's precision, if the file does not give one.
     """
 
-    name: str
-    folder: Path
+    name: Annotated[str, "the run's name, a plain word; by default that of the file"]
+    folder: Annotated[Path, "where the run keeps its checkpoints and metrics; by default runs/NAME"]
     model: ModelConfig
     source: Path | None
     data: Data
     train: TrainConfig
     plan: Plan
-    cluster: str = "local"
+    cluster: Annotated[str, 'the machine: "local", or a name of the catalog as name:nodesxdevices'] = "local"
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     restart: RestartConfig = field(default_factory=RestartConfig)
     numbers: NumbersConfig = field(default_factory=NumbersConfig)
@@ -149,7 +149,7 @@ class Run:
 PLANNER = "planner"  # the origin of a key that weft chose
 FROZEN_SUFFIX = ".frozen"  # suffix of a file with the text of `Run.to_json`
 _TABLES = ("model", "data", "train", "plan", "checkpoint", "restart", "numbers", "log", "roles", "lora")
-_VALUES = ("name", "folder", "cluster")
+VALUES = ("name", "folder", "cluster")
 TEXT_KINDS = ("text", "chat", "preference")  # kinds of data with a tokenizer
 
 
@@ -206,17 +206,17 @@ def _build_tables(tables: Mapping[str, Any]) -> _Built:
     in one error.
     """
     for key in tables:
-        if key not in (*_TABLES, *_VALUES):
-            raise ConfigError(f"unknown key '{key}'{nearest(key, (*_TABLES, *_VALUES))}")
+        if key not in (*_TABLES, *VALUES):
+            raise ConfigError(f"unknown key '{key}'{nearest(key, (*_TABLES, *VALUES))}")
     for key in _TABLES:
         if not isinstance(tables.get(key, {}), Mapping):
             raise ConfigError(f"'{key}' = {tables[key]!r} but it expects a table [{key}]")
-    for key in _VALUES:
+    for key in VALUES:
         if not isinstance(tables.get(key, ""), str):
             raise ConfigError(f"'{key}' = {tables[key]!r} but it expects a string")
         if not tables.get(key, "default"):
             raise ConfigError(f"'{key}' is empty; give it a value or leave it out")
-    for key in _VALUES:
+    for key in VALUES:
         if not tables.get(key, "default").isprintable():
             raise ConfigError(f"{key} = {tables[key]!r} has line breaks or other characters that cannot be printed")
     if Path(tables.get("name", "run")).name != tables.get("name", "run") or tables.get("name") == "..":

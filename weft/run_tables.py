@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from weft.data.config import Data, PreferenceConfig
 from weft.data.goldfish import Goldfish
@@ -33,54 +33,57 @@ LIMITS = {
 class TrainConfig:
     """The options of training.
 
-    Give `batch` (sequences or images per step) or `batch_tokens` (tokens per step), not both.
-
-    `compile`: compile each block with torch.compile; by default on GPUs. `graph`: record forward and backward as a CUDA
-    graph (`step/cuda_graph.py`); by default for images on one GPU. `z_loss` is the weight of the squared log of the
-    softmax's denominator (language models). `goldfish` leaves targets out of the loss (`data/goldfish.py`), and
-    `layer_drop` skips blocks (`step/layer_drop.py`). `compressed` sends less over `data`, and `kfac`
-    preconditions gradients; both are not exact.
-    `share_gpus` allows more ranks than GPUs, for tests.
-    `evaluate_sequences` is the number of held-out sequences or images. `patience` is the number of evaluations without
-    a lower held-out loss after which the run stops. `timeline` is a file in which the last step of a
-    pipeline is drawn. `profile` = "10:20" records the communication of the ten steps after the tenth. `freeze` has
-    patterns of names of parameters that are not trained (`model.embed*`).
-    `dpo_beta` is the strength of the reference in the loss of preferences (`step/preference.py`).
+    `graph` is in `step/cuda_graph.py`, `goldfish` in `data/goldfish.py`, `layer_drop` in `step/layer_drop.py`, and the
+    loss of preferences in `step/preference.py`.
     """
 
-    steps: int
-    batch: int | None = None
-    batch_tokens: int | None = None
-    learning_rate: float = 3e-4
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    warmup_steps: int = 0
-    decay_steps: int | None = None
-    final_learning_rate: float = 0.1
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    clip: float | None = 1.0
-    seed: int = 0
-    deterministic: bool = False
-    compile: bool | None = None
-    graph: bool | None = None
-    z_loss: float = 0.0
-    goldfish: Goldfish | None = None
-    layer_drop: LayerDrop | None = None
-    compressed: CompressedAdam | None = None
-    kfac: Kfac | None = None
-    freeze: tuple[str, ...] = ()
-    dpo_beta: float = 0.1
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    share_gpus: bool = False
-    timeout_seconds: int = 600
-    log_every: int = 1
-    evaluate_every: int | None = None
-    evaluate_sequences: int = 64
-    patience: int | None = None
-    timeline: str | None = None
-    profile: str | None = None
+    steps: Annotated[int, "steps of the run"]
+    batch: Annotated[int | None, "sequences or images of a step, over all ranks; or give batch_tokens"] = None
+    batch_tokens: Annotated[int | None, "tokens of a step, over all ranks"] = None
+    learning_rate: Annotated[float, "the highest learning rate"] = 3e-4
+    schedule: Annotated[Literal["cosine", "wsd", "constant"], "the course of the learning rate after the warm-up"] = (
+        "cosine"
+    )
+    warmup_steps: Annotated[int, "steps in which the learning rate rises"] = 0
+    decay_steps: Annotated[int | None, "the last steps, in which it falls (wsd)"] = None
+    final_learning_rate: Annotated[float, "the last learning rate, as a part of the highest"] = 0.1
+    weight_decay: Annotated[float, "AdamW's decay of weights"] = 0.1
+    beta1: Annotated[float, "AdamW's decay of the first moment"] = 0.9
+    beta2: Annotated[float, "AdamW's decay of the second moment"] = 0.95
+    epsilon: Annotated[float, "AdamW's epsilon"] = 1e-8
+    clip: Annotated[float | None, "the largest norm of the gradient"] = 1.0
+    seed: Annotated[int, "of the initial weights, the order of samples and dropout"] = 0
+    deterministic: Annotated[bool, "use only kernels that repeat their bits"] = False
+    compile: Annotated[bool | None, "compile blocks with torch.compile; by default on GPUs"] = None
+    graph: Annotated[bool | None, "record forward and backward as a CUDA graph; by default for images on one GPU"] = (
+        None
+    )
+    z_loss: Annotated[float, "the weight of the squared log of the softmax's denominator (text)"] = 0.0
+    goldfish: Annotated[Goldfish | None, "leave targets out of the loss, against memorising"] = None
+    layer_drop: Annotated[LayerDrop | None, "skip deep blocks at random, more often later"] = None
+    compressed: Annotated[
+        CompressedAdam | None, "an optimizer that sends one bit per parameter over data; needs `plan.exact = false`"
+    ] = None
+    kfac: Annotated[
+        Kfac | None, "K-FAC for linears and convolutions, AdamW for the rest; needs `plan.exact = false`"
+    ] = None
+    freeze: Annotated[
+        tuple[str, ...], "patterns of names of parameters that are not trained, such as model.embed*"
+    ] = ()
+    dpo_beta: Annotated[float, "the strength of the reference in the loss of preferences"] = 0.1
+    device: Annotated[Literal["auto", "cpu", "cuda"], "cpu, cuda, or what is there"] = "auto"
+    share_gpus: Annotated[bool, "allow more ranks than GPUs, for tests"] = False
+    timeout_seconds: Annotated[int, "the longest wait for another rank"] = 600
+    log_every: Annotated[int, "steps between two lines of the metrics"] = 1
+    evaluate_every: Annotated[
+        int | None, "steps between two evaluations on held-out samples; none if data.held_out = 0"
+    ] = None
+    evaluate_sequences: Annotated[int, "held-out sequences or images of an evaluation"] = 64
+    patience: Annotated[int | None, "stop after so many evaluations without a lower held-out loss"] = None
+    timeline: Annotated[str | None, "a file to draw the last step of a pipeline to"] = None
+    profile: Annotated[
+        str | None, "steps whose communication is recorded for `weft profile`; `10:20`: the ten after the tenth"
+    ] = None
 
     def __post_init__(self) -> None:
         positive = ("steps", "log_every", "evaluate_every", "evaluate_sequences", "patience", "timeout_seconds")
@@ -144,17 +147,13 @@ def profile_bounds(profile: Any) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When to save checkpoints, and which to keep. One is always saved at the end.
+    """When to save checkpoints, and which to keep."""
 
-    `every`: the steps between checkpoints on disk. `memory_every`: those between copies in memory. `keep_last` is the
-    number of newest checkpoints that are kept, and multiples of `keep_every` steps are kept, too.
-    """
-
-    every: int | None = None
-    memory_every: int | None = None
-    keep_last: int = 2
-    keep_every: int | None = None
-    asynchronous: bool = True
+    every: Annotated[int | None, "steps between checkpoints on disk; one is always saved at the end"] = None
+    memory_every: Annotated[int | None, "steps between copies in the memory of other ranks"] = None
+    keep_last: Annotated[int, "newest checkpoints that are kept"] = 2
+    keep_every: Annotated[int | None, "multiples of so many steps are kept as well"] = None
+    asynchronous: Annotated[bool, "write while training goes on"] = True
 
     def __post_init__(self) -> None:
         for name in ("every", "memory_every", "keep_last", "keep_every"):
@@ -165,15 +164,13 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class RestartConfig:
-    """How often `weft train` restarts ranks after one died: at most `limit` times within `window_seconds`.
+    """When `weft train` restarts ranks. Under a launcher, ranks that hang exit, so that the launcher restarts them."""
 
-    Ranks that wait or make no progress for `hang_seconds`, and for the time of ten steps, are restarted as well. Under
-    a launcher they exit, so that the launcher restarts them.
-    """
-
-    limit: int = 5
-    window_seconds: int = 3600
-    hang_seconds: int = 60
+    limit: Annotated[int, "restarts after a rank died, at most, within window_seconds"] = 5
+    window_seconds: Annotated[int, "the time in which restarts are counted"] = 3600
+    hang_seconds: Annotated[
+        int, "ranks without progress for so long, and for the time of ten steps, are started again"
+    ] = 60
 
     def __post_init__(self) -> None:
         at_least("restart.limit", self.limit, 0)
@@ -185,21 +182,22 @@ class RestartConfig:
 class NumbersConfig:
     """What to do about wrong numbers; see `resilience/bad_numbers.py` and `resilience/corruption.py`.
 
-    `on_bad` is the action on a bad step. A step is bad if its loss or gradient norm is NaN or infinite or, with
-    `spike` = k, if the loss is above the median of the last `window` losses by k times their median absolute deviation.
-    "repeat" goes back and repeats the step, and skips it if it is bad again. "rollback" goes back to the checkpoint and
-    leaves out the last `leave_out` batches since it. More than `limit` bad steps without a good one (rollbacks: without
-    a new checkpoint) end the run. Every `compare_every` steps, ranks compare the state of which they hold copies. Every
-    `repeat_every` steps, a micro-batch is computed twice and compared.
+    After a bad step, "repeat" goes back and repeats the step, and skips it if it is bad again. "rollback" goes back to
+    the checkpoint and leaves out the last `leave_out` batches since it.
     """
 
-    on_bad: Literal["stop", "skip", "repeat", "rollback"] = "stop"
-    spike: float | None = None
-    window: int = 64
-    leave_out: int = 8
-    limit: int = 10
-    compare_every: int | None = None
-    repeat_every: int | None = None
+    on_bad: Annotated[
+        Literal["stop", "skip", "repeat", "rollback"],
+        "what to do after a step whose loss or gradient is NaN, infinite or a spike",
+    ] = "stop"
+    spike: Annotated[
+        float | None, "a loss so many median absolute deviations above the median of the last ones is bad"
+    ] = None
+    window: Annotated[int, "the last losses that the median is taken of"] = 64
+    leave_out: Annotated[int, "batches that a rollback leaves out"] = 8
+    limit: Annotated[int, "bad steps without a good one, at most; rollbacks without a new checkpoint"] = 10
+    compare_every: Annotated[int | None, "steps between comparisons of state that several ranks hold"] = None
+    repeat_every: Annotated[int | None, "steps between micro-batches that are computed twice and compared"] = None
 
     def __post_init__(self) -> None:
         for name, smallest in (
@@ -234,14 +232,13 @@ class NumbersConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Where metrics are written in addition to metrics.jsonl in the run folder, which is always written.
+    """Where metrics are written in addition to metrics.jsonl in the run folder, which is always written."""
 
-    `every_seconds`: a log of what `weft train` prints has a line at least so often.
-    """
-
-    tensorboard: bool = False
-    wandb: str | None = None
-    every_seconds: int = 60
+    tensorboard: Annotated[bool, "write TensorBoard's files to the run folder"] = False
+    wandb: Annotated[str | None, "the project in Weights & Biases"] = None
+    every_seconds: Annotated[
+        int, "where no terminal is: seconds between lines about steps, at most (if steps end that often)"
+    ] = 60
 
     def __post_init__(self) -> None:
         at_least("log.every_seconds", self.every_seconds, 1)
@@ -249,19 +246,15 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class Roles:
-    """Ranks of the run that do not train (docs/roles.md).
+    """Ranks of the run that do not train (docs/roles.md)."""
 
-    `loader`: ranks that read batches ahead of the training ranks; each training rank has at most `depth` batches on
-    their way. `validator`: 1 for a rank that evaluates snapshots while training goes on; with `keep_best`, the
-    snapshot with the lowest held-out loss is kept in the folder `best` of the run. `curvature`: ranks that invert the
-    factors of K-FAC.
-    """
-
-    loader: int = 0
-    validator: int = 0
-    curvature: int = 0
-    depth: int = 2
-    keep_best: bool = True
+    loader: Annotated[int, "ranks that read and prepare batches ahead of training"] = 0
+    validator: Annotated[int, "1: a rank evaluates snapshots while training goes on"] = 0
+    curvature: Annotated[
+        int, "ranks that invert the factors of K-FAC, for `train.kfac.mode` `sub-grid` and `sub-grid-async`"
+    ] = 0
+    depth: Annotated[int, "batches that loaders may have ready for each training rank"] = 2
+    keep_best: Annotated[bool, "keep the snapshot with the lowest held-out loss, in the run's folder best"] = True
 
     def __post_init__(self) -> None:
         most = MAX_LOADERS
@@ -328,18 +321,13 @@ class Roles:
 
 @dataclass(frozen=True)
 class CompressedAdam:
-    """An optimizer that sends one bit per parameter over `data` (`optim/one_bit_adam.py`, `optim/zero_one_adam.py`).
+    """An optimizer that sends one bit per parameter over `data` (`optim/one_bit_adam.py`, `optim/zero_one_adam.py`)."""
 
-    `freeze_step`: the number of updates after which the second moment stays as it is. The others are of 0/1 Adam:
-    the gap between updates of the second moment doubles every `kappa` of them, and after the freeze the number of steps
-    from one exchange to the next doubles every `local_scaler` steps, up to `most_local`.
-    """
-
-    kind: Literal["1bit", "0/1"]
-    freeze_step: int
-    kappa: int = 16
-    local_scaler: int = 32678
-    most_local: int = 16
+    kind: Annotated[Literal["1bit", "0/1"], "1-bit Adam or 0/1 Adam"]
+    freeze_step: Annotated[int, "updates after which the second moment stays as it is"]
+    kappa: Annotated[int, "0/1: updates of the second moment after which the gap between them doubles"] = 16
+    local_scaler: Annotated[int, "0/1: steps after the freeze after which the gap between exchanges doubles"] = 32678
+    most_local: Annotated[int, "0/1: the longest gap between exchanges, in steps"] = 16
 
     def __post_init__(self) -> None:
         for name in ("freeze_step", "kappa", "local_scaler", "most_local"):
@@ -350,23 +338,24 @@ class CompressedAdam:
 class Kfac:
     """K-FAC for linears and convolutions, and AdamW for the rest (`optim/kfac.py`).
 
-    `mode`: every rank inverts all factors, or each layer has an owner among the ranks of `data`, or among those of
-    roles.curvature, for which training waits or (async) does not. `learning_rate` is the peak for layers of K-FAC, on
-    the schedule of [train]. Factors are sampled every `factor_every` updates and inverted every `inverse_every`, with
-    `damping`; `decay` is that of their running average. `kl_clip` limits the size of an update. `exclude` has patterns
-    of names of layers that AdamW updates, and so do factors above `max_size` rows.
+    Every rank inverts all factors, or each layer has an owner among the ranks of `data` or of roles.curvature (`mode`).
     """
 
-    mode: Literal["inline", "owner-sharded", "sub-grid", "sub-grid-async"] = "owner-sharded"
-    learning_rate: float = 0.1
-    momentum: float = 0.9
-    damping: float = 1e-3
-    decay: float = 0.95
-    factor_every: int = 1
-    inverse_every: int = 10
-    kl_clip: float = 1e-3
-    max_size: int = 4096
-    exclude: tuple[str, ...] = ()
+    mode: Annotated[
+        Literal["inline", "owner-sharded", "sub-grid", "sub-grid-async"],
+        "who inverts factors: every rank, a layer's owner, or `roles.curvature` (async: without a wait)",
+    ] = "owner-sharded"
+    learning_rate: Annotated[float, "the peak for layers of K-FAC, on the same schedule"] = 0.1
+    momentum: Annotated[float, "of preconditioned gradients"] = 0.9
+    damping: Annotated[float, "what is added to the factors' diagonals; ten times as much where an inverse fails"] = (
+        1e-3
+    )
+    decay: Annotated[float, "of the running average of factors"] = 0.95
+    factor_every: Annotated[int, "updates between two samples of the factors"] = 1
+    inverse_every: Annotated[int, "updates between two inversions; a multiple of factor_every"] = 10
+    kl_clip: Annotated[float, "the limit of lr² · update · gradient; inf for none"] = 1e-3
+    max_size: Annotated[int, "layers with a factor of more rows are left to AdamW"] = 4096
+    exclude: Annotated[tuple[str, ...], "patterns of names of layers that are left to AdamW"] = ()
 
     def __post_init__(self) -> None:
         for name in ("factor_every", "inverse_every", "max_size"):
@@ -388,10 +377,10 @@ class Kfac:
 
 @dataclass(frozen=True)
 class LayerDrop:
-    """`theta` is the final probability that the deepest block is kept; `gamma` is the rate of the decay to it."""
+    """The probability with which blocks are kept (`step/layer_drop.py`)."""
 
-    theta: float = 0.5
-    gamma: float = 1e-3
+    theta: Annotated[float, "the final probability that the deepest block is kept"] = 0.5
+    gamma: Annotated[float, "how fast the probability falls to it"] = 1e-3
 
     def __post_init__(self) -> None:
         if not 0 < self.theta <= 1:

@@ -106,15 +106,24 @@ def _type_hints(cls: type[Any]) -> Mapping[str, Any]:
     return types.MappingProxyType(typing.get_type_hints(cls))
 
 
+def meanings(cls: type[Any]) -> dict[str, str]:
+    """Returns what each field of a dataclass means: the text beside its type, as in `Annotated[int, "steps"]`."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    stated = {field.name: getattr(hints[field.name], "__metadata__", ()) for field in dataclasses.fields(cls)}
+    return {name: texts[0] for name, texts in stated.items() if texts}
+
+
 def missing_keys(cls: type[Any], table: Mapping[str, Any], path: str = "") -> list[str]:
-    """Returns the keys without a default that a table of the dataclass `cls` lacks, each with what it expects."""
+    """Returns the keys without a default that a table of `cls` lacks, each with the type it expects and its meaning."""
     hints = _type_hints(cls)  # type: ignore[arg-type]  # mypy takes no type[Any] for hashable
     needed = (
         field.name
         for field in dataclasses.fields(cls)
         if field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     )
-    return [f"'{_join(path, name)}' (expects {type_name(hints[name])})" for name in needed if name not in table]
+    missing = [name for name in needed if name not in table]
+    said = {name: f": {meaning}" for name, meaning in meanings(cls).items()} if missing else {}
+    return [f"'{_join(path, name)}' (expects {type_name(hints[name])}{said.get(name, '')})" for name in missing]
 
 
 def refuse_missing(keys: list[str]) -> None:

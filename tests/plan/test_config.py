@@ -155,8 +155,9 @@ def test_the_run_file_itself(tmp_path: Path, refuse: Refuse) -> None:
     assert "cannot be read as UTF-8 text" in refuse(path)
     path.write_text("")
     assert refuse(path) == (
-        "weft: missing keys 'data.source' (expects a string), 'data.sequence' (expects an integer), 'train.steps' "
-        "(expects an integer), 'train.batch' (sequences or images per step) or 'train.batch_tokens'"
+        "weft: missing keys 'data.source' (expects a string: a file, a folder, or \"stdlib\": the text of Python's "
+        "standard library), 'data.sequence' (expects an integer: tokens of a sequence), 'train.steps' (expects an "
+        "integer: steps of the run), 'train.batch' (sequences or images per step) or 'train.batch_tokens'"
     )
     path.write_text("[run]\nsteps = 1\n")
     assert "unknown key 'run'" in refuse(path)

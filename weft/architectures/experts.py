@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from weft.architectures.sizes import divisors, require_positive
 from weft.errors import ConfigError
@@ -19,15 +19,13 @@ DEEPSEEK_KEYS = (
 
 @dataclass(frozen=True)
 class Capacity:
-    """How many tokens of each sequence an expert takes in training. Tokens above it are dropped.
+    """How many tokens of each sequence an expert takes in training. Tokens above it are dropped."""
 
-    An expert takes `factor` times its equal share of a sequence's tokens, rounded up, and at least `minimum`.
-    `selection`: the first tokens of the sequence, or random ones.
-    """
-
-    factor: float = 1.0
-    minimum: int = 4
-    selection: Literal["first", "random"] = "first"
+    factor: Annotated[float, "times an expert's equal share of a sequence's tokens, rounded up"] = 1.0
+    minimum: Annotated[int, "tokens of a sequence that an expert takes at least"] = 4
+    selection: Annotated[
+        Literal["first", "random"], "which tokens an expert takes: the first of the sequence, or random ones"
+    ] = "first"
 
     def __post_init__(self) -> None:
         require_positive(self, "factor", "minimum")

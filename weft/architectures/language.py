@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from weft.architectures.experts import DEEPSEEK_KEYS, Capacity, check_experts, shrunk_deepseek
-from weft.architectures.sizes import divisors, require_positive
+from weft.architectures.sizes import Tied, VocabSize, divisors, require_positive
 from weft.errors import ConfigError
 
 DecoderArchitecture = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"]
@@ -25,7 +25,8 @@ OPTION_ARCHITECTURES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(DEEPSEEK_KEYS, ("deepseek_v3",)),
 }
 IMPLIED_OPTIONS = {"qkv_bias": ("qwen2", "qwen2_moe"), "qk_norm": ("qwen3", "qwen3_moe")}
-
+Heads = Annotated[int, "attention heads of a layer"]
+Epsilon = Annotated[float, "the epsilon of its norms"]
 
 DEVIATION = 0.02
 RESIDUAL_PROJECTIONS = ("o_proj.weight", "down_proj.weight", "c_proj.weight", "experts.down_proj")
@@ -44,10 +45,10 @@ class RopeScaling:
     ones are kept, and those between are interpolated.
     """
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+    factor: Annotated[float, "by how much the frequencies of long wavelengths are divided"]
+    low_freq_factor: Annotated[float, "wavelengths above the original length / this are scaled"]
+    high_freq_factor: Annotated[float, "wavelengths below the original length / this are kept"]
+    original_max_position_embeddings: Annotated[int, "the length before scaling"]
 
     def __post_init__(self) -> None:
         require_positive(self, "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -62,65 +63,59 @@ class RopeScaling:
 class DecoderConfig:
     """The config of a decoder. A size of 0 means that it is derived, and is replaced by the derived value.
 
-    intermediate_size: 8/3 of hidden_size, rounded up to a multiple of 256 (Llama's rule).
-    num_key_value_heads: num_attention_heads. head_dim: hidden_size / num_attention_heads.
-    qkv_bias, qk_norm: follow from the architecture; giving a value that contradicts it is an error.
-
-    Architectures with experts need num_experts and num_experts_per_tok. moe_intermediate_size is the inner size of one
-    expert (0: intermediate_size). Every decoder_sparse_step-th layer has experts, except mlp_only_layers.
-    num_experts_per_layer, instead of both, has the number of each layer's experts; 0 is a layer without experts.
-    norm_topk_prob: do the weights of a token's experts sum to 1?
-    residual_experts: a dense MLP beside the experts, both weighted per token (DeepSpeed-MoE).
-    capacity: how many tokens an expert takes in training; without it, all.
-
-    deepseek_v3 has latent attention, of which it needs the sizes (q_lora_rank 0: no latent queries), and routers with
-    sigmoid scores. Experts are in n_group groups, of which a token goes to topk_group. n_shared_experts: experts of all
-    tokens, as one MLP of their widths. The first first_k_dense_replace layers have no experts. After each step,
-    router_bias_update_rate is added to, or subtracted from, the bias with which an expert is chosen.
-    router_aux_loss_coef, router_z_loss_coef: the weights of the routers' own losses in training (`models/experts.py`).
+    Architectures with experts need num_experts and num_experts_per_tok. deepseek_v3 has latent attention, of which it
+    needs the sizes, and routers with sigmoid scores.
     """
 
-    architecture: DecoderArchitecture = "llama"
-    vocab_size: int = 32000
-    hidden_size: int = 768
-    intermediate_size: int = 0
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 12
-    num_key_value_heads: int = 0
-    head_dim: int = 0
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    qkv_bias: bool | None = None
-    mlp_bias: bool = False
-    qk_norm: bool | None = None
-    sliding_window: int | None = None
-    num_experts: int = 0
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0
-    shared_expert_intermediate_size: int = 0
-    norm_topk_prob: bool = True
-    decoder_sparse_step: int = 1
-    mlp_only_layers: tuple[int, ...] = ()
-    router_aux_loss_coef: float = 0.0
-    router_z_loss_coef: float = 0.0
-    num_experts_per_layer: tuple[int, ...] = ()
-    residual_experts: bool = False
-    capacity: Capacity | None = None
-    q_lora_rank: int = 0
-    kv_lora_rank: int = 0
-    qk_nope_head_dim: int = 0
-    qk_rope_head_dim: int = 0
-    v_head_dim: int = 0
-    n_group: int = 0
-    topk_group: int = 0
-    routed_scaling_factor: float = 0.0
-    n_shared_experts: int = 0
-    first_k_dense_replace: int = 0
-    router_bias_update_rate: float = 0.0
+    architecture: Annotated[DecoderArchitecture, "the kind of model; the other keys of [model] depend on it"] = "llama"
+    vocab_size: VocabSize = 32000
+    hidden_size: Annotated[int, "the width of the residual stream"] = 768
+    intermediate_size: Annotated[int, "the width inside the MLPs; 0: 8/3 of hidden_size, rounded up to 256"] = 0
+    num_hidden_layers: Annotated[int, "the number of layers"] = 12
+    num_attention_heads: Heads = 12
+    num_key_value_heads: Annotated[int, "heads of keys and values; 0: as many as attention heads"] = 0
+    head_dim: Annotated[int, "the width of a head; 0: hidden_size / num_attention_heads"] = 0
+    max_position_embeddings: Annotated[int, "the longest sequence that the model is meant for"] = 2048
+    rms_norm_eps: Epsilon = 1e-6
+    rope_theta: Annotated[float, "the base of the rotary frequencies"] = 10000.0
+    rope_scaling: Annotated[RopeScaling | None, "Llama 3's scaling of the rotary frequencies"] = None
+    tie_word_embeddings: Tied = False
+    attention_bias: Annotated[bool, "biases on all projections of attention (llama, qwen3)"] = False
+    qkv_bias: Annotated[bool | None, "biases on q, k and v; follows from the architecture"] = None
+    mlp_bias: Annotated[bool, "biases in the MLPs (llama)"] = False
+    qk_norm: Annotated[bool | None, "a norm on each head of q and k; follows from the architecture"] = None
+    sliding_window: Annotated[int | None, "how many tokens back attention sees (mistral, mixtral)"] = None
+    num_experts: Annotated[int, "experts of a layer (mixtral, qwen2_moe, qwen3_moe)"] = 0
+    num_experts_per_tok: Annotated[int, "experts that each token goes through"] = 0
+    moe_intermediate_size: Annotated[int, "the width inside an expert; 0: intermediate_size"] = 0
+    shared_expert_intermediate_size: Annotated[
+        int, "the width inside the expert of all tokens; 0: there is none (qwen2_moe)"
+    ] = 0
+    norm_topk_prob: Annotated[bool, "do the weights of a token's experts sum to 1?"] = True
+    decoder_sparse_step: Annotated[int, "every so many layers one has experts, except mlp_only_layers"] = 1
+    mlp_only_layers: Annotated[tuple[int, ...], "layers without experts"] = ()
+    router_aux_loss_coef: Annotated[float, "the weight of the loss that balances experts"] = 0.0
+    router_z_loss_coef: Annotated[float, "the weight of the loss that keeps routers' logits small"] = 0.0
+    num_experts_per_layer: Annotated[
+        tuple[int, ...], "experts of each layer, in place of num_experts; 0: a layer without experts"
+    ] = ()
+    residual_experts: Annotated[bool, "a dense MLP beside the experts; both are weighted per token (DeepSpeed-MoE)"] = (
+        False
+    )
+    capacity: Annotated[Capacity | None, "how many tokens an expert takes in training; without it, all"] = None
+    q_lora_rank: Annotated[int, "the width of latent queries; 0: queries are not latent (deepseek_v3)"] = 0
+    kv_lora_rank: Annotated[int, "the width of latent keys and values (deepseek_v3)"] = 0
+    qk_nope_head_dim: Annotated[int, "the width of a head's queries and keys without positions (deepseek_v3)"] = 0
+    qk_rope_head_dim: Annotated[int, "the width of a head's queries and keys with positions (deepseek_v3)"] = 0
+    v_head_dim: Annotated[int, "the width of a head's values (deepseek_v3)"] = 0
+    n_group: Annotated[int, "groups of experts; 0: one (deepseek_v3)"] = 0
+    topk_group: Annotated[int, "groups whose experts a token may go through; 0: one (deepseek_v3)"] = 0
+    routed_scaling_factor: Annotated[float, "times the weights of a token's experts; 0: 1 (deepseek_v3)"] = 0.0
+    n_shared_experts: Annotated[int, "experts of all tokens, as one MLP of their widths (deepseek_v3)"] = 0
+    first_k_dense_replace: Annotated[int, "first layers without experts (deepseek_v3)"] = 0
+    router_bias_update_rate: Annotated[
+        float, "by how much a step changes the biases that balance experts (deepseek_v3)"
+    ] = 0.0
 
     embedding_name: ClassVar[str] = "model.embed_tokens.weight"
     is_compiled: ClassVar[bool] = True  # are blocks compiled on GPUs, if the run file does not say?
@@ -266,20 +261,20 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """The config of a GPT-2. n_inner = None means 4 * n_embd. Dropout is off by default."""
+    """The config of a GPT-2."""
 
-    architecture: Literal["gpt2"] = "gpt2"
-    vocab_size: int = 50257
-    n_positions: int = 1024
-    n_embd: int = 768
-    n_layer: int = 12
-    n_head: int = 12
-    n_inner: int | None = None
-    layer_norm_epsilon: float = 1e-5
-    resid_pdrop: float = 0.0
-    embd_pdrop: float = 0.0
-    attn_pdrop: float = 0.0
-    tie_word_embeddings: bool = True
+    architecture: Annotated[Literal["gpt2"], "GPT-2"] = "gpt2"
+    vocab_size: VocabSize = 50257
+    n_positions: Annotated[int, "the longest sequence: one learned position each"] = 1024
+    n_embd: Annotated[int, "the width of the residual stream"] = 768
+    n_layer: Annotated[int, "the number of layers"] = 12
+    n_head: Heads = 12
+    n_inner: Annotated[int | None, "the width inside the MLPs; by default 4 × n_embd"] = None
+    layer_norm_epsilon: Epsilon = 1e-5
+    resid_pdrop: Annotated[float, "the probability of dropout on the residual stream"] = 0.0
+    embd_pdrop: Annotated[float, "the probability of dropout on embeddings"] = 0.0
+    attn_pdrop: Annotated[float, "the probability of dropout on attention weights"] = 0.0
+    tie_word_embeddings: Tied = True
 
     embedding_name: ClassVar[str] = "transformer.wte.weight"
     is_compiled: ClassVar[bool] = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import Annotated
 
 from weft.errors import ConfigError
 from weft.schema import at_least, to_table
@@ -14,18 +15,17 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True)
 class Lora:
-    """The table `[lora]`: the rank and scale (`alpha` / `rank`) of the updates, the linears that have one, and the
-    dropout of their inputs. `adapter` is a folder in PEFT's format to start from, which then gives the rest.
+    """The table `[lora]`: updates of low rank. `targets` is as PEFT's target_modules."""
 
-    `targets` is as PEFT's target_modules: a list of names, or of ends of names after a dot, of linears inside blocks; a
-    regular expression for their whole names; or "all-linear".
-    """
-
-    rank: int = 8
-    alpha: float = 16.0
-    targets: tuple[str, ...] | str = ("q_proj", "v_proj")
-    dropout: float = 0.0
-    adapter: str | None = None
+    rank: Annotated[int, "the rank of the updates"] = 8
+    alpha: Annotated[float, "their scale is alpha / rank"] = 16.0
+    targets: Annotated[
+        tuple[str, ...] | str,
+        "names of the linears of blocks that have an update, or ends of names after a dot; as a string, a regular "
+        "expression for whole names, or all-linear",
+    ] = ("q_proj", "v_proj")
+    dropout: Annotated[float, "the probability of dropout on the updates' inputs"] = 0.0
+    adapter: Annotated[str | None, "a folder in PEFT's format to start from, which gives the rest"] = None
 
     def __post_init__(self) -> None:
         at_least("lora.rank", self.rank, 1)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
-from weft.architectures.sizes import require_positive
+from weft.architectures.sizes import Tied, VocabSize, require_positive
 from weft.errors import ConfigError
 
 HEAD_DEVIATION = 0.02
@@ -15,16 +15,14 @@ RecurrentArchitecture = Literal["lstm", "gru"]
 
 @dataclass(frozen=True)
 class RecurrentConfig:
-    """The config of a recurrent model. `max_position_embeddings` is the most tokens that are served of a text, if a run
-    does not state it.
-    """
+    """The config of a recurrent model."""
 
-    architecture: RecurrentArchitecture = "lstm"
-    vocab_size: int = 32000
-    hidden_size: int = 512
-    num_hidden_layers: int = 2
-    max_position_embeddings: int = 2048
-    tie_word_embeddings: bool = False
+    architecture: Annotated[RecurrentArchitecture, "LSTM or GRU"] = "lstm"
+    vocab_size: VocabSize = 32000
+    hidden_size: Annotated[int, "the width of the embedding, of each layer and of its state"] = 512
+    num_hidden_layers: Annotated[int, "the number of layers"] = 2
+    max_position_embeddings: Annotated[int, "the most tokens of a text that are served from an exported folder"] = 2048
+    tie_word_embeddings: Tied = False
 
     embedding_name: ClassVar[str] = "embed_tokens.weight"
     is_compiled: ClassVar[bool] = False  # torch.compile would unroll a sequence token by token

@@ -1,8 +1,13 @@
-"""Checks of sizes that all architectures share."""
+"""Keys of language models that several architectures have, and checks of sizes that all share."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from weft.errors import ConfigError
+
+VocabSize = Annotated[int, "tokens of the vocabulary; in a run, by default those of the tokenizer"]
+Tied = Annotated[bool, "does the head use the embedding's weights?"]
 
 MAX_SIZE = 2**27  # the largest size of a model; the largest published are a thousandth of it
 MAX_LAYERS = 2**14  # each is a module, also while a plan is checked

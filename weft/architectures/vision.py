@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 from weft.architectures.sizes import require_positive
 from weft.errors import ConfigError
 
 NormKind = Literal["batch", "group"]
+Norm = Annotated[NormKind, "batch norm, or group norm, which does not mix images"]
+Classes = Annotated[int, "classes of the labels; by default 2 of slides, and those that labels.csv names"]
+Channels = Annotated[int, "channels of an image"]
+Width = Annotated[int, "channels of the first stage"]
 
 # depth -> the kind of block, and the number of blocks in each of the four stages
 BLOCKS: dict[int, tuple[Literal["basic", "bottleneck"], tuple[int, int, int, int]]] = {
@@ -29,18 +33,16 @@ NUM_GROUPS = 3  # groups of normal cells, with a reduction cell between groups
 
 @dataclass(frozen=True)
 class ResNetConfig:
-    """The config of a ResNet. `width` is the number of channels of the first stage. `width_per_group` is the width of a
-    group in a stage of 64 channels, as in torchvision.
-    """
+    """The config of a ResNet."""
 
-    architecture: Literal["resnet"] = "resnet"
-    depth: int = 50
-    num_classes: int = 1000
-    in_channels: int = 3
-    width: int = 64
-    groups: int = 1
-    width_per_group: int = 64
-    norm: NormKind = "batch"
+    architecture: Annotated[Literal["resnet"], "ResNet"] = "resnet"
+    depth: Annotated[int, "layers of the published network"] = 50
+    num_classes: Classes = 1000
+    in_channels: Channels = 3
+    width: Width = 64
+    groups: Annotated[int, "groups of the 3 × 3 convolutions (ResNeXt)"] = 1
+    width_per_group: Annotated[int, "channels of a group in a stage of 64 channels, as in torchvision"] = 64
+    norm: Norm = "batch"
 
     size_multiple: ClassVar[int] = 1  # height and width must be multiples of this
     is_dense: ClassVar[bool] = False  # whether there is a label for each pixel, not one for each image
@@ -105,15 +107,15 @@ class ResNetConfig:
 
 @dataclass(frozen=True)
 class DeepResNetConfig:
-    """The config of a deep ResNet. `width` is the number of channels of the stem."""
+    """The config of a deep ResNet."""
 
-    architecture: Literal["deep-resnet"] = "deep-resnet"
-    depth: int = 110
-    version: Literal[1, 2] = 2
-    num_classes: int = 10
-    in_channels: int = 3
-    width: int = 16
-    norm: NormKind = "batch"
+    architecture: Annotated[Literal["deep-resnet"], "deep ResNet"] = "deep-resnet"
+    depth: Annotated[int, "layers of the published network"] = 110
+    version: Annotated[Literal[1, 2], "1: norms after convolutions; 2: before"] = 2
+    num_classes: Classes = 10
+    in_channels: Channels = 3
+    width: Width = 16
+    norm: Norm = "batch"
 
     size_multiple: ClassVar[int] = 1
     is_dense: ClassVar[bool] = False
@@ -151,14 +153,16 @@ class DeepResNetConfig:
 
 @dataclass(frozen=True)
 class AmoebaNetDConfig:
-    """The config of an AmoebaNet-D: `layers` normal cells; convolutions have `filters` to 4 × `filters` channels."""
+    """The config of an AmoebaNet-D."""
 
-    architecture: Literal["amoebanet-d"] = "amoebanet-d"
-    layers: int = 18
-    filters: int = 256
-    num_classes: int = 1000
-    in_channels: int = 3
-    norm: NormKind = "batch"
+    architecture: Annotated[Literal["amoebanet-d"], "AmoebaNet-D"] = "amoebanet-d"
+    layers: Annotated[int, "normal cells, a multiple of 3"] = 18
+    filters: Annotated[
+        int, "channels of the first cells, a multiple of 4; later ones have up to four times as many"
+    ] = 256
+    num_classes: Classes = 1000
+    in_channels: Channels = 3
+    norm: Norm = "batch"
 
     size_multiple: ClassVar[int] = (
         32  # the size is halved five times, by operations whose results must have equal sizes
@@ -193,17 +197,18 @@ class AmoebaNetDConfig:
 
 @dataclass(frozen=True)
 class UNetConfig:
-    """The config of a U-Net. `up` selects how the image is upsampled: by a transposed convolution, or bilinearly
-    followed by a 1 × 1 convolution.
-    """
+    """The config of a U-Net."""
 
-    architecture: Literal["unet"] = "unet"
-    depth: int = 4
-    width: int = 64
-    num_classes: int = 2
-    in_channels: int = 3
-    up: Literal["transposed", "bilinear"] = "transposed"
-    norm: NormKind = "batch"
+    architecture: Annotated[Literal["unet"], "U-Net"] = "unet"
+    depth: Annotated[int, "how often the size is halved"] = 4
+    width: Width = 64
+    num_classes: Classes = 2
+    in_channels: Channels = 3
+    up: Annotated[
+        Literal["transposed", "bilinear"],
+        "how the image is upsampled: by a transposed convolution, or bilinearly before a 1 × 1 convolution",
+    ] = "transposed"
+    norm: Norm = "batch"
 
     is_dense: ClassVar[bool] = True
     is_compiled: ClassVar[bool] = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from weft.cluster.wire_formats import Wire
 from weft.errors import PlanError
@@ -15,20 +15,18 @@ Between = Literal["library", "ring", "doubling", "fastest"]
 class Communication:
     """How collectives are carried out.
 
-    `between`: what a hierarchical plan uses between nodes. "library": the collectives of NCCL, Gloo or MPI. "ring":
-    messages to the next node. "doubling": messages over doubling distances, the logarithm of the number of nodes of
-    them. Both add up in an order that does not depend on which message arrives first. "fastest": for each operation and
-    size the fastest of these, or the collective without levels, by the times or links of the cluster.
+    Between nodes, "library" uses the collectives of NCCL, Gloo or MPI. "ring" sends messages to the next node.
+    "doubling" sends messages over doubling distances, as many as the logarithm of the number of nodes. Both add up in
+    an order that does not depend on which message arrives first. "fastest" uses for each operation and size the fastest
+    of these, or the collective without levels, by the times or links of the cluster.
 
-    Numbers that are rounded for the link, which needs `plan.exact = false`: `gather` the parameters that shard stage 3
-    gathers, `scatter` the gradients that are reduced over shard, and `reduce` those that are reduced over data. "bf16"
-    has 2 bytes each; "int8" and "fp8" have 1, and a scale for every 256.
+    Fewer bits round numbers for the link: "bf16" has 2 bytes each; "int8" and "fp8" have 1, and a scale for every 256.
     """
 
-    between: Between = "library"
-    gather: Wire = "exact"
-    scatter: Wire = "exact"
-    reduce: Wire = "exact"
+    between: Annotated[Between, "what two-level collectives use between nodes"] = "library"
+    gather: Annotated[Wire, "the bits of parameters that shard gathers; fewer need exact = false"] = "exact"
+    scatter: Annotated[Wire, "the bits of gradients that are reduced over shard"] = "exact"
+    reduce: Annotated[Wire, "the bits of gradients that are reduced over data"] = "exact"
 
     @property
     def rounded(self) -> dict[str, Wire]:

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.commands import key_meanings
+from weft.architectures import DecoderConfig, GPT2Config
 from weft.commands.result_file import write_result
+from weft.data.config import DataConfig
 from weft.errors import ConfigError
-from weft.run_file import check_run_file
-from weft.schema import inline, to_table
+from weft.run_file import Run, check_run_file
+from weft.run_tables import CheckpointConfig, TrainConfig
+from weft.schema import inline, meanings, to_table
 
 SMALL: dict[str, Any] = {
     "architecture": "llama",
@@ -31,15 +33,16 @@ def init(path: Path, model: str | None, source: str, cluster: str) -> None:
         raise ConfigError(f"there is no data at {source}; give a file or folder of text, or stdlib")
     table, sequence = (SMALL, SEQUENCE) if model is None else (_catalog_table(model), CATALOG_SEQUENCE)
     sequence = min(sequence, table.get("n_positions", sequence))
-    tables: dict[str, tuple[Mapping[str, Any], Mapping[str, str]]] = {
-        "model": (table, key_meanings.GPT2 if table["architecture"] == "gpt2" else key_meanings.DECODER),
-        "data": ({"source": source, "sequence": sequence, "tokenizer": "bytes"}, key_meanings.TEXT),
-        "train": (TRAIN, key_meanings.TRAIN),
-        "checkpoint": ({"every": 100}, key_meanings.CHECKPOINT),
+    tables: dict[str, tuple[Mapping[str, Any], type[Any]]] = {
+        "model": (table, GPT2Config if table["architecture"] == "gpt2" else DecoderConfig),
+        "data": ({"source": source, "sequence": sequence, "tokenizer": "bytes"}, DataConfig),
+        "train": (TRAIN, TrainConfig),
+        "checkpoint": ({"every": 100}, CheckpointConfig),
     }
-    lines = ["# All keys are in docs/run_file.md.", f"cluster = {inline(cluster)}  # {key_meanings.RUN['cluster']}"]
-    for name, (values, meanings) in tables.items():
-        lines += ["", f"[{name}]", *(f"{key} = {inline(value)}  # {meanings[key]}" for key, value in values.items())]
+    lines = ["# All keys are in docs/run_file.md.", f"cluster = {inline(cluster)}  # {meanings(Run)['cluster']}"]
+    for name, (values, cls) in tables.items():
+        lines += ["", f"[{name}]"]
+        lines += [f"{key} = {inline(value)}  # {meanings(cls)[key]}" for key, value in values.items()]
     planned = path.with_stem(f"{path.stem}-planned")
     lines += ["", "# Without [plan], weft plans for the machine. To see and keep a plan:"]
     lines += [f"#   weft plan {path} --write {planned}"]

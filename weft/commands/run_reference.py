@@ -1,4 +1,4 @@
-"""The reference of run files: every key with its type, its default and its meaning, from the dataclasses themselves.
+"""The reference of run files: every key with its type, its default and its meaning, as the dataclasses state them.
 
 `python -m weft.commands.run_reference` prints docs/run_file.md. `weft train --print-config` prints
 `configuration(run)`: every value of a run, and where it came from.
@@ -9,18 +9,17 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Union, get_args, get_origin
 
 from weft.architectures import DecoderConfig, GPT2Config, RecurrentConfig
 from weft.architectures.lora import Lora
 from weft.architectures.vision import VISION_CONFIGS
-from weft.commands import key_meanings
 from weft.data.config import ChatConfig, DataConfig, ImagesConfig, PreferenceConfig, SlidesConfig
 from weft.plan import Plan
-from weft.run_file import Run
+from weft.run_file import VALUES, Run
 from weft.run_tables import CheckpointConfig, LogConfig, NumbersConfig, RestartConfig, Roles, TrainConfig
-from weft.schema import inline, to_table, type_name
+from weft.schema import inline, meanings, to_table, type_name
 
 HEAD = """# The run file
 
@@ -36,52 +35,52 @@ This page is made from the code by `python -m weft.commands.run_reference > docs
 
 
 class Table(NamedTuple):
-    """A table of the run file: its name, what it is for, its dataclass, and the meanings of its keys."""
+    """A table of the run file: its name, what it is for, and its dataclass."""
 
     name: str
     what: str
     cls: type[Any]
-    meanings: Mapping[str, str]
 
 
 TABLES = (
-    Table("model", "decoders, with and without experts", DecoderConfig, key_meanings.DECODER),
-    Table("model", "gpt2", GPT2Config, key_meanings.GPT2),
-    Table("model", "lstm and gru", RecurrentConfig, key_meanings.RECURRENT),
-    *(Table("model", name, cls, key_meanings.VISION) for name, cls in VISION_CONFIGS.items()),
-    Table("data", "text", DataConfig, key_meanings.TEXT),
-    Table("data", "chat", ChatConfig, key_meanings.CHAT),
-    Table("data", "preference", PreferenceConfig, key_meanings.CHAT),
-    Table("data", "slides", SlidesConfig, key_meanings.SLIDES),
-    Table("data", "images", ImagesConfig, key_meanings.IMAGES),
-    Table("train", "", TrainConfig, key_meanings.TRAIN),
-    Table("lora", "updates of low rank are trained, and nothing else", Lora, key_meanings.LORA),
-    Table("plan", "without it, weft plans", Plan, key_meanings.PLAN),
-    Table("checkpoint", "", CheckpointConfig, key_meanings.CHECKPOINT),
-    Table("restart", "", RestartConfig, key_meanings.RESTART),
-    Table("numbers", "", NumbersConfig, key_meanings.NUMBERS),
-    Table("log", "beside metrics.jsonl, which is always written", LogConfig, key_meanings.LOG),
-    Table("roles", "ranks that do not train, beside those of the plan", Roles, key_meanings.ROLES),
+    Table("model", "decoders, with and without experts", DecoderConfig),
+    Table("model", "gpt2", GPT2Config),
+    Table("model", "lstm and gru", RecurrentConfig),
+    *(Table("model", name, cls) for name, cls in VISION_CONFIGS.items()),
+    Table("data", "text", DataConfig),
+    Table("data", "chat", ChatConfig),
+    Table("data", "preference", PreferenceConfig),
+    Table("data", "slides", SlidesConfig),
+    Table("data", "images", ImagesConfig),
+    Table("train", "", TrainConfig),
+    Table("lora", "updates of low rank are trained, and nothing else", Lora),
+    Table("plan", "without it, weft plans", Plan),
+    Table("checkpoint", "", CheckpointConfig),
+    Table("restart", "", RestartConfig),
+    Table("numbers", "", NumbersConfig),
+    Table("log", "beside metrics.jsonl, which is always written", LogConfig),
+    Table("roles", "ranks that do not train, beside those of the plan", Roles),
 )
 
 
 class Key(NamedTuple):
-    """A key of a table: its dotted name below the table, the words for its type, and its default as TOML."""
+    """A key of a table: its dotted name below the table, the words for its type, its default as TOML, its meaning."""
 
     name: str
     kind: str
     default: str
+    meaning: str
 
 
 def keys(cls: type[Any], prefix: str = "") -> Iterator[Key]:
     """Yields the keys of a dataclass, each table followed by its own keys."""
-    hints = typing.get_type_hints(cls)
+    hints, meaning_of = typing.get_type_hints(cls), meanings(cls)
     for field in dataclasses.fields(cls):
         if not field.init:
             continue
         hint, nested = hints[field.name], _dataclass_of(hints[field.name])
         kind = "a table" if nested is not None else type_name(hint)
-        yield Key(f"{prefix}{field.name}", kind, _default(field, nested))
+        yield Key(f"{prefix}{field.name}", kind, _default(field, nested), meaning_of.get(field.name, ""))
         if nested is not None:
             yield from keys(nested, f"{prefix}{field.name}.")
 
@@ -100,15 +99,13 @@ def _default(field: dataclasses.Field[Any], nested: type[Any] | None) -> str:
 def reference() -> str:
     """Returns docs/run_file.md."""
     lines = [HEAD, "| key | type | default | meaning |", "|---|---|---|---|"]
-    lines += [f"| `{name}` | a string | | {meaning} |" for name, meaning in key_meanings.RUN.items()]
+    lines += [f"| `{name}` | a string | | {meanings(Run)[name]} |" for name in VALUES]
     for table in TABLES:
         lines += ["", f"## [{table.name}]{f': {table.what}' if table.what else ''}", ""]
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
         for key in keys(table.cls):
             kind = key.kind.replace("|", "\\|")
-            lines.append(
-                f"| `{key.name}` | {kind} | {key.default} | {table.meanings[key.name]} |".replace("|  |", "| |")
-            )
+            lines.append(f"| `{key.name}` | {kind} | {key.default} | {key.meaning} |".replace("|  |", "| |"))
     return "\n".join(lines) + "\n"
 
 
@@ -117,7 +114,7 @@ def configuration(run: Run) -> str:
 
     Keys without a value are comments.
     """
-    lines = [f"{name} = {inline(str(getattr(run, name)))}  # {_origin(run, name)}" for name in key_meanings.RUN]
+    lines = [f"{name} = {inline(str(getattr(run, name)))}  # {_origin(run, name)}" for name in VALUES]
     for name in ("model", "data", "train", "lora", "plan", "checkpoint", "restart", "numbers", "log", "roles"):
         if getattr(run, name) is None:
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from weft.errors import ConfigError
 from weft.schema import at_least, at_most, build_dataclass, nearest
@@ -28,25 +28,31 @@ class ImageShape(NamedTuple):
         return f"{self.height} × {self.width} pixels of {self.channels} channels"
 
 
+HeldOut = Annotated[float, "the share of samples that is not trained on, for evaluation"]
+CacheFolder = Annotated[str, "the folder of prepared data"]
+Mirror = Annotated[bool, "mirror half of the images to train on, others in each epoch"]
+_PREFERENCE = "preference: prompts with a chosen and a rejected answer (DPO)"
+
+
 @dataclass(frozen=True)
 class DataConfig:
-    """Text: a file, a folder or "stdlib", split into sequences of `sequence` tokens.
+    """Text, split into sequences of tokens."""
 
-    `end_token` ends a document; if it is not given, it is found in the tokenizer's files. With `add_special_tokens`, a
-    document is surrounded as the tokenizer's file says: a token that marks its beginning, for example. Tokens of one
-    document attend to other documents of the same sequence (`documents` = "joined"), or they do not ("separate").
-    """
-
-    source: str
-    sequence: int
-    kind: Literal["text"] = "text"
-    tokenizer: str = "bytes"
-    end_token: str | None = None
-    add_special_tokens: bool = True
-    text_field: str = "text"
-    documents: Literal["joined", "separate"] = "joined"
-    held_out: float = 0.05
-    cache: str = "runs/cache"
+    source: Annotated[str, 'a file, a folder, or "stdlib": the text of Python\'s standard library']
+    sequence: Annotated[int, "tokens of a sequence"]
+    kind: Annotated[Literal["text"], "text, the default"] = "text"
+    tokenizer: Annotated[str, '"bytes", a tokenizer.json, or a folder with one'] = "bytes"
+    end_token: Annotated[str | None, "the token that ends a document; by default found in the tokenizer's files"] = None
+    add_special_tokens: Annotated[
+        bool, "surround each text with the tokens that the tokenizer's file adds, such as one that begins it"
+    ] = True
+    text_field: Annotated[str, "the field of JSON lines and tables that holds the text"] = "text"
+    documents: Annotated[
+        Literal["joined", "separate"],
+        "do documents of one sequence attend to each other (joined) or not (separate)?",
+    ] = "joined"
+    held_out: HeldOut = 0.05
+    cache: CacheFolder = "runs/cache"
 
     def __post_init__(self) -> None:
         at_least("data.sequence", self.sequence, 1)
@@ -56,14 +62,14 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ChatConfig(DataConfig):
-    """Conversations (`data/chat.py`): a .jsonl file, or a folder of them, packed into sequences of `sequence` tokens.
+    """Conversations (`data/chat.py`), packed into sequences of tokens."""
 
-    `template` is a file with a chat template; if it is not given, the one in the tokenizer's folder is used.
-    """
-
-    kind: Literal["chat"] = "chat"  # type: ignore[assignment]
-    documents: Literal["separate"] = "separate"  # type: ignore[assignment]
-    template: str | None = None
+    source: Annotated[str, "a .jsonl file, or a folder of them"]
+    kind: Annotated[Literal["chat"], "chat: conversations"] = "chat"  # type: ignore[assignment]
+    add_special_tokens: Annotated[bool, "the same for texts; messages have what their template writes"] = True
+    text_field: Annotated[str, "not used"] = "text"
+    documents: Annotated[Literal["separate"], "follows from the kind"] = "separate"  # type: ignore[assignment]
+    template: Annotated[str | None, "a file with a chat template; by default the one in the tokenizer's folder"] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,25 +79,23 @@ class ChatConfig(DataConfig):
 
 @dataclass(frozen=True)
 class PreferenceConfig(ChatConfig):
-    """Preferences for DPO: a .jsonl file of prompts, each with a chosen and a rejected answer. A sample is a pair."""
+    """Preferences for DPO. A sample is a prompt with a pair of answers."""
 
-    kind: Literal["preference"] = "preference"  # type: ignore[assignment]
-    documents: Literal["joined"] = "joined"  # type: ignore[assignment]
+    kind: Annotated[Literal["preference"], _PREFERENCE] = "preference"  # type: ignore[assignment]
+    documents: Annotated[Literal["joined"], "follows from the kind"] = "joined"  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
 class SlidesConfig:
-    """Synthetic slides, generated from `seed`: `images` images of `size` × `size` pixels, whose labels depend on the
-    whole image. With `mirror`, half of the images to train on are mirrored, others in each epoch.
-    """
+    """Synthetic slides: square images whose labels depend on the whole image."""
 
-    kind: Literal["slides"]
-    images: int = 512
-    size: int = 128
-    seed: int = 0
-    held_out: float = 0.2
-    cache: str = "runs/cache"
-    mirror: bool = False
+    kind: Annotated[Literal["slides"], "synthetic slides"]
+    images: Annotated[int, "the number of images"] = 512
+    size: Annotated[int, "rows and columns of an image"] = 128
+    seed: Annotated[int, "of the images"] = 0
+    held_out: HeldOut = 0.2
+    cache: CacheFolder = "runs/cache"
+    mirror: Mirror = False
 
     def __post_init__(self) -> None:
         at_least("data.images", self.images, 2)
@@ -107,20 +111,18 @@ class SlidesConfig:
 
 @dataclass(frozen=True)
 class ImagesConfig:
-    """A folder of images of one size with a labels.csv. `level` selects a level of a pyramidal TIFF.
+    """A folder of images of one size with their labels."""
 
-    An image that cannot be used is left out (`on_bad = "skip"`) or ends the run ("stop"). With `mirror`, half of the
-    images to train on are mirrored, others in each epoch.
-    """
-
-    kind: Literal["images"]
-    source: str
-    height: int
-    width: int
-    level: int = 0
-    on_bad: OnBad = "stop"
-    held_out: float = 0.2
-    mirror: bool = False
+    kind: Annotated[Literal["images"], "a folder of images"]
+    source: Annotated[str, "the folder, with a labels.csv"]
+    height: Annotated[int, "rows of every image"]
+    width: Annotated[int, "columns of every image"]
+    level: Annotated[int, "the level of a pyramidal TIFF"] = 0
+    on_bad: Annotated[OnBad, "what to do with an image that cannot be used: leave it out (skip), or end the run"] = (
+        "stop"
+    )
+    held_out: HeldOut = 0.2
+    mirror: Mirror = False
 
     def __post_init__(self) -> None:
         for name, smallest in (("height", 1), ("width", 1), ("level", 0)):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from weft.errors import ConfigError
 
@@ -27,10 +27,10 @@ TABLE_SEED = 2_971_215_073
 
 @dataclass(frozen=True)
 class Goldfish:
-    """Leaves one in `k` targets out, by a hash of `h` targets."""
+    """Which targets the loss leaves out."""
 
-    k: int = 4
-    h: int = 13
+    k: Annotated[int, "one in k targets is left out"] = 4
+    h: Annotated[int, "by a hash of so many targets: itself and those before it"] = 13
 
     def __post_init__(self) -> None:
         if self.k < 2:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from weft.cluster.communication import Communication
 from weft.errors import ConfigError, PlanError
@@ -79,36 +79,47 @@ def axes_that_split(*what: str) -> tuple[str, ...]:
 class Plan:
     """How the work is split over ranks. Fields are converted as those of a run file: `pipe=2` is `pipe=Pipe(2)`.
 
-    `micro_batch` is the number of sequences (or images) per forward and rank; None means one micro-batch a step.
-    `matmul = "fp8"`: linears and experts of blocks multiply in fp8 instead of `precision`.
-    `exact = false` allows options that change the mathematics, such as statistics over a part of the batch.
-    `statistics`: batch norms take statistics over a "rank"'s micro-batch, or over the "batch", which is the
-    micro-batches of all ranks together.
-    `hierarchical`: collectives on axes that cross nodes have two levels, inside each node and between nodes, as
-    `communication` says.
-    `ranks_per_device`: so many ranks of `data`, with consecutive numbers, share one device. Their gradients are summed
-    on it, and its first rank sums them with those of other devices.
-    `expert_over`: axes over whose ranks the experts of each layer are split, too. All else keeps its own layout.
+    `ranks_per_device` ranks of `data` have consecutive numbers. The first of them sums their gradients with those of
+    other devices.
     """
 
-    data: int = 1
-    pipe: Pipe = field(default_factory=Pipe)
-    shard: Shard = field(default_factory=Shard)
-    expert: int = 1
-    expert_over: tuple[Literal["context", "x", "y"], ...] = ()
-    branch: Branch = field(default_factory=Branch)
-    tensor: Tensor = field(default_factory=Tensor)
-    context: Context = field(default_factory=Context)
-    tile: Tile = field(default_factory=Tile)
-    micro_batch: int | None = None
-    memory: Memory = field(default_factory=Memory)
-    precision: Precision = "fp32"
-    matmul: Literal["compute", "fp8"] = "compute"
-    exact: bool = True
-    hierarchical: bool = False
-    communication: Communication = field(default_factory=Communication)
-    statistics: Literal["rank", "batch"] = "rank"
-    ranks_per_device: int = 1
+    data: Annotated[int, "replicas of the model, each with its samples"] = 1
+    pipe: Annotated[Pipe, "stages of the model's chain of blocks; a number sets degree"] = field(default_factory=Pipe)
+    shard: Annotated[Shard, "ranks that share the state (ZeRO, FSDP); a number sets degree"] = field(
+        default_factory=Shard
+    )
+    expert: Annotated[int, "ranks that the experts of each layer are split over, each with its samples"] = 1
+    expert_over: Annotated[
+        tuple[Literal["context", "x", "y"], ...],
+        "axes whose ranks the experts of each layer are split over, too; all else keeps its own layout",
+    ] = ()
+    branch: Annotated[Branch, "ranks that independent branches of the model are split over; a number sets degree"] = (
+        field(default_factory=Branch)
+    )
+    tensor: Annotated[Tensor, "splits of every matmul; a number sets x"] = field(default_factory=Tensor)
+    context: Annotated[Context, "ranks that a sequence is split over; a number sets degree"] = field(
+        default_factory=Context
+    )
+    tile: Annotated[Tile, "tiles of an image"] = field(default_factory=Tile)
+    micro_batch: Annotated[int | None, "samples of one forward of a rank; by default all of a step"] = None
+    memory: Annotated[Memory, "how memory is saved"] = field(default_factory=Memory)
+    precision: Annotated[Precision, "of parameters and activations; by default what suits the machine"] = "fp32"
+    matmul: Annotated[
+        Literal["compute", "fp8"],
+        "fp8: linears and experts of blocks multiply in fp8 instead of the precision; needs exact = false",
+    ] = "compute"
+    exact: Annotated[bool, "refuse what changes the mathematics, such as statistics over a part of the batch"] = True
+    hierarchical: Annotated[
+        bool, "collectives across nodes in two levels: inside each node, and between nodes as `communication` says"
+    ] = False
+    communication: Annotated[Communication, "how collectives are carried out"] = field(default_factory=Communication)
+    statistics: Annotated[
+        Literal["rank", "batch"],
+        "batch norms take statistics over a rank's micro-batch, or over those of all ranks (batch)",
+    ] = "rank"
+    ranks_per_device: Annotated[
+        int, "so many ranks of `data` share one device, on which their gradients are summed first"
+    ] = 1
 
     def __post_init__(self) -> None:
         convert_fields(self, "plan")

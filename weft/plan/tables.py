@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from weft.errors import ConfigError
 from weft.schema import convert_fields
@@ -36,23 +36,21 @@ class AxisTable(PlanTable):
 
 @dataclass(frozen=True)
 class Pipe(AxisTable):
-    """The `pipe` axis: splits the model's chain of blocks into stages over ranks.
+    """The `pipe` axis: splits the model's chain of blocks into stages over ranks."""
 
-    `schedule` is the order of forwards and backwards. `chunks` is the number of stages of each rank (interleaved), and
-    `batches` the number of parts of a step that alternate (gems). `in_flight` caps the micro-batches between forward
-    and backward that a rank holds, over all of its stages: less memory, more waiting. Stages are balanced by `balance`;
-    with `split`, all stages but the first begin at the modules that it names. `shadow`: each rank also keeps the next
-    rank's stage, and takes it over if that rank is lost.
-    """
-
-    degree: int = 1
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "gems", "bidirectional", "message"] = "1f1b"
-    chunks: int | None = None
-    batches: int | None = None
-    in_flight: int | None = None
-    balance: Literal["time", "memory"] = "time"
-    split: tuple[str, ...] = ()
-    shadow: bool = False
+    degree: Annotated[int, "ranks that the chain is split over"] = 1
+    schedule: Annotated[
+        Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "gems", "bidirectional", "message"],
+        "the order of forwards and backwards",
+    ] = "1f1b"
+    chunks: Annotated[int | None, "stages of each rank (interleaved)"] = None
+    batches: Annotated[int | None, "parts of a step that alternate (gems)"] = None
+    in_flight: Annotated[
+        int | None, "at most so many micro-batches between forward and backward on a rank: less memory, more waiting"
+    ] = None
+    balance: Annotated[Literal["time", "memory"], "what stages have equal parts of"] = "time"
+    split: Annotated[tuple[str, ...], "the modules at which all stages but the first begin, in place of balance"] = ()
+    shadow: Annotated[bool, "each rank also keeps the next one's stage, and takes it over if it is lost"] = False
 
     @property
     def num_stages(self) -> int:
@@ -74,24 +72,25 @@ class Pipe(AxisTable):
 
 @dataclass(frozen=True)
 class Shard(AxisTable):
-    """The `shard` axis. `stage` is that of ZeRO: 1 shards the optimizer state, 2 also gradients, 3 also parameters."""
+    """The `shard` axis: splits parameters, gradients and optimizer state over ranks, in one of ZeRO's stages."""
 
-    degree: int = 1
-    stage: Literal[1, 2, 3] = 3
+    degree: Annotated[int, "ranks that the state is split over"] = 1
+    stage: Annotated[Literal[1, 2, 3], "1: optimizer state is split; 2: also gradients; 3: also parameters"] = 3
 
 
 @dataclass(frozen=True)
 class Branch(AxisTable):
     """The `branch` axis: gives independent branches of the model to different ranks.
 
-    `batch` says which samples these ranks have. "same": all of them the same, so that what is outside of branches is
-    computed by all. "split": each its own; branches get the samples of all ranks, and return each rank its own.
-    `modules` names the modules that are branches; empty: they are found.
+    With the same samples (`batch`), all ranks compute what is outside of branches. With their own, branches get the
+    samples of all ranks, and return each rank its own.
     """
 
-    degree: int = 1
-    batch: Literal["same", "split"] = "same"
-    modules: tuple[str, ...] = ()
+    degree: Annotated[int, "ranks that branches are split over"] = 1
+    batch: Annotated[
+        Literal["same", "split"], "samples of these ranks: all the same, or each its own, which branches gather"
+    ] = "same"
+    modules: Annotated[tuple[str, ...], "the modules that are branches; empty: they are found"] = ()
 
     @property
     def splits_batch(self) -> bool:
@@ -101,44 +100,43 @@ class Branch(AxisTable):
 
 @dataclass(frozen=True)
 class Tensor(AxisTable):
-    """The `x` and `y` axes: split the outputs and the inputs of every matmul, swapped in alternate layers.
+    """The `x` and `y` axes: split the outputs and the inputs of every matmul, swapped in alternate layers."""
 
-    `sequence` also splits the activations outside of attention and MLPs along the sequence over x. `regather` then
-    gathers the inputs of matmuls again in backward instead of saving them whole: less memory, one more all-gather.
-    `chunks` is the number of pieces of each gather and scatter, so that some are sent while others are multiplied.
-    `drop_duplicates`: ranks of x, which hold the same tokens, send different ones over `expert`.
-    """
-
-    x: int = 1
-    y: int = 1
-    sequence: bool = False
-    regather: bool = False
-    chunks: int = 1
-    drop_duplicates: bool = False
+    x: Annotated[int, "ranks that outputs of matmuls are split over"] = 1
+    y: Annotated[int, "ranks that inputs of matmuls are split over"] = 1
+    sequence: Annotated[bool, "split activations outside of attention and MLPs along the sequence over x, too"] = False
+    regather: Annotated[
+        bool, "with sequence, gather inputs of matmuls again in backward: less memory, one more all-gather"
+    ] = False
+    chunks: Annotated[int, "pieces of each gather and scatter, sent while others are multiplied"] = 1
+    drop_duplicates: Annotated[
+        bool, "ranks of x send different tokens over expert, instead of all of them the same"
+    ] = False
 
 
 @dataclass(frozen=True)
 class Context(AxisTable):
-    """The `context` axis: splits sequences over ranks. `kind` is how attention gets the keys of other ranks."""
+    """The `context` axis: splits sequences over ranks."""
 
-    degree: int = 1
-    kind: Literal["ring", "all-to-all"] = "ring"
+    degree: Annotated[int, "ranks that a sequence is split over"] = 1
+    kind: Annotated[Literal["ring", "all-to-all"], "how attention gets keys of other ranks"] = "ring"
 
 
 @dataclass(frozen=True)
 class Tile(PlanTable):
     """The axes `rows` and `columns`: split each image into tiles over ranks.
 
-    `until` names the module before which tiles end; "" is the first operation that needs whole images. `hand_over` is
-    what happens there. "gather": every rank gets the whole images, and all ranks compute the same from there on.
-    "batch": each rank gets whole images of its share of the samples. `fused` layers share one exchange of a wider halo.
+    Where tiles end, ranks get whole images (`hand_over`). With "gather" all ranks compute the same from there on.
     """
 
-    rows: int = 1
-    columns: int = 1
-    until: str = ""
-    hand_over: Literal["gather", "batch"] = "gather"
-    fused: int = 1
+    rows: Annotated[int, "ranks that rows of an image are split over"] = 1
+    columns: Annotated[int, "ranks that columns of an image are split over"] = 1
+    until: Annotated[str, "the module before which tiles end; empty: the first that needs whole images"] = ""
+    hand_over: Annotated[
+        Literal["gather", "batch"],
+        "which whole images ranks get there: all of them, or those of their share of the batch",
+    ] = "gather"
+    fused: Annotated[int, "layers that share one exchange of a wider halo"] = 1
 
     @property
     def degree(self) -> int:
@@ -150,34 +148,38 @@ class Tile(PlanTable):
 class Memory(PlanTable):
     """The memory policy.
 
-    `recompute`: which activations are recomputed in backward instead of saved. `recompute_stages`: the number of stages
-    of the pipeline that do it, the first ones; the others save everything. None means all stages.
-
-    `accumulate`: how gradients of several micro-batches are summed. "whole" communicates once a step, and holds whole
-    gradients until then. "slice" reduces after each micro-batch, and holds only the rank's slice (shard stages 2, 3).
-
-    `master`: keep fp32 weights beside those in bf16. Without them, updates are rounded stochastically. `state`: the
-    dtype of AdamW's two moments, that of the master weights or fewer bits. Without master weights, or with fewer bits,
-    `plan.exact` must be false. `offload`: the share of master weights and moments that is kept in host memory, 0 to 1.
-    `delay`: each step's update overlaps with the forward and backward of the next step, which use the weights before
-    that update; needs `plan.exact = false`.
-
-    `keep_collectives`: recompute takes the results of a block's collectives from memory, and communicates nothing.
-
-    `activations`: the share of blocks, 0 to 1, whose saved activations are kept in host memory until backward.
-    `weights`: the share of blocks whose weights, gradients, master weights and moments are kept in host memory.
+    Gradients of several micro-batches are held whole until they are reduced, or with `accumulate = "slice"` (shard
+    stages 2 and 3) only as the rank's slice.
     """
 
-    recompute: Recompute = "none"
-    accumulate: Literal["whole", "slice"] = "whole"
-    master: bool = True
-    state: Literal["master", "bf16", "int8"] = "master"
-    offload: float = 0.0
-    delay: bool = False
-    activations: float = 0.0
-    weights: float = 0.0
-    recompute_stages: int | None = None
-    keep_collectives: bool = False
+    recompute: Annotated[Recompute, "activations that are computed again in backward"] = "none"
+    accumulate: Annotated[
+        Literal["whole", "slice"], "reduce gradients once a step (whole), or after each micro-batch (slice)"
+    ] = "whole"
+    master: Annotated[
+        bool,
+        "keep fp32 weights beside bf16 ones; without, updates are rounded stochastically, which needs exact = false",
+    ] = True
+    state: Annotated[
+        Literal["master", "bf16", "int8"],
+        "the dtype of AdamW's moments: that of the master weights, or fewer bits, which needs exact = false",
+    ] = "master"
+    offload: Annotated[float, "the share of master weights and moments that is kept in host memory, 0 to 1"] = 0.0
+    delay: Annotated[
+        bool, "update on the host during the next step, which uses weights before it; needs exact = false"
+    ] = False
+    activations: Annotated[
+        float, "the share of blocks whose saved activations are kept in host memory until backward, 0 to 1"
+    ] = 0.0
+    weights: Annotated[
+        float, "the share of blocks whose weights, gradients and optimizer state are kept in host memory, 0 to 1"
+    ] = 0.0
+    recompute_stages: Annotated[
+        int | None, "the first so many stages of pipe recompute, the others save everything; by default all"
+    ] = None
+    keep_collectives: Annotated[
+        bool, "recompute communicates nothing: results of a block's collectives are kept, too"
+    ] = False
 
     @property
     def repeats_collectives(self) -> bool:
