@@ -31,7 +31,6 @@ from torch import Tensor, nn
 
 from weft.data.tokenizer import Tokenizer
 from weft.serve.cache.four_bit_cache import GROUPS, FourBitFormat
-from weft.serve.cache.four_bit_loki_cache import FourBitLokiFormat
 from weft.serve.cache.layer_cache import CacheFormat, PlainFormat
 from weft.serve.cache.loki_cache import LokiFormat
 from weft.serve.cache.loki_choice import LokiChoice
@@ -155,7 +154,6 @@ def main() -> None:
     cases |= {f"weights {name}, corrected": (packed(name, True), PlainFormat()) for name in ("int4", "int4-128")}
     cases |= {f"cache {form.name}": (read(), form) for form in map(FourBitFormat, GROUPS)}
     cases |= {"cache loki": (read(), loki), "cache loki, random axes": (read(), random_axes(loki))}
-    cases |= {f"cache {form.name}": (read(), form) for form in (FourBitLokiFormat(loki), FourBitLokiFormat(loki, 32))}
     cases["weights int4, cache int4"] = (packed("int4", True), FourBitFormat())
     for name in ("fp16", "int8-row", "int8", "int4"):
         model = packed(name, False)

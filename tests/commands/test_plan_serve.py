@@ -108,11 +108,9 @@ def test_axes_and_replicas_that_read_weights_together_are_refused(weft: Weft, tm
     save(path, LokiFormat(torch.eye(64).expand(12, 12, 64, 64), identity="any"))
     sizes = ("--requests", 2, "--prompt", 16, "--output", 4, "--json")
     given = ("plan", "--serve", "--cluster", "a100-40:1x2", "--model", "mpt-125m", *sizes, "--cache")
-    for kind in ("loki", "int4,loki"):
-        asked = (*given, f"{kind}={path}", "--stream-weights", 2)
-        found = weft(*asked).json
-        assert {one["plan"]["data"] for one in found["plans"]} == {1}
-        assert any("cannot compare them with the file of --cache" in reason for reason in found["refused"])
+    found = weft(*given, f"loki={path}", "--stream-weights", 2).json
+    assert {one["plan"]["data"] for one in found["plans"]} == {1}
+    assert any("cannot compare them with the file of --cache" in reason for reason in found["refused"])
     assert {one["plan"]["data"] for one in weft(*given, f"loki={path}").json["plans"]} == {1, 2}
     assert {one["plan"]["data"] for one in weft(*given, "int4", "--stream-weights", 2).json["plans"]} == {1, 2}
 

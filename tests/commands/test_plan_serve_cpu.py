@@ -189,13 +189,12 @@ def test_what_only_a_cpu_has_is_refused_for_gpus(weft: Weft, tmp_path: Path) -> 
 def test_axes_of_another_model_are_refused(weft: Weft, tmp_path: Path) -> None:
     path = tmp_path / "axes"
     given = ("plan", "--serve", "--cluster", "h200:1x1", "--model", "llama3-8b", "--requests", 1, "--cache")
-    for kind in ("loki", "int4,loki"):
-        save(path, LokiFormat(torch.eye(128).expand(32, 8, 128, 128), identity="any"))
-        assert weft(*given, f"{kind}={path}").status == 0
-        save(path, LokiFormat(torch.eye(24).expand(3, 2, 24, 24), identity="any"))
-        refused = weft(*given, f"{kind}={path}")
-        assert refused.status == 2
-        assert "is of 3 layers with 2 key heads of 24, and llama3-8b has 32 with 8 of 128; run weft cal" in refused.err
+    save(path, LokiFormat(torch.eye(128).expand(32, 8, 128, 128), identity="any"))
+    assert weft(*given, f"loki={path}").status == 0
+    save(path, LokiFormat(torch.eye(24).expand(3, 2, 24, 24), identity="any"))
+    refused = weft(*given, f"loki={path}")
+    assert refused.status == 2
+    assert "is of 3 layers with 2 key heads of 24, and llama3-8b has 32 with 8 of 128; run weft cal" in refused.err
 
 
 def test_bench_machine_measures_decodes_if_asked(monkeypatch: pytest.MonkeyPatch, weft: Weft, tmp_path: Path) -> None:

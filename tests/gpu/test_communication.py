@@ -76,10 +76,9 @@ def test_ranks_serve_with_sums_over_symmetric_memory(fork_server: ForkServer) ->
     assert found[0][0]["embedding"] == found[1][0]["embedding"] == found[2][0]["embedding"]
 
 
-@pytest.mark.parametrize("cache", ["loki", "int4,loki"])
 @pytest.mark.parametrize("table", [{"tensor": {"x": 2}}, {"pipe": 2}], ids=str)
-def test_ranks_choose_tokens_as_one_does_on_a_cpu(table: dict[str, Any], cache: str, fork_server: ForkServer) -> None:
-    way = {"ways": [[0, "library"]], "cache": cache}
+def test_ranks_choose_tokens_as_one_does_on_a_cpu(table: dict[str, Any], fork_server: ForkServer) -> None:
+    way = {"ways": [[0, "library"]], "cache": "loki"}
     ((here, _, _),) = fork_server.call("served_on_ranks", table=table, **way)[0]
     ((there, _, _),) = fork_server.call("served_on_ranks", table={}, device="cpu", **way)[0]
     assert here["tokens"] == there["tokens"]

@@ -135,7 +135,7 @@ def served_on_ranks(
     dtype: str = "float32",
 ) -> list[Any]:
     """Serve a small model on ranks of a plan, for each (blocks copied ahead, sums). What each rank found: the answers
-    on the first, calls of gathers of weights by bytes, and what was said. `cache`: loki or int4,loki.
+    on the first, calls of gathers of weights by bytes, and what was said. `cache`: loki.
     """
     from weft.plan import Plan
     from weft.schema import build_dataclass
@@ -155,14 +155,12 @@ def served_on_ranks(
 
 def _chosen_tokens(cache: str | None) -> Any:
     """A format of the cache by which decodes choose tokens, with the same axes in every process."""
-    from weft.serve.cache.four_bit_loki_cache import FourBitLokiFormat
     from weft.serve.cache.loki_cache import LokiFormat
     from weft.serve.cache.loki_choice import LokiChoice
 
     generator = torch.Generator().manual_seed(0)
     axes = torch.linalg.qr(torch.randn(5, 2, 64, 64, generator=generator, dtype=torch.float64))[0]
-    loki = LokiFormat(axes, LokiChoice(0.5, 0.3, newest=2, dense_below=4))
-    return {None: None, "loki": loki, "int4,loki": FourBitLokiFormat(loki)}[cache]
+    return None if cache is None else LokiFormat(axes, LokiChoice(0.5, 0.3, newest=2, dense_below=4))
 
 
 def _served(plan: Any, ahead: int, sums: Any, device: torch.device, form: Any, dtype: torch.dtype) -> Any:

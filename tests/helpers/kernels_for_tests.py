@@ -38,7 +38,6 @@ from weft.serve.cache import (
 from weft.serve.cache.decode_attention_kernel import decode_attention_by_kernel
 from weft.serve.cache.four_bit_attention_kernel import four_bit_attention_by_kernel
 from weft.serve.cache.four_bit_cache import FourBitLayer
-from weft.serve.cache.four_bit_loki_cache import FourBitLokiLayer
 from weft.serve.cache.layer_cache import CacheSizes
 from weft.serve.cache.loki_cache import LokiLayer, chosen_attention, chosen_attention_by_kernel, first_dims
 from weft.serve.cache.loki_choice import LokiChoice, chosen_tokens
@@ -402,10 +401,7 @@ def four_bit_prompts() -> dict[str, dict[str, float]]:
         batch = PagedBatch(slots, slots, slots, tables, ends, rows, page, 1, queries, lengths)
         query = torch.randn(sum(queries), num_heads, head_dim).to(dtype)
         keys, values = (torch.randn(sum(queries), num_key_heads, head_dim).to(dtype) for _ in range(2))
-        axes = torch.linalg.qr(torch.randn(num_key_heads, head_dim, head_dim))[0]
-        loki = FourBitLokiLayer(axes, LokiChoice(), sizes)
-        turned = (loki._along_axes(query), loki._along_axes(keys))  # as a cache with Loki gives them
-        given = (*turned, values, batch, window)
+        given = (query, keys, values, batch, window)
         plain, mixed = layers[0]._prompts(*given), layers[1]._prompts_by_kernel(*given)
         pairs = [(one[:-1], other[:-1]) for one, other in zip(*(layer.pages for layer in layers), strict=True)]
         pairs.append((layers[0]._tails, layers[1]._tails))

@@ -270,6 +270,20 @@ def test_tokens_do_not_depend_on_chunks_memory_prefixes_swapping_or_drafts(
     assert state.num_prefix_tokens > 0
 
 
+def test_a_text_in_chunks_is_embedded_as_at_once() -> None:
+    """Its last page, which is not full, is kept beside those of requests."""
+    text, found = [one % 50 + 1 for one in range(2 * GROUP + 9)], []
+    for budget in (512, 50):
+        engine, request = engine_of(token_budget=budget), Request("one", tuple(text[:20]), 12, GREEDY)
+        engine.add(request)
+        tokens = [one.token for one in engine.step()]
+        found.append(engine.embed(text, "last"))
+        while engine.has_work():
+            tokens += [one.token for one in engine.step()]
+        assert tokens == tokens_of(serve_all(engine_of(token_budget=budget), [request]))["one"]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
 def test_sizes_that_it_cannot_keep_are_refused() -> None:
     with pytest.raises(ConfigError, match="needs blocks of 64 tokens, not 16; give block_size = 64"):
         engine_of(block_size=16)

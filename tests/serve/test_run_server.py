@@ -60,14 +60,11 @@ def test_what_a_recurrent_model_does_not_have_is_refused_before_it_is_read(kind:
     assert str(caught.value) == about + "--weights"
 
 
-@pytest.mark.parametrize("kind", ["loki", "int4,loki"])
-def test_axes_are_of_the_weights_that_they_were_made_of(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_axes_are_of_the_weights_that_they_were_made_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_folder(tmp_path, tiny_model("llama"))  # type: ignore[arg-type]
     save(tmp_path / "axes", LokiFormat(torch.eye(4).expand(2, 2, 4, 4), identity="any"))
     monkeypatch.setattr(run_server, "require_run", lambda source: None)
-    options = replace(OPTIONS, cache=f"{kind}={tmp_path / 'axes'}")
+    options = replace(OPTIONS, cache=f"loki={tmp_path / 'axes'}")
     with pytest.raises(ConfigError, match="--follow replaces weights, of which the axes of --cache loki are made; le"):
         refuse_options(tmp_path, replace(options, follows=True), Plan())
     with pytest.raises(PlanError, match=r"cannot compare them with the file of --cache .*loki; leave out plan\.data, "):

@@ -33,7 +33,7 @@ WriteJobOption = Annotated[
 WhatIfOption = Annotated[bool, typer.Option("--what-if", help="say what more bandwidth, memory or nodes would change")]
 RolesOption = Annotated[bool, typer.Option("--roles", help="say which ranks that do not train would pay")]
 PlannedCache = Annotated[
-    str | None, typer.Option(help="with --serve: keys and values as int4, int4-32, int4-128, loki=FILE, or both")
+    str | None, typer.Option(help="with --serve: keys and values as int4, int4-32, int4-128 or loki=FILE")
 ]
 TimelineOption = Annotated[
     bool,

@@ -26,7 +26,6 @@ from weft.planner.serving import (
 from weft.planner.serving_search import search_serving
 from weft.planner.serving_speculation import SpeculationPrice, price_speculation
 from weft.planner.serving_streaming import StreamingPrice
-from weft.serve.cache.four_bit_loki_cache import FourBitLokiFormat
 from weft.serve.cache.loki_cache import LokiFormat
 from weft.serve.cache_formats import cache_format
 from weft.serve.parallel.traffic import ServedSizes
@@ -110,10 +109,10 @@ def _refuse_lengths(name: str, config: LanguageConfig, workload: ServingWorkload
 def _refuse_axes(name: str, config: TransformerConfig, cache: str | None) -> None:
     """Raise ConfigError for a file of Loki's axes that is of a model with other layers or heads."""
     form = cache_format(cache)
-    loki, sizes = form.loki if isinstance(form, FourBitLokiFormat) else form, ServedSizes.of(config)
+    sizes = ServedSizes.of(config)
     wanted = (sizes.num_layers, sizes.num_key_heads, sizes.head_dim, sizes.head_dim)
-    if isinstance(loki, LokiFormat) and tuple(loki.axes.shape) != wanted:
-        layers, heads, size = loki.axes.shape[:3]
+    if isinstance(form, LokiFormat) and tuple(form.axes.shape) != wanted:
+        layers, heads, size = form.axes.shape[:3]
         raise ConfigError(
             f"the file of --cache {cache} is of {layers} layers with {heads} key heads of {size}, and {name} has "
             f"{wanted[0]} with {wanted[1]} of {wanted[2]}; run weft calibrate on the model that is served"

@@ -100,7 +100,7 @@ PrecisionOption = Annotated[
 KeysValuesOption = Annotated[
     str | None,
     typer.Option(
-        help="fewer bytes of keys and values: int4, int4-32, int4-128, loki=FILE, or int4,loki=FILE; changes answers",
+        help="fewer bytes of keys and values: int4, int4-32, int4-128 or loki=FILE; changes answers",
         show_default=False,
     ),
 ]

@@ -10,7 +10,6 @@ from weft.architectures import DecoderConfig, TransformerConfig
 from weft.errors import ConfigError
 from weft.planner.kernels import LAUNCH_SECONDS, Kernels
 from weft.serve.cache.four_bit_cache import FourBitFormat
-from weft.serve.cache.four_bit_loki_cache import FourBitLokiFormat, bytes_read
 from weft.serve.cache.layer_cache import MAX_WHOLE_DECODES, CacheFormat
 from weft.serve.cache.loki_cache import LokiFormat
 from weft.serve.cache.loki_choice import LokiChoice
@@ -55,15 +54,11 @@ DECODED_CODE_BYTES, DECODED_NUMBERS, ROUNDING_BYTES = 4, 5, 16
 # each of 16 digits and for the count, and read to write the chosen tokens.
 CHOOSING_PASSES = 1 + 16 + 1 + 1
 SCORE_BYTES = 4
-# Of Loki over 4 bits, whose plain functions gather what they decode: bytes for each number (measured on an H200, for 16
-# requests of 32,768 tokens), and for each score that torch sorts with its place, 8 digits one after the other.
-GATHERED_BYTES, SORTING_BYTES = 215, 8 * 2 * 12
 # Kernels of a layer beside its four matmuls: two norms, rotation, attention, and what is between gate and down. For one
 # token, matmuls include norms and what is between. Rotation and attention of few decodes over a plain cache are one.
 SMALL_KERNELS, SMALL_KERNELS_FOR_ONE = 4, 2
-# Others have, beside these, a kernel that adds keys and values, and for Loki two that score and choose. Loki over 4
-# bits has plain functions, of which so many were counted.
-MORE_KERNELS = {"plain": 0, "int4": 1, "loki": 3, "int4 and loki": 237}
+# Others have, beside these, a kernel that adds keys and values, and for Loki two that score and choose.
+MORE_KERNELS = {"plain": 0, "int4": 1, "loki": 3}
 # Where ranks hold pages together, rotation and attention are two kernels, and another adds up the parts of all ranks.
 SPLIT_KERNELS = 2
 
@@ -178,7 +173,7 @@ def small_kernels(form: CacheFormat, num_tokens: int, num_decodes: int) -> int:
 
 def _kind(form: CacheFormat) -> str:
     if isinstance(form, FourBitFormat):
-        return "int4 and loki" if isinstance(form, FourBitLokiFormat) else "int4"
+        return "int4"
     return "loki" if isinstance(form, LokiFormat) else "plain"
 
 
@@ -190,12 +185,6 @@ def decode_reads(
     """
     num_heads, num_key_heads, head_dim = heads
     stored = num_cached * form.bytes_per_token(num_key_heads, head_dim, kernels.item_bytes)
-    if isinstance(form, FourBitLokiFormat) and num_decodes:
-        choice = form.loki.choice
-        num_chosen = num_cached * _chosen_share(choice, num_cached / num_decodes)
-        decoded = num_cached * choice.num_dims(head_dim) + num_chosen * 2 * head_dim
-        moved = num_key_heads * (GATHERED_BYTES * decoded + SORTING_BYTES * num_cached)
-        return moved / kernels.bytes_per_second, num_key_heads * bytes_read(form, head_dim, num_cached, num_chosen)
     if isinstance(form, FourBitFormat):
         return stored / (kernels.bytes_per_second * PAGE_RATE[form.group]), stored
     if not isinstance(form, LokiFormat) or not num_decodes:

@@ -9,7 +9,6 @@ import torch
 from weft.errors import ConfigError, PlanError
 from weft.plan import Plan
 from weft.serve.cache.four_bit_cache import GROUP, GROUPS, FourBitFormat
-from weft.serve.cache.four_bit_loki_cache import FourBitLokiFormat
 from weft.serve.cache.layer_cache import CacheFormat, PlainFormat
 from weft.serve.calibration.loki_calibration import load
 
@@ -23,13 +22,10 @@ def cache_format(name: str | None) -> CacheFormat:
         return PlainFormat()
     if name in FOUR_BITS:
         return FourBitFormat(FOUR_BITS[name])
-    codes, _, axes = name.rpartition(",loki=") if name.startswith("int4") else ("", "", name.removeprefix("loki="))
-    if axes not in ("", name) and codes in ("", *FOUR_BITS):
-        loki = load(Path(axes))
-        return FourBitLokiFormat(loki, FOUR_BITS[codes]) if codes else loki
+    if name.startswith("loki=") and name != "loki=":
+        return load(Path(name.removeprefix("loki=")))
     raise ConfigError(
-        f"--cache {name} is unknown; give int4, int4-32 or int4-128, loki=FILE with a file of weft calibrate, or both "
-        f"with a comma between them"
+        f"--cache {name} is unknown; give int4, int4-32 or int4-128, or loki=FILE with a file of weft calibrate"
     )
 
 

@@ -95,9 +95,7 @@ class Engine:
             every = [page for layer in part.cache for page in layer.pages]
             pages = HostPages(every, options.swap_blocks, part.paged.cache_format.keeps_whole_blocks)
         sizes = (options.token_budget, options.max_running, self._num_stages)
-        form = part.paged.cache_format  # a tail has two pages, and is written before prompts are
-        most = 2 if form.answers_choose and form.keeps_whole_blocks else None
-        self._scheduler = Scheduler(policy, *sizes, pages, not form.answers_choose, most)
+        self._scheduler = Scheduler(policy, *sizes, pages, not part.paged.cache_format.answers_choose)
         self._texts = TextPasses(part, ranks, self._scheduler)
         self._sampler = Sampler(self._scheduler.max_running, self.vocab_size, part.device)
         # A replica of one rank is as an engine without ranks, unless it reads weights together with others.

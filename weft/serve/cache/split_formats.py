@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from weft.serve.cache.four_bit_cache import FourBitFormat
-from weft.serve.cache.four_bit_loki_cache import FourBitLokiFormat
 from weft.serve.cache.layer_cache import CacheFormat, PlainFormat
 from weft.serve.cache.loki_cache import LokiFormat
 from weft.serve.cache.split_four_bit_cache import SplitFourBitFormat
@@ -14,6 +13,6 @@ def split_format(form: CacheFormat) -> CacheFormat | None:
     """The format of pages that ranks hold together, whose answers are those of `form`; None if there is none."""
     if isinstance(form, PlainFormat):
         return form
-    if isinstance(form, FourBitFormat) and not isinstance(form, FourBitLokiFormat):
+    if isinstance(form, FourBitFormat):
         return SplitFourBitFormat(form.group)
     return SplitLokiFormat(form.axes, form.choice, form.identity) if isinstance(form, LokiFormat) else None

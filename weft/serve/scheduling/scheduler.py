@@ -98,14 +98,9 @@ class Scheduler:
         num_stages: int = 1,
         swap: PageSwap | None = None,
         shares_answers: bool = True,
-        max_answer_blocks: int | None = None,
     ) -> None:
-        """`shares_answers`: a block with generated tokens may be shared with prompts that have the same tokens.
-        `max_answer_blocks`: a chunk has tokens of a prompt or of its answer, and of an answer at most those of so many
-        blocks.
-        """
+        """`shares_answers`: a block with generated tokens may be shared with prompts that have the same tokens."""
         self.policy = policy
-        self._max_answer_blocks = max_answer_blocks
         self._shares_answers = shares_answers
         self.swap = swap
         self.token_budget = token_budget
@@ -221,9 +216,6 @@ class Scheduler:
 
     def _chunk(self, active: ActiveRequest, budget: int) -> ScheduledChunk:
         start, end = active.num_computed, min(active.length, active.num_computed + budget)
-        if self._max_answer_blocks is not None:
-            of_prompt, size = len(active.request.tokens), self.policy.block_size
-            end = min(end, of_prompt if start < of_prompt else (start // size + self._max_answer_blocks) * size)
         samples = end == active.length
         active.num_computed = end
         active.num_unread += samples

@@ -170,7 +170,7 @@ class Speculation:
     def _room(self, chunk: ScheduledChunk, num_others: int) -> int:
         """How many tokens to draft after a chunk, and blocks for them."""
         active, length = chunk.active, len(chunk.active.tokens)
-        # A token of the prompt has no drafts: a cache may write it after what follows it.
+        # Drafts follow generated tokens alone.
         is_decode = chunk.samples and chunk.start + 1 == chunk.end > len(active.request.tokens)
         if not is_decode or not may_draft(active) or active.held is None:
             return 0
