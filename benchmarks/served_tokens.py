@@ -91,14 +91,14 @@ def cases() -> Iterator[Case]:
             yield Case(model, is_scarce=is_scarce)
         for dtype in ("bf16", "fp64"):
             yield Case(model, dtype)
-        for cache in ("int4", "loki", "int4,loki"):
+        for cache in ("int4", "loki"):
             for drafts in (None, "ngram", "layers"):
                 yield Case(model, cache=cache, drafts=drafts, is_scarce=drafts is None)
         for drafts in ("ngram", "layers"):
             yield Case(model, drafts=drafts)
         for plan in PLANS:
             yield Case(model, "fp64", is_scarce=True, plan=plan)
-            for cache in ("int4", "loki", "int4,loki"):
+            for cache in ("int4", "loki"):
                 yield Case(model, "fp64", cache=cache, plan=plan)
     for model in ("qwen3", "mixtral"):
         for dtype in ("fp32", "bf16"):
