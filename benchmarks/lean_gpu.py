@@ -34,12 +34,12 @@ from torch import Tensor, nn
 
 from weft.models import Decoder, DecoderConfig, build
 from weft.models.router import Router
-from weft.serve.cache import four_bit_attention_kernel
-from weft.serve.cache.four_bit_cache import FourBitFormat
-from weft.serve.cache.layer_cache import CacheFormat, CacheSizes, PlainFormat
-from weft.serve.cache.loki_cache import LokiFormat
-from weft.serve.cache.loki_choice import LokiChoice
-from weft.serve.cache.paged_attention import PagedBatch
+from weft.serve.attention import four_bit_attention_kernel
+from weft.serve.attention.batch import PagedBatch
+from weft.serve.attention.four_bit_cache import FourBitFormat
+from weft.serve.attention.layer_cache import CacheFormat, CacheSizes, PlainFormat
+from weft.serve.attention.loki_cache import LokiFormat
+from weft.serve.attention.loki_choice import LokiChoice
 from weft.serve.cache_formats import DEFAULT_BLOCK_SIZE
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.model.decode_graph import GraphRecorder

@@ -14,13 +14,14 @@ from weft.models.attention import RMSNorm
 from weft.models.expert_rows import sort_by_expert
 from weft.models.experts import StackedExperts
 from weft.models.router import Router
-from weft.serve.cache.decode_attention_kernel import decode_attention_by_kernel
-from weft.serve.cache.four_bit_cache import FourBitFormat, FourBitLayer
-from weft.serve.cache.layer_cache import CacheSizes
-from weft.serve.cache.loki_cache import LokiFormat, chosen_attention, chosen_attention_by_kernel, first_dims
-from weft.serve.cache.loki_choice import LokiChoice
-from weft.serve.cache.paged_attention import PagedBatch, decode_attention, slots_of
-from weft.serve.cache.whole_attention_kernel import whole_attention_by_kernel
+from weft.serve.attention.batch import PagedBatch, slots_of
+from weft.serve.attention.decode_attention_kernel import decode_attention_by_kernel
+from weft.serve.attention.four_bit_cache import FourBitFormat, FourBitLayer
+from weft.serve.attention.layer_cache import CacheSizes
+from weft.serve.attention.loki_cache import LokiFormat, chosen_attention, chosen_attention_by_kernel, first_dims
+from weft.serve.attention.loki_choice import LokiChoice
+from weft.serve.attention.paged_attention import decode_attention
+from weft.serve.attention.whole_attention_kernel import whole_attention_by_kernel
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.model.decode_graph import GraphRecorder
 from weft.serve.model.fused import rotate_and_store

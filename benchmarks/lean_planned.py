@@ -26,9 +26,9 @@ from weft.planner.kernels import LAUNCH_SECONDS
 from weft.planner.lean_kernels import MORE_KERNELS, decode_reads
 from weft.planner.serving import ServingModel
 from weft.planner.serving_speculation import price_speculation
-from weft.serve.cache.four_bit_cache import FourBitFormat
-from weft.serve.cache.layer_cache import CacheFormat, PlainFormat
-from weft.serve.cache.loki_cache import LokiFormat
+from weft.serve.attention.four_bit_cache import FourBitFormat
+from weft.serve.attention.layer_cache import CacheFormat, PlainFormat
+from weft.serve.attention.loki_cache import LokiFormat
 
 RESULTS = Path(__file__).parent / "results"
 SHAREGPT = "1000 requests with lengths like ShareGPT's"

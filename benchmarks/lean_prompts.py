@@ -24,10 +24,10 @@ import torch
 from serve_gpu import LLAMA_8B, TINY, random_model, synchronize
 from torch import nn
 
-from weft.serve.cache import four_bit_prompt_kernel
-from weft.serve.cache.four_bit_cache import FourBitFormat, FourBitLayer
-from weft.serve.cache.layer_cache import CacheFormat, CacheSizes, PlainFormat
-from weft.serve.cache.paged_attention import PagedBatch
+from weft.serve.attention import four_bit_prompt_kernel
+from weft.serve.attention.batch import PagedBatch
+from weft.serve.attention.four_bit_cache import FourBitFormat, FourBitLayer
+from weft.serve.attention.layer_cache import CacheFormat, CacheSizes, PlainFormat
 from weft.serve.cache_formats import DEFAULT_BLOCK_SIZE
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.scheduling.request import Request, Sampling

@@ -30,10 +30,10 @@ import torch
 from torch import Tensor, nn
 
 from weft.data.tokenizer import Tokenizer
-from weft.serve.cache.four_bit_cache import GROUPS, FourBitFormat
-from weft.serve.cache.layer_cache import CacheFormat, PlainFormat
-from weft.serve.cache.loki_cache import LokiFormat
-from weft.serve.cache.loki_choice import LokiChoice
+from weft.serve.attention.four_bit_cache import GROUPS, FourBitFormat
+from weft.serve.attention.layer_cache import CacheFormat, PlainFormat
+from weft.serve.attention.loki_cache import LokiFormat
+from weft.serve.attention.loki_choice import LokiChoice
 from weft.serve.calibration.corrected_codes import pack_corrected
 from weft.serve.calibration.loki_calibration import calibrate
 from weft.serve.engine import Engine, EngineOptions

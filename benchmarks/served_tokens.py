@@ -31,7 +31,7 @@ from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import GPT2, Decoder, DecoderConfig, GPT2Config, build, initialise
 from weft.plan import Context, Pipe, Plan, Tensor
-from weft.serve.cache.loki_choice import LokiChoice
+from weft.serve.attention.loki_choice import LokiChoice
 from weft.serve.cache_formats import cache_format
 from weft.serve.calibration.loki_calibration import calibrate, save
 from weft.serve.engine import Engine

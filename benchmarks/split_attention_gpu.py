@@ -21,10 +21,10 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from weft.serve.cache.page_share import PageShare
-from weft.serve.cache.paged_attention import PagedBatch, attend
-from weft.serve.cache.split_attention import add_up, attend_own_pages
-from weft.serve.cache.split_attention_kernel import add_up_by_kernel
+from weft.serve.attention.batch import PagedBatch, PageShare
+from weft.serve.attention.paged_attention import attend
+from weft.serve.attention.split_attention import add_up, attend_own_pages
+from weft.serve.attention.split_attention_kernel import add_up_by_kernel
 
 RESULT = Path(__file__).parent / "results" / "split-attention-gpu.json"
 PAGE, DEGREE, REPEATS = 16, 2, 15

@@ -17,7 +17,7 @@ from weft.models import DecoderConfig, write_config
 from weft.plan import Plan
 from weft.planner.serving import ServingModel
 from weft.planner.serving_speculation import price_speculation
-from weft.serve.cache.loki_cache import LokiFormat
+from weft.serve.attention.loki_cache import LokiFormat
 from weft.serve.calibration.loki_calibration import save
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.generate import load_for_generation

@@ -16,7 +16,7 @@ from weft.commands import bench, plan_serve_cpu
 from weft.models import RecurrentModel, save_folder, write_config
 from weft.models.catalog import load_model
 from weft.planner.serving_cpu import predict_decode
-from weft.serve.cache.loki_cache import LokiFormat
+from weft.serve.attention.loki_cache import LokiFormat
 from weft.serve.calibration.loki_calibration import save
 from weft.serve.head import graph_head
 from weft.serve.head.graph_head import GraphHead

@@ -155,8 +155,8 @@ def served_on_ranks(
 
 def _chosen_tokens(cache: str | None) -> Any:
     """A format of the cache by which decodes choose tokens, with the same axes in every process."""
-    from weft.serve.cache.loki_cache import LokiFormat
-    from weft.serve.cache.loki_choice import LokiChoice
+    from weft.serve.attention.loki_cache import LokiFormat
+    from weft.serve.attention.loki_choice import LokiChoice
 
     generator = torch.Generator().manual_seed(0)
     axes = torch.linalg.qr(torch.randn(5, 2, 64, 64, generator=generator, dtype=torch.float64))[0]
@@ -198,7 +198,7 @@ def split_logits(architecture: str, device: str = "cuda", dtype: str = "bfloat16
     from weft.mesh import Mesh
     from weft.models import DecoderConfig
     from weft.plan import Context, Plan
-    from weft.serve.cache import split_attention
+    from weft.serve.attention import split_attention
     from weft.serve.model.ranks import ServingRanks
 
     def rank(index: int) -> Any:

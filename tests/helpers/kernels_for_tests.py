@@ -28,29 +28,23 @@ from weft.models.vision.pool_kernel import kernel_pools
 from weft.optim import update_kernel
 from weft.optim.update import update
 from weft.optim.update_kernel import update_by_kernel
-from weft.serve.cache import (
+from weft.serve.attention import (
     decode_attention_kernel,
     four_bit_append_kernel,
     four_bit_attention_kernel,
     loki_kernel,
     prompt_attention_kernel,
 )
-from weft.serve.cache.decode_attention_kernel import decode_attention_by_kernel
-from weft.serve.cache.four_bit_attention_kernel import four_bit_attention_by_kernel
-from weft.serve.cache.four_bit_cache import FourBitLayer
-from weft.serve.cache.layer_cache import CacheSizes
-from weft.serve.cache.loki_cache import LokiLayer, chosen_attention, chosen_attention_by_kernel, first_dims
-from weft.serve.cache.loki_choice import LokiChoice, chosen_tokens
-from weft.serve.cache.loki_kernel import chosen_slots_by_kernel
-from weft.serve.cache.paged_attention import (
-    PagedBatch,
-    attend,
-    decode_attention,
-    prompt_attention_by_tiles,
-    slots_of,
-    tiles_of,
-)
-from weft.serve.cache.prompt_attention_kernel import prompt_attention_by_kernel
+from weft.serve.attention.batch import PagedBatch, slots_of, tiles_of
+from weft.serve.attention.decode_attention_kernel import decode_attention_by_kernel
+from weft.serve.attention.four_bit_attention_kernel import four_bit_attention_by_kernel
+from weft.serve.attention.four_bit_cache import FourBitLayer
+from weft.serve.attention.layer_cache import CacheSizes
+from weft.serve.attention.loki_cache import LokiLayer, chosen_attention, chosen_attention_by_kernel, first_dims
+from weft.serve.attention.loki_choice import LokiChoice, chosen_tokens
+from weft.serve.attention.loki_kernel import chosen_slots_by_kernel
+from weft.serve.attention.paged_attention import attend, decode_attention, prompt_attention_by_tiles
+from weft.serve.attention.prompt_attention_kernel import prompt_attention_by_kernel
 from weft.serve.head import filter_kernel, sampling_kernel
 from weft.serve.head.sampling import _settings_of, draw, filtered_draw_by_sorting
 from weft.serve.model import fused

@@ -18,9 +18,10 @@ from weft.models.loss_kernel import rows_loss_by_kernel
 from weft.models.vision.pool_kernel import kernel_pools
 from weft.optim.update import update
 from weft.optim.update_kernel import update_by_kernel
-from weft.serve.cache.decode_attention_kernel import decode_attention_by_kernel
-from weft.serve.cache.paged_attention import decode_attention, prompt_attention_by_tiles, tiles_of
-from weft.serve.cache.prompt_attention_kernel import prompt_attention_by_kernel
+from weft.serve.attention.batch import tiles_of
+from weft.serve.attention.decode_attention_kernel import decode_attention_by_kernel
+from weft.serve.attention.paged_attention import decode_attention, prompt_attention_by_tiles
+from weft.serve.attention.prompt_attention_kernel import prompt_attention_by_kernel
 from weft.serve.head.sampling_kernel import draw_by_kernel
 from weft.serve.model.fused_kernel import (
     gated_by_kernel,

@@ -10,12 +10,18 @@ import torch
 from torch import Tensor
 
 from weft.models.attention import RMSNorm
-from weft.serve.cache import decode_attention_kernel, prompt_attention_kernel, whole_attention_kernel
-from weft.serve.cache.page_share import PageShare
-from weft.serve.cache.paged_attention import PagedBatch, attend, decode_attention, slots_of
-from weft.serve.cache.split_attention import _decodes, _decodes_by_kernel, _prompts_by_kernel, add_up, attend_own_pages
-from weft.serve.cache.split_attention_kernel import add_up_by_kernel
-from weft.serve.cache.whole_attention_kernel import whole_attention_by_kernel
+from weft.serve.attention import decode_attention_kernel, prompt_attention_kernel, whole_attention_kernel
+from weft.serve.attention.batch import PagedBatch, PageShare, slots_of
+from weft.serve.attention.paged_attention import attend, decode_attention
+from weft.serve.attention.split_attention import (
+    _decodes,
+    _decodes_by_kernel,
+    _prompts_by_kernel,
+    add_up,
+    attend_own_pages,
+)
+from weft.serve.attention.split_attention_kernel import add_up_by_kernel
+from weft.serve.attention.whole_attention_kernel import whole_attention_by_kernel
 from weft.serve.head import sampling_kernel
 from weft.serve.head.sampling import likeliest
 from weft.serve.head.sampling_kernel import likeliest_by_kernel

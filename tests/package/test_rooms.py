@@ -101,7 +101,7 @@ def test_folders_of_serve_import_each_other_without_cycles() -> None:
 
 
 def folder_of(module: str) -> str:
-    """`cache` for weft.serve.cache.blocks and weft.serve.cache; nothing for weft.serve.engine."""
+    """`attention` for weft.serve.attention.batch and weft.serve.attention; nothing for weft.serve.engine."""
     path = MODULES[module]
     return path.parent.name if path.parent.parent == PACKAGE / "serve" else ""
 

@@ -20,9 +20,9 @@ from weft.planner.lean_kernels import MORE_KERNELS, decode_reads, packed_product
 from weft.planner.serving import ServingModel, ServingWorkload
 from weft.planner.serving_search import predict_serving, search_serving, serving_plans
 from weft.planner.serving_speculation import price_speculation
-from weft.serve.cache.four_bit_cache import FourBitFormat
-from weft.serve.cache.layer_cache import PlainFormat
-from weft.serve.cache.loki_cache import LokiFormat
+from weft.serve.attention.four_bit_cache import FourBitFormat
+from weft.serve.attention.layer_cache import PlainFormat
+from weft.serve.attention.loki_cache import LokiFormat
 from weft.serve.calibration.loki_calibration import save
 from weft.serve.scheduling.speculation import MAX_DRAFTS
 from weft.serve.weights.weight_formats import weight_format

@@ -22,7 +22,7 @@ from torch import nn
 
 from weft.errors import ConfigError
 from weft.models import GPT2, Decoder
-from weft.serve.cache.four_bit_cache import FourBitFormat
+from weft.serve.attention.four_bit_cache import FourBitFormat
 from weft.serve.drafts.early_layers import EarlyLayersDrafter
 from weft.serve.scheduling.request import Request
 from weft.serve.scheduling.scheduler import ActiveRequest

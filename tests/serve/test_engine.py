@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from weft.errors import ConfigError, NumbersError
 from weft.models import save_folder
-from weft.serve.cache.host_pages import HostPages
+from weft.serve.attention.host_pages import HostPages
 from weft.serve.engine import Engine, EngineOptions, LaunchedStep
 from weft.serve.model import model_part
 from weft.serve.model.decode_graph import DecodeGraphs, Replay, graph_sizes

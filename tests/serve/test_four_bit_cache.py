@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from weft.errors import ConfigError
 from weft.models import DecoderConfig, build, initialise
-from weft.serve.cache import four_bit_cache
-from weft.serve.cache.four_bit_cache import GROUP, FourBitFormat, FourBitLayer
-from weft.serve.cache.layer_cache import CacheSizes
-from weft.serve.cache.paged_attention import PagedBatch
+from weft.serve.attention import four_bit_cache
+from weft.serve.attention.batch import PagedBatch
+from weft.serve.attention.four_bit_cache import GROUP, FourBitFormat, FourBitLayer
+from weft.serve.attention.layer_cache import CacheSizes
 from weft.serve.cache_formats import cache_format
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.scheduling.request import Request

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from weft.serve.cache.shared_memory import A100, L40S, has_room_for_four_bits, has_room_for_tiles
+from weft.serve.attention.shared_memory import A100, L40S, has_room_for_four_bits, has_room_for_tiles
 
 pytestmark = pytest.mark.processes
 
@@ -42,7 +42,7 @@ def needed(kernel: Any, constants: dict[str, object], capability: int, num_warps
 @pytest.mark.sampled(8)
 def test_prompts_over_4_bits_fit(num_heads: int, num_key_heads: int, head_dim: int, page: int, capability: int) -> None:
     pytest.importorskip("triton")
-    from weft.serve.cache.four_bit_prompt_kernel import _attend, launch_of
+    from weft.serve.attention.four_bit_prompt_kernel import _attend, launch_of
 
     shared, group = SHARED[capability], num_heads // num_key_heads
     if not has_room_for_four_bits(shared):
@@ -71,7 +71,7 @@ def test_prompts_over_4_bits_fit(num_heads: int, num_key_heads: int, head_dim: i
 @pytest.mark.sampled(20)
 def test_prompts_in_tiles_fit(num_heads: int, num_key_heads: int, head_dim: int, capability: int) -> None:
     pytest.importorskip("triton")
-    from weft.serve.cache.prompt_attention_kernel import _NUM_STAGES, _NUM_WARPS, _TOKENS, TILE_QUERIES, _tiles
+    from weft.serve.attention.prompt_attention_kernel import _NUM_STAGES, _NUM_WARPS, _TOKENS, TILE_QUERIES, _tiles
 
     shared = SHARED[capability]
     constants = {

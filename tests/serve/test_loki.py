@@ -15,10 +15,11 @@ from torch import Tensor
 from weft.errors import ConfigError
 from weft.models import DecoderConfig, build, initialise, save_folder
 from weft.models.attention import rotate
-from weft.serve.cache.layer_cache import CacheSizes
-from weft.serve.cache.loki_cache import LokiFormat, LokiLayer, chosen_attention
-from weft.serve.cache.loki_choice import LokiChoice, chosen_tokens
-from weft.serve.cache.paged_attention import PagedBatch, decode_attention, slots_of
+from weft.serve.attention.batch import PagedBatch, slots_of
+from weft.serve.attention.layer_cache import CacheSizes
+from weft.serve.attention.loki_cache import LokiFormat, LokiLayer, chosen_attention
+from weft.serve.attention.loki_choice import LokiChoice, chosen_tokens
+from weft.serve.attention.paged_attention import decode_attention
 from weft.serve.cache_formats import cache_format
 from weft.serve.calibration.loki_calibration import (
     RecordingFormat,

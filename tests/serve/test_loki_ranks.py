@@ -24,9 +24,9 @@ from weft.mesh import Mesh
 from weft.models import DecoderConfig, build
 from weft.plan import Pipe, Plan, Tensor
 from weft.planner.serving import ServingModel
-from weft.serve.cache.loki_cache import LokiFormat
-from weft.serve.cache.loki_choice import LokiChoice
-from weft.serve.cache.model_identity import model_identity
+from weft.serve.attention.loki_cache import LokiFormat
+from weft.serve.attention.loki_choice import LokiChoice
+from weft.serve.attention.model_identity import model_identity
 from weft.serve.cache_formats import cache_format
 from weft.serve.calibration.loki_calibration import calibrate, save
 from weft.serve.engine import Engine, EngineOptions

@@ -18,9 +18,10 @@ import torch
 import torch.nn.attention.varlen as varlen
 from torch import Tensor
 
-from weft.serve.cache import paged_attention
-from weft.serve.cache import paged_flash_kernel as paged_flash
-from weft.serve.cache.paged_attention import PagedBatch, prompt_attention
+from weft.serve.attention import paged_attention
+from weft.serve.attention import paged_flash_kernel as paged_flash
+from weft.serve.attention.batch import PagedBatch
+from weft.serve.attention.paged_attention import prompt_attention
 
 CPU = torch.device("cpu")
 HAS_PAGES = "block_table" in inspect.signature(varlen.varlen_attn).parameters
@@ -110,13 +111,13 @@ def test_the_real_function_takes_these_arguments(monkeypatch: pytest.MonkeyPatch
         return pages_by_loop(*given, **more)
 
     monkeypatch.setattr(varlen, "varlen_attn", bound)
-    assert paged_flash.largest_error(CPU, torch.float32, 16) < 1e-5
+    assert paged_flash.largest_error(CPU, torch.float32, 16, prompt_attention) < 1e-5
     assert [call.arguments["window_size"] for call in calls] == [(-1, 0), (8, 0)]
 
 
 @pytest.mark.skipif(not HAS_PAGES, reason="torch's varlen_attn takes no block tables before 2.12")
 def test_without_flash_attention_3_the_real_function_is_not_called() -> None:
-    assert not paged_flash.has_paged_flash(CPU, torch.bfloat16, 16)
+    assert not paged_flash.has_paged_flash(CPU, torch.bfloat16, 16, prompt_attention)
 
 
 def test_a_machine_with_flash_attention_3_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ from weft.architectures import RecurrentConfig
 from weft.errors import ConfigError, WeftError
 from weft.models import build, read_config, read_weights, save_folder
 from weft.models.recurrent import RecurrentLayer, RecurrentModel
-from weft.serve.cache.four_bit_cache import FourBitFormat
-from weft.serve.cache.loki_choice import LokiChoice
+from weft.serve.attention.four_bit_cache import FourBitFormat
+from weft.serve.attention.loki_choice import LokiChoice
 from weft.serve.calibration.loki_calibration import calibrate
 from weft.serve.head.graph_head import GraphHead, output_identity, output_matrix
 from weft.serve.head.vocabulary_graph import build_graph

@@ -10,8 +10,8 @@ from serving_for_tests import CONFIGS, GREEDY, make_engine, serve_all, tiny_mode
 
 from weft.errors import ConfigError, PlanError
 from weft.models import save_folder
-from weft.serve.cache.loki_cache import LokiChoice, LokiFormat
-from weft.serve.cache.model_identity import model_identity
+from weft.serve.attention.loki_cache import LokiChoice, LokiFormat
+from weft.serve.attention.model_identity import model_identity
 from weft.serve.generate import load_for_generation
 from weft.serve.model.paged_model import PagedModel, layers_of
 from weft.serve.model.streamed_model import StreamedModel, Streaming, stream_model

@@ -15,7 +15,7 @@ from weft.errors import ConfigError, PlanError
 from weft.launch.environment import RankInfo
 from weft.models import save_folder
 from weft.plan import Plan
-from weft.serve.cache.loki_cache import LokiFormat
+from weft.serve.attention.loki_cache import LokiFormat
 from weft.serve.calibration.loki_calibration import save
 from weft.serve.generate import load_for_generation
 from weft.serve.http import run_server

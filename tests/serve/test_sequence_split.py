@@ -26,9 +26,9 @@ from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.plan import Context, Pipe, Plan
 from weft.plan import Tensor as TensorDegrees
-from weft.serve.cache import split_attention
-from weft.serve.cache.four_bit_cache import FourBitFormat
-from weft.serve.cache.page_share import PageShare
+from weft.serve.attention import split_attention
+from weft.serve.attention.batch import PageShare
+from weft.serve.attention.four_bit_cache import FourBitFormat
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.follow_steps import follow_steps
 from weft.serve.model.model_part import ModelPart

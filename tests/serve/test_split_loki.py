@@ -23,10 +23,10 @@ from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.plan import Context, Plan
 from weft.plan import Tensor as TensorDegrees
-from weft.serve.cache import split_loki_cache
-from weft.serve.cache.loki_cache import LokiFormat
-from weft.serve.cache.loki_choice import LokiChoice
-from weft.serve.cache.split_loki_cache import choice_calls
+from weft.serve.attention import split_loki_cache
+from weft.serve.attention.loki_cache import LokiFormat
+from weft.serve.attention.loki_choice import LokiChoice
+from weft.serve.attention.split_loki_cache import choice_calls
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.model.model_part import ModelPart
 from weft.serve.model.ranks import ServingRanks

@@ -31,7 +31,7 @@ def calibrate_command(
     """Find the axes of keys for a cache that chooses tokens (Loki). On a text, with a model."""
     refuse_place(out)
     kind = chosen_device(device)
-    from weft.serve.cache.loki_choice import LokiChoice
+    from weft.serve.attention.loki_choice import LokiChoice
     from weft.serve.calibration.loki_calibration import calibrate, save
     from weft.serve.generate import load_for_generation
     from weft.serve.loading import calibration_texts, model_vocab_size

@@ -26,7 +26,7 @@ from weft.planner.serving import (
 from weft.planner.serving_search import search_serving
 from weft.planner.serving_speculation import SpeculationPrice, price_speculation
 from weft.planner.serving_streaming import StreamingPrice
-from weft.serve.cache.loki_cache import LokiFormat
+from weft.serve.attention.loki_cache import LokiFormat
 from weft.serve.cache_formats import cache_format
 from weft.serve.parallel.traffic import ServedSizes
 

@@ -9,10 +9,10 @@ import math
 from weft.architectures import DecoderConfig, TransformerConfig
 from weft.errors import ConfigError
 from weft.planner.kernels import LAUNCH_SECONDS, Kernels
-from weft.serve.cache.four_bit_cache import FourBitFormat
-from weft.serve.cache.layer_cache import MAX_WHOLE_DECODES, CacheFormat
-from weft.serve.cache.loki_cache import LokiFormat
-from weft.serve.cache.loki_choice import LokiChoice
+from weft.serve.attention.four_bit_cache import FourBitFormat
+from weft.serve.attention.layer_cache import MAX_WHOLE_DECODES, CacheFormat
+from weft.serve.attention.loki_cache import LokiFormat
+from weft.serve.attention.loki_choice import LokiChoice
 from weft.serve.parallel.traffic import ServedSizes
 from weft.serve.weights.weight_formats import (
     FEW_ROWS,
@@ -50,8 +50,8 @@ PROMPT_RATE = {32: 0.38, 64: 0.59, 128: 0.71}
 # Bytes that plain functions move for each weight that is decoded, of codes and of so many numbers; and for each input
 # that is rounded to float8.
 DECODED_CODE_BYTES, DECODED_NUMBERS, ROUNDING_BYTES = 4, 5, 16
-# Passes of Loki's choice over the joint scores of a key head (`serve/cache/loki_kernel.py`): they are written, read for
-# each of 16 digits and for the count, and read to write the chosen tokens.
+# Passes of Loki's choice over the joint scores of a key head (`serve/attention/loki_kernel.py`): they are written, read
+# for each of 16 digits and for the count, and read to write the chosen tokens.
 CHOOSING_PASSES = 1 + 16 + 1 + 1
 SCORE_BYTES = 4
 # Kernels of a layer beside its four matmuls: two norms, rotation, attention, and what is between gate and down. For one

@@ -33,7 +33,7 @@ from weft.planner.lean_kernels import (
 from weft.planner.micro_batch import LINK_SHARE
 from weft.planner.serving_streaming import StreamedStage, StreamingPrice, streamed_stage
 from weft.profiling.software import software_for_text
-from weft.serve.cache.split_attention import merge_bytes
+from weft.serve.attention.split_attention import merge_bytes
 from weft.serve.cache_formats import cache_format
 from weft.serve.model.mixed_graph import MAX_TOKENS
 from weft.serve.model.model_part import GPU_SHARE

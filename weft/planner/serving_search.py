@@ -13,7 +13,7 @@ from weft.errors import PlanError
 from weft.plan import Context, Pipe, Plan, Tensor
 from weft.planner.lean_kernels import refuse_cache
 from weft.planner.serving import MAX_RUNNING, ServingModel, ServingPrediction, ServingTimes, ServingWorkload
-from weft.serve.cache.layer_cache import PlainFormat
+from weft.serve.attention.layer_cache import PlainFormat
 from weft.serve.cache_formats import cache_format, refuse_shared_axes
 from weft.serve.model.model_part import refuse_shared_reading
 from weft.serve.parallel.rank_part import refuse_plan

@@ -8,8 +8,8 @@ import torch
 
 from weft.errors import ConfigError, PlanError
 from weft.plan import Plan
-from weft.serve.cache.four_bit_cache import GROUP, GROUPS, FourBitFormat
-from weft.serve.cache.layer_cache import CacheFormat, PlainFormat
+from weft.serve.attention.four_bit_cache import GROUP, GROUPS, FourBitFormat
+from weft.serve.attention.layer_cache import CacheFormat, PlainFormat
 from weft.serve.calibration.loki_calibration import load
 
 DEFAULT_BLOCK_SIZE = 16

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import ConfigError, NumbersError
-from weft.serve.cache.host_pages import HostPages
+from weft.serve.attention.host_pages import HostPages
 from weft.serve.drafts.drafters import make_drafter
 from weft.serve.follow_steps import read_together
 from weft.serve.head.sampling import SampledTokens, Sampler

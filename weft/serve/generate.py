@@ -29,7 +29,7 @@ from weft.saved_run import (
     saved_values,
     with_intact_checkpoint,
 )
-from weft.serve.cache.layer_cache import CacheFormat, PlainFormat
+from weft.serve.attention.layer_cache import CacheFormat, PlainFormat
 from weft.serve.cache_formats import block_size_of
 from weft.serve.calibration.corrected_blocks import corrected_parts, make_room_for_corrected
 from weft.serve.engine import Engine, EngineOptions

@@ -1,4 +1,4 @@
-"""Finds the axes of Loki's keys (`serve/cache/loki_cache.py`) from a text, and keeps them in a file.
+"""Finds the axes of Loki's keys (`serve/attention/loki_cache.py`) from a text, and keeps them in a file.
 
 The axes of a head are the principal axes of its keys on the text, without a mean: after rotation by position, or before
 it. The cache keeps rotated keys, and a decode turns rotated keys and queries to either axes. On the text on which they
@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from weft.errors import ConfigError, NumbersError
 from weft.models.attention import rotate
-from weft.serve.cache.layer_cache import CacheSizes, LayerCache, PlainFormat, PlainLayer
-from weft.serve.cache.loki_cache import LokiFormat
-from weft.serve.cache.loki_choice import LokiChoice
-from weft.serve.cache.model_identity import model_identity
-from weft.serve.cache.paged_attention import PagedBatch
+from weft.serve.attention.batch import PagedBatch
+from weft.serve.attention.layer_cache import CacheSizes, LayerCache, PlainFormat, PlainLayer
+from weft.serve.attention.loki_cache import LokiFormat
+from weft.serve.attention.loki_choice import LokiChoice
+from weft.serve.attention.model_identity import model_identity
 from weft.serve.calibration.bars import Bar, no_bar
 from weft.serve.model.model_part import EngineOptions, ModelPart
 from weft.serve.model.paged_model import PagedModel

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from weft.serve.cache.paged_attention import to_device
+from weft.serve.attention.batch import to_device
 from weft.serve.scheduling.grammar import allowed_tokens
 from weft.serve.scheduling.request import Sampling
 from weft.serve.scheduling.scheduler import ActiveRequest

@@ -24,7 +24,7 @@ from weft.mesh import Mesh
 from weft.models import RecurrentConfig
 from weft.plan import Plan
 from weft.saved_run import first_usable
-from weft.serve.cache.split_formats import split_format
+from weft.serve.attention.split_formats import split_format
 from weft.serve.cache_formats import block_size_of, cache_format, refuse_shared_axes, why_slow
 from weft.serve.calibration.bars import Bar, no_bar
 from weft.serve.engine import Engine, EngineOptions

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.cluster.decode_rates import AttentionTimes, ProductRates
-from weft.serve.cache.paged_attention import decode_at
+from weft.serve.attention.paged_attention import decode_at
 from weft.serve.measurement.ballast import Ballast
 from weft.serve.model.fused import product
 from weft.serve.weights.cpu_vector_product import DTYPES as VECTOR_DTYPES

@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from weft.serve.cache.layer_cache import LayerCache
-from weft.serve.cache.paged_attention import PagedBatch, to_device
+from weft.serve.attention.batch import PagedBatch, to_device
+from weft.serve.attention.layer_cache import LayerCache
 from weft.serve.model.paged_model import PagedModel
 from weft.serve.model.step_inputs import TABLE, PageLayout, input_tokens, packed, padding_table
 from weft.serve.scheduling.scheduler import ScheduledChunk

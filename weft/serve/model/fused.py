@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from weft.models.attention import RMSNorm
 from weft.models.router import Router
-from weft.serve.cache.layer_cache import MAX_WHOLE_DECODES
-from weft.serve.cache.paged_attention import PagedBatch, angles_at
+from weft.serve.attention.batch import PagedBatch, angles_at
+from weft.serve.attention.layer_cache import MAX_WHOLE_DECODES
 from weft.serve.weights.cpu_vector_product import is_vector, plain_linear
 from weft.serve.weights.packed_linear import PackedLinear
 from weft.serve.weights.plain_norm import plain_norm
@@ -170,7 +170,7 @@ def whole_attention(
     counts: Tensor,
 ) -> Tensor:
     """`rotate_and_store`, and the attention of its queries, of decodes alone: [tokens, heads, head_dim]."""
-    from weft.serve.cache.whole_attention_kernel import whole_attention_by_kernel
+    from weft.serve.attention.whole_attention_kernel import whole_attention_by_kernel
 
     assert rotary is not None, "models without rotary positions have no such kernel"
     pages = (keys, values, batch.tables, batch.lengths, batch.block_size, window)

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.serve.cache.layer_cache import LayerCache
-from weft.serve.cache.paged_attention import TILE_QUERIES, PagedBatch, tiles_of, to_device
+from weft.serve.attention.batch import TILE_QUERIES, PagedBatch, tiles_of, to_device
+from weft.serve.attention.layer_cache import LayerCache
 from weft.serve.model.decode_graph import GraphRecorder, Record, RecordedSteps
 from weft.serve.model.paged_model import PagedModel
 from weft.serve.model.step_inputs import TABLE, PageLayout, StepInputs, input_tokens

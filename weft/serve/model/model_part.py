@@ -15,11 +15,10 @@ from weft.errors import ConfigError, PlanError
 from weft.models import GPT2, Decoder
 from weft.models.recurrent import RecurrentModel
 from weft.plan import Plan
-from weft.serve.cache.layer_cache import CacheFormat, LayerCache, PlainFormat
-from weft.serve.cache.model_identity import model_identity
-from weft.serve.cache.page_share import PageShare
-from weft.serve.cache.paged_attention import PagedBatch
-from weft.serve.cache.split_formats import split_format
+from weft.serve.attention.batch import PagedBatch, PageShare
+from weft.serve.attention.layer_cache import CacheFormat, LayerCache, PlainFormat
+from weft.serve.attention.model_identity import model_identity
+from weft.serve.attention.split_formats import split_format
 from weft.serve.head.graph_head import GraphHead
 from weft.serve.model.adapters import attach_adapters
 from weft.serve.model.cache_memory import CacheBytes, free_device_bytes, refuse_cache_blocks, refuse_swap_blocks
@@ -64,7 +63,7 @@ class EngineOptions:
 
     stream_weights: int = 0  # blocks whose weights are copied ahead from host memory; 0: all stay on the device
     resident_blocks: int = 0  # of the blocks of each rank, whose weights stay on the device while others are streamed
-    cache: CacheFormat | None = None  # how keys and values are kept (`serve/cache/layer_cache.py`); None: as they are
+    cache: CacheFormat | None = None  # how keys and values are kept; None: as they are
     head: GraphHead | None = None  # finds the likeliest tokens by graph search; None: by all logits
 
     @staticmethod

@@ -23,9 +23,9 @@ from weft.models.attention import RMSNorm
 from weft.models.decoder import Attention, DecoderLayer, rotary_tables
 from weft.models.experts import SparseMLP, SwiGLU
 from weft.models.gpt2 import GPT2MLP, GPT2Layer
-from weft.serve.cache.layer_cache import CacheFormat, CacheSizes, LayerCache, PlainFormat
-from weft.serve.cache.paged_attention import PagedBatch
-from weft.serve.cache.shared_memory import has_room_for_tiles, shared_bytes
+from weft.serve.attention.batch import PagedBatch
+from weft.serve.attention.layer_cache import CacheFormat, CacheSizes, LayerCache, PlainFormat
+from weft.serve.attention.shared_memory import has_room_for_tiles, shared_bytes
 from weft.serve.model.fused import is_for_whole_kernel, rotate_and_store, rotate_by_angles, whole_attention
 from weft.serve.model.split_layers import (
     ModelAxes,

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.models.recurrent import RecurrentLayer, RecurrentModel
-from weft.serve.cache.layer_cache import CacheFormat, LayerCache, PlainFormat
-from weft.serve.cache.paged_attention import PagedBatch
+from weft.serve.attention.batch import PagedBatch
+from weft.serve.attention.layer_cache import CacheFormat, LayerCache, PlainFormat
 from weft.serve.model.paged_model import PagedBlock
 
 # From so many tokens of a prompt on, torch's own layers take less time. Its LSTM packs its weights in every call.

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.serve.cache.page_share import PageShare
-from weft.serve.cache.paged_attention import PagedBatch, to_device
+from weft.serve.attention.batch import PagedBatch, PageShare, to_device
 from weft.serve.scheduling.blocks import HeldBlocks
 from weft.serve.scheduling.request import Request
 from weft.serve.scheduling.scheduler import ActiveRequest, ScheduledChunk

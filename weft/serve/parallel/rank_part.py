@@ -5,7 +5,7 @@ Serving uses the axes of training, with the same cuts of each parameter:
     data     replicas of the model; each has its own requests
     pipe     consecutive blocks. The rank at index 0, which schedules and samples, holds the last ones
     expert   experts; all ranks of the axis compute the rest alike
-    context  no weight, but pages of the cache (`serve/cache/page_share.py`); the rest is computed by all alike
+    context  no weight, but pages of the cache (`serve/attention/batch.py`); the rest is computed by all alike
     x, y     heads and features (`serve/model/split_layers.py`)
 """
 

@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.serve.cache.page_share import PageShare
-from weft.serve.cache.paged_attention import TILE_QUERIES
+from weft.serve.attention.batch import TILE_QUERIES, PageShare
 from weft.serve.weights.early_launch_kernel import early_launch, wait_for_results
 
 _TOKENS = 64  # whose keys are loaded at a time

@@ -24,11 +24,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.serve.cache.decode_attention_kernel import LOG2E
-from weft.serve.cache.four_bit_append_kernel import _codes, _scale
-from weft.serve.cache.four_bit_attention_kernel import _ranges, four_bit_attention_by_kernel
-from weft.serve.cache.paged_attention import PagedBatch
-from weft.serve.cache.shared_memory import A100, shared_bytes
+from weft.serve.attention.batch import PagedBatch
+from weft.serve.attention.decode_attention_kernel import LOG2E
+from weft.serve.attention.four_bit_append_kernel import _codes, _scale
+from weft.serve.attention.four_bit_attention_kernel import _ranges, four_bit_attention_by_kernel
+from weft.serve.attention.shared_memory import A100, shared_bytes
 from weft.serve.weights.unpacking_kernel import four_bit_numbers
 
 _SHORT = 16  # tokens of a chunk whose tokens attend as decodes do; less than a page, so that a tail has all its pages

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.serve.cache.decode_attention_kernel import LOG2E, _sum_of_parts, number_of_parts
+from weft.serve.attention.decode_attention_kernel import LOG2E, _sum_of_parts, number_of_parts
 from weft.serve.weights.unpacking_kernel import four_bit_numbers
 
 _PROGRAMS = 1024  # as many as fit into a GPU at once

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis
-from weft.serve.cache.paged_attention import PagedBatch, attend
-from weft.serve.cache.split_attention import attend_over_ranks
+from weft.serve.attention.batch import PagedBatch
+from weft.serve.attention.paged_attention import attend
+from weft.serve.attention.split_attention import attend_over_ranks
 
 MAX_WHOLE_DECODES = 16  # requests of a step whose attention is one kernel
 

@@ -1,4 +1,4 @@
-"""Keys and values in 4 bits (`four_bit_cache.py`) in pages that the ranks of `context` hold together (`page_share.py`).
+"""Keys and values in 4 bits (`four_bit_cache.py`) in pages that the ranks of `context` hold together (`batch.py`).
 
 A rank codes its own pages, and keeps the tail of a request whose newest page is its own. A query attends to the keys of
 its own page as they are, on the rank that has this page, and to those of all pages before it decoded, so results equal
@@ -13,11 +13,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from weft.serve.cache.four_bit_cache import DECODED_TOKENS, FourBitFormat, FourBitLayer
-from weft.serve.cache.layer_cache import CacheSizes, LayerCache
-from weft.serve.cache.page_share import PageShare
-from weft.serve.cache.paged_attention import PagedBatch
-from weft.serve.cache.split_attention import merged, partial_attention
+from weft.serve.attention.batch import PagedBatch, PageShare
+from weft.serve.attention.four_bit_cache import DECODED_TOKENS, FourBitFormat, FourBitLayer
+from weft.serve.attention.layer_cache import CacheSizes, LayerCache
+from weft.serve.attention.split_attention import merged, partial_attention
 
 
 class SplitFourBitFormat(FourBitFormat):

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from weft.errors import ConfigError
-from weft.serve.cache.layer_cache import CacheFormat, CacheSizes, LayerCache, staging
-from weft.serve.cache.paged_attention import PagedBatch, masked_attention
-from weft.serve.cache.shared_memory import has_room_for_four_bits, shared_bytes
+from weft.serve.attention.batch import PagedBatch
+from weft.serve.attention.layer_cache import CacheFormat, CacheSizes, LayerCache, staging
+from weft.serve.attention.paged_attention import masked_attention
+from weft.serve.attention.shared_memory import has_room_for_four_bits, shared_bytes
 from weft.serve.weights.group_codes import codes_of, group_range, pack_halves, unpack_halves
 
 GROUPS = (32, 64, 128)  # tokens of a page, whose keys share a scale for each channel
@@ -131,7 +132,7 @@ class FourBitLayer:
     def _prompts_by_kernel(
         self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None
     ) -> Tensor:
-        from weft.serve.cache.four_bit_prompt_kernel import attend_prompts_by_kernel
+        from weft.serve.attention.four_bit_prompt_kernel import attend_prompts_by_kernel
 
         return attend_prompts_by_kernel(query, keys, values, self.pages, self._tails, batch, window)
 
@@ -143,8 +144,8 @@ class FourBitLayer:
     def _decode_by_kernel(
         self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None
     ) -> Tensor:
-        from weft.serve.cache.four_bit_append_kernel import append_by_kernel
-        from weft.serve.cache.four_bit_attention_kernel import four_bit_attention_by_kernel
+        from weft.serve.attention.four_bit_append_kernel import append_by_kernel
+        from weft.serve.attention.four_bit_attention_kernel import four_bit_attention_by_kernel
 
         number = batch.num_decodes
         rows, tables, lengths = batch.rows[:number], batch.tables[:number], batch.lengths[:number]

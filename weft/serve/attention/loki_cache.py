@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from weft.errors import ConfigError
-from weft.serve.cache.layer_cache import CacheSizes, LayerCache, staging
-from weft.serve.cache.loki_choice import LokiChoice, attention_to_chosen, chosen_tokens
-from weft.serve.cache.paged_attention import PagedBatch, attend_prompts, slots_of
+from weft.serve.attention.batch import PagedBatch, slots_of
+from weft.serve.attention.layer_cache import CacheSizes, LayerCache, staging
+from weft.serve.attention.loki_choice import LokiChoice, attention_to_chosen, chosen_tokens
+from weft.serve.attention.paged_attention import attend_prompts
 
 
 class LokiFormat:
@@ -92,7 +93,7 @@ class LokiLayer:
     def _turn_and_store(self, query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, by_kernel: bool) -> Tensor:
         """Queries along the axes. Keys along the axes, and values, go to the pages."""
         if by_kernel:
-            from weft.serve.cache.loki_axes_kernel import turn_and_store_by_kernel
+            from weft.serve.attention.loki_axes_kernel import turn_and_store_by_kernel
 
             return turn_and_store_by_kernel(query, keys, values, self._axes, slots, self.pages)
         keys, first = self._along_axes(keys), self.pages[2]
@@ -154,8 +155,8 @@ def chosen_attention_by_kernel(
     choice: LokiChoice,
 ) -> Tensor:
     """Equals `chosen_attention`. `first` are the first dims of keys: [blocks, key heads, block_size, dims]."""
-    from weft.serve.cache.decode_attention_kernel import decode_attention_by_kernel
-    from weft.serve.cache.loki_kernel import chosen_slots_by_kernel
+    from weft.serve.attention.decode_attention_kernel import decode_attention_by_kernel
+    from weft.serve.attention.loki_kernel import chosen_slots_by_kernel
 
     block_size = first.shape[2]
     numbers = (choice.tokens, choice.newest, choice.dense_below, choice.most_tokens(tables.shape[1] * block_size))

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.models.attention import RMSNorm
-from weft.serve.cache.decode_attention_kernel import LOG2E, TOKENS, VARYING, bounds, number_of_parts
+from weft.serve.attention.decode_attention_kernel import LOG2E, TOKENS, VARYING, bounds, number_of_parts
 from weft.serve.weights.early_launch_kernel import early_launch, wait_for_results
 
 _ADDED = 16  # parts that are added up at a time

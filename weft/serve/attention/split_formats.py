@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from weft.serve.cache.four_bit_cache import FourBitFormat
-from weft.serve.cache.layer_cache import CacheFormat, PlainFormat
-from weft.serve.cache.loki_cache import LokiFormat
-from weft.serve.cache.split_four_bit_cache import SplitFourBitFormat
-from weft.serve.cache.split_loki_cache import SplitLokiFormat
+from weft.serve.attention.four_bit_cache import FourBitFormat
+from weft.serve.attention.layer_cache import CacheFormat, PlainFormat
+from weft.serve.attention.loki_cache import LokiFormat
+from weft.serve.attention.split_four_bit_cache import SplitFourBitFormat
+from weft.serve.attention.split_loki_cache import SplitLokiFormat
 
 
 def split_format(form: CacheFormat) -> CacheFormat | None:

@@ -1,4 +1,4 @@
-"""Loki (`loki_cache.py`) over pages that the ranks of `context` hold together (`page_share.py`).
+"""Loki (`loki_cache.py`) over pages that the ranks of `context` hold together (`batch.py`).
 
 A rank scores its own tokens by the first dims of their keys. Two small all-gathers find the tokens that one rank would
 choose: the first has each query's highest score, to which scores are relative; the second has the scores and positions
@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis, Key, all_gather
-from weft.serve.cache.layer_cache import CacheSizes, LayerCache
-from weft.serve.cache.loki_cache import LokiFormat, LokiLayer
-from weft.serve.cache.loki_choice import LokiChoice, attended_since, first_scores, highest_by_query, joint_scores
-from weft.serve.cache.page_share import PageShare
-from weft.serve.cache.paged_attention import PagedBatch, slots_of
-from weft.serve.cache.split_attention import attend_own_prompts, merged, partial_attention, room_for_parts
+from weft.serve.attention.batch import PagedBatch, PageShare, slots_of
+from weft.serve.attention.layer_cache import CacheSizes, LayerCache
+from weft.serve.attention.loki_cache import LokiFormat, LokiLayer
+from weft.serve.attention.loki_choice import LokiChoice, attended_since, first_scores, highest_by_query, joint_scores
+from weft.serve.attention.split_attention import attend_own_prompts, merged, partial_attention, room_for_parts
 
 
 class SplitLokiFormat(LokiFormat):

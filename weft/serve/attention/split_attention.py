@@ -1,4 +1,4 @@
-"""Attention over pages that the ranks of `context` hold together (`page_share.py`).
+"""Attention over pages that the ranks of `context` hold together (`batch.py`).
 
 All ranks have the queries of all tokens. Each attends to its own pages, and gives for each query and head its *part*:
 head_dim numbers, which are the attention to its own keys, and one more, the logarithm of their softmax denominator. One
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis, all_gather
-from weft.serve.cache.paged_attention import PagedBatch, fits_tiles, slots_of
+from weft.serve.attention.batch import PagedBatch, slots_of
+from weft.serve.attention.paged_attention import fits_tiles
 
 _SCORES = 1 << 24  # that plain functions compute at a time
 
@@ -31,7 +32,7 @@ def merged(own: Tensor, axis: Axis, dtype: torch.dtype) -> Tensor:
     parts = own.new_empty(axis.degree, *own.shape)
     all_gather(parts.view(-1), own.view(-1), axis).wait()
     if parts.is_cuda and parts.dtype == torch.float32:
-        from weft.serve.cache.split_attention_kernel import add_up_by_kernel
+        from weft.serve.attention.split_attention_kernel import add_up_by_kernel
 
         return add_up_by_kernel(parts, dtype)
     return add_up(parts, dtype)
@@ -123,7 +124,7 @@ def partial_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -
 def _decodes_by_kernel(
     query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None, out: Tensor
 ) -> None:
-    from weft.serve.cache.decode_attention_kernel import decode_attention_by_kernel
+    from weft.serve.attention.decode_attention_kernel import decode_attention_by_kernel
 
     assert window is None
     given = (batch.tables[: batch.num_decodes], batch.own_lengths, batch.block_size, None)
@@ -133,7 +134,7 @@ def _decodes_by_kernel(
 def _prompts_by_kernel(
     query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None, out: Tensor
 ) -> None:
-    from weft.serve.cache.prompt_attention_kernel import prompt_attention_by_kernel
+    from weft.serve.attention.prompt_attention_kernel import prompt_attention_by_kernel
 
     given = (batch.tables, batch.prompt_tiles, batch.block_size, window, out, batch.share)
     prompt_attention_by_kernel(query, keys, values, *given)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.serve.cache.decode_attention_kernel import number_of_parts
+from weft.serve.attention.decode_attention_kernel import number_of_parts
 
 _TOKENS = 64  # that the first kernel loads at a time
 _WARPS, _STAGES, _PROGRAMS = 1, 1, 2048  # of the first kernel
