@@ -16,6 +16,10 @@ class PlanError(ConfigError):
     """A plan does not fit the model, the batch or the machine."""
 
 
+class UnfitError(PlanError):
+    """A plan does not fit the model of a proof, so nothing was compared. It may fit a larger model."""
+
+
 class DataError(ConfigError):
     """Training data are missing, empty, too short or unreadable."""
 

@@ -78,6 +78,27 @@ def test_a_fault_beside_unusual_calls_is_a_failure_and_no_refusal(monkeypatch: p
     assert "loss" in [check.what for check in report.checks if not check.passed]
 
 
+class Branching(Pair):
+    """Leaves out a block, which is larger than the others, by the values of its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.insert(1, nn.Sequential(nn.Linear(models.WIDTH, 32), nn.Linear(32, models.WIDTH)))
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = self.blocks[0](value).tanh()
+        if bool(value.sum() > 0):
+            value = self.blocks[1](value).tanh()
+        return self.logits(self.blocks[2](value))
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_ranks_that_call_other_blocks_by_the_values_of_their_samples_are_refused(micro_batch: int) -> None:
+    plan = Plan(shard=Shard(2, 3), micro_batch=micro_batch)
+    with pytest.raises(PlanError, match=r"ranks take different ways through the model: rank 0 is in the .* of block"):
+        verify(Branching, models.vector_batch, plan)
+
+
 class HeadTwice(Pair):
     """Adds the results of two calls of its head."""
 

@@ -12,6 +12,7 @@ with the result of a forward. `rank.py` is what a rank does, `compare.py` and `r
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -23,7 +24,7 @@ from torch import nn
 from weft.cluster.hardware import load
 from weft.comm.backends import DeviceType
 from weft.compile.blocks import wants_compile
-from weft.errors import PlanError, WeftError, error_class
+from weft.errors import LocalError, PlanError, UnfitError, VerifyError, WeftError, error_class
 from weft.inspection.nested_tensors import map_tensors
 from weft.launch.fork import fork_obstacle
 from weft.launch.function_names import import_by_name, importable_name
@@ -39,7 +40,7 @@ from weft.proof.report import TOLERANCE, Check, ProofReport, report_of
 from weft.proof.result import arguments_of
 from weft.proof.sequential import BatchFn, ModelFn, double_of, make_model, to_double
 from weft.proof.small_run import small_runs_of
-from weft.proof.trial import STEPS, Case, Trial, unsplit
+from weft.proof.trial import STEPS, Case, Trial, fitting, unsplit
 from weft.run_file import Run
 from weft.schema import build_dataclass, to_table
 from weft.sharding.layout import COMPUTE_DTYPE
@@ -78,15 +79,16 @@ def verify(
     (inputs, labels) for cross-entropy.
 
     The model's state, the plan's precision, its matmuls and casts inside of the model become float64, and no update is
-    delayed. An error above 1e-9 is compared with the model's own noise (`weft.proof.report`). `ranks_per_node` arranges
-    the ranks as if that many shared a node, for a hierarchical plan; by the links of `cluster`, it chooses the fastest
-    collectives.
+    delayed. An error above 1e-9 is compared with the model's own noise (`weft.proof.report`). A `tolerance` replaces
+    both; 0 allows no difference at all. `ranks_per_node` arranges the ranks as if that many shared a node, for a
+    hierarchical plan; by the links of `cluster`, it chooses the fastest collectives.
 
     With `device="cuda"` ranks share this machine's GPUs, in new processes that import the functions, so define these at
     the top level of a file. `precision="bf16"` computes as a bf16 run does and compares with float64, within
     `BF16_TOLERANCES`. `compiles` compiles blocks with torch.compile.
     """
     _refuse_arguments(model_fn, batch_fn, plan)
+    _refuse_numbers(steps, clip, tolerance, timeout_seconds)
     proved, left_out = plan_to_prove(plan, precision), inexact_options(plan)
     trial = Trial(proved, steps, clip, ranks_per_node, device, compiles, False, cluster, left_out, tolerance)
     if device == "cpu" and fork_obstacle() is None:
@@ -117,6 +119,18 @@ def _refuse_arguments(model_fn: Any, batch_fn: Any, plan: Any) -> None:
         raise PlanError(f"plan is a {type(plan).__name__}; give a weft.Plan, such as weft.Plan(data=2)")
 
 
+def _refuse_numbers(steps: int, clip: float | None, tolerance: float | None, timeout_seconds: float) -> None:
+    """Raises PlanError if a proof with these numbers would compare nothing, or would let every difference pass."""
+    if steps < 1:
+        raise PlanError(f"steps = {steps}, and a proof compares the results of training; give at least 1")
+    if clip is not None and not clip > 0:
+        raise PlanError(f"clip = {clip:g} would leave no gradient to compare; give a norm above 0, or None")
+    if tolerance is not None and not 0 <= tolerance < math.inf:
+        raise PlanError(f"tolerance = {tolerance:g}; give a relative error of at least 0, or None for those of weft")
+    if not timeout_seconds > 0:
+        raise PlanError(f"timeout_seconds = {timeout_seconds:g}; give the seconds that all ranks may take, above 0")
+
+
 def _class_name(model: Any) -> str:
     return type(model).__name__ if isinstance(model, nn.Module) else "MyModel"
 
@@ -137,7 +151,8 @@ def prove_plan(
     """Prove a plan on forked ranks. Nothing here runs a backward, because after one torch cannot fork on machines with
     GPUs. Computing a plan's cost runs one, so each rank computes the cost itself.
     """
-    case = _case(model_fn, batch_fn, objective, trial.plan)
+    with fitting():
+        case = _case(model_fn, batch_fn, objective, trial.plan)
 
     def rank(index: int) -> dict[str, Any]:
         return answer_of_rank(case, trial)
@@ -153,7 +168,8 @@ def spawned_rank(
     values = {**trial, "plan": build_dataclass(Plan, trial["plan"], "plan"), "not_proved": tuple(trial["not_proved"])}
     own, named = Trial(**values), None if objective is None else _objective(objective)
     try:
-        case = _case(import_by_name(model), import_by_name(batch), named, own.plan)
+        with fitting():
+            case = _case(import_by_name(model), import_by_name(batch), named, own.plan)
     except WeftError as error:
         return refused(error)
     return answer_of_rank(case, own)
@@ -252,7 +268,7 @@ def verify_run(
 def prove_run(
     run: Run, device: DeviceType = "cpu", precision: Literal["fp64", "bf16"] = "fp64", compiles: bool = False
 ) -> ProofReport:
-    """Like `verify_run`, for a run that has been checked already.
+    """Like `verify_run`, for a run that has been checked already. Raises a VerifyError if a proof does not end.
 
     It forks ranks and runs no backward itself, so that a child of the fork server can call it. With `compiles`, on a
     GPU, the proof compiles and records what the run does.
@@ -275,6 +291,10 @@ def prove_run(
         seconds = SLOW_SECONDS if compiles else SECONDS
         try:
             return prove_plan(proof.model, proof.batch, proof.objective, trial, seconds)
-        except PlanError as error:  # the run itself was not refused
+        except UnfitError as error:  # the run itself was not refused
             refused = refused or error
+        except (PlanError, LocalError) as error:
+            raise VerifyError(
+                f"{trial.plan.describe_axes()} failed its proof, on a small copy of the model: {error}"
+            ) from error
     return ProofReport(run.plan, (), (f"the plan fits the run and no small copy of its model: {refused}",))

@@ -47,6 +47,7 @@ from weft.proof.trial import (
     dependence,
     device_of,
     explained,
+    fitting,
     refuse_bad_numbers,
     sequential,
     unsplit,
@@ -65,7 +66,7 @@ def answer_of_rank(case: Case, trial: Trial) -> dict[str, Any]:
     """Returns a rank's answer, or why the plan is refused. All ranks refuse alike, before any communication."""
     assert case.counted.model is not None
     try:
-        with explained(trial.plan, type(case.counted.model).__name__), _arithmetic(trial):
+        with explained(trial.plan, type(case.counted.model).__name__), fitting(), _arithmetic(trial):
             cost(case.counted, trial.plan, case.split)
     except WeftError as error:
         return refused(error)
@@ -89,14 +90,14 @@ def _arithmetic(trial: Trial) -> AbstractContextManager[Any]:
 def _run_rank(case: Case, trial: Trial) -> dict[str, Any]:
     plan, split, objective, device = trial.plan, case.split, case.objective, device_of(trial)
     run = sequential(case, trial, device)
-    with unsplit(type(case.counted.model).__name__):
+    with fitting(), unsplit(type(case.counted.model).__name__):
         expected = run(0)
         refuse_bad_numbers(type(case.counted.model).__name__, expected)
     mesh = Mesh(plan, device, trial.ranks_per_node, None if trial.cluster is None else load(trial.cluster))
     model = make_model(case.model_fn).to(device)
     arithmetic = _arithmetic(trial)
     with explained(plan, type(model).__name__):
-        with arithmetic:
+        with fitting(), arithmetic:
             model = parallelize(model, plan, mesh, example=case.counted.example)
         found = _train(model, case, trial, mesh, arithmetic)
     compared = {

@@ -140,7 +140,7 @@ def _tolerances(plan: Plan, given: float | None) -> dict[str, float | None]:
             "result": None,
             **(BF16_TOLERANCES if given is None else dict.fromkeys(BF16_TOLERANCES, given)),
         }
-    return dict.fromkeys(QUANTITIES, given or TOLERANCE)
+    return dict.fromkeys(QUANTITIES, TOLERANCE if given is None else given)
 
 
 class Worst(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.backends import DeviceType
-from weft.errors import PlanError, WeftError
+from weft.errors import PlanError, UnfitError, WeftError
 from weft.inspection.nested_tensors import map_tensors
 from weft.plan import BatchSplit, Plan
 from weft.profiling import Profile
@@ -26,6 +26,7 @@ from weft.step.batch import Batch, plain_batch
 from weft.step.objective import Objective
 
 STEPS = 3
+_WEFT, _TORCH = Path(__file__).parents[1], str(Path(torch.__file__).parent)
 MAX_MESSAGE = 300  # characters of an error of a model's own code that are repeated
 
 
@@ -73,11 +74,24 @@ def explained(plan: Plan, name: str) -> Iterator[None]:
     except (WeftError, dist.DistError):
         raise
     except Exception as error:
+        if _is_of_communication(error):
+            raise
         raise PlanError(
             f"{name} runs unsplit and fails under {plan.describe_axes()}: {_described(error)}. Its code does something "
             f"that this plan changes, and no rule of weft names it (it may take parameters from parameters() or "
             f"named_parameters(), which are this rank's parts, or expect all features); use another plan"
         ) from error
+
+
+@contextmanager
+def fitting() -> Iterator[None]:
+    """Raise the PlanErrors of the context as UnfitErrors: its code looks whether a plan fits, and compares nothing."""
+    try:
+        yield
+    except UnfitError:
+        raise
+    except PlanError as error:
+        raise UnfitError(str(error)) from error
 
 
 @contextmanager
@@ -104,11 +118,17 @@ def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {message} ({Path(frame.filename).name}:{frame.lineno})"
 
 
+def _is_of_communication(error: Exception) -> bool:
+    """Did a collective fail? It does where another rank died, or makes other collectives."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    own = [file for file in files if not file.startswith(_TORCH)]
+    return bool(own) and own[-1].startswith(str(_WEFT / "comm"))
+
+
 def _is_of_a_model(file: str) -> bool:
     """Is this file neither torch's nor weft's, but for weft's models?"""
-    weft_root = Path(__file__).parents[1]
-    is_ours = file.startswith(str(weft_root)) and not file.startswith(str(weft_root / "models"))
-    return not is_ours and not file.startswith(str(Path(torch.__file__).parent))
+    is_ours = file.startswith(str(_WEFT)) and not file.startswith(str(_WEFT / "models"))
+    return not is_ours and not file.startswith(_TORCH)
 
 
 def sequential(case: Case, trial: Trial, device: torch.device) -> Callable[[int], SequentialResult]:
