@@ -1,8 +1,9 @@
-"""docs/measured/ is what benchmarks/measured.py makes of benchmarks/results, and shows every result."""
+"""Pages of docs: docs/measured/ is what benchmarks/measured.py makes, links lead somewhere, user pages are short."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import measured
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_pages_are_what_the_results_give() -> None:
@@ -57,3 +60,28 @@ def test_a_number_has_the_unit_that_its_key_names(key: str, value: float, text: 
 def test_a_table_with_many_columns_is_turned() -> None:
     rows = [("weft", {f"c{index}": str(index) for index in range(measured.MOST_COLUMNS + 1)})]
     assert list(measured.table(rows))[:3] == ["| | weft |", "|---|---|", "| c0 | 0 |"]
+
+
+# --- user pages
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link may name behind #, as GitHub makes it of headings."""
+    headings = re.findall(r"(?m)^#+ (.*)$", page.read_text(encoding="utf-8"))
+    return {
+        re.sub(r"[^\w -]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", one)).lower().replace(" ", "-")
+        for one in headings
+    }
+
+
+def test_links_of_pages_lead_somewhere() -> None:
+    lost = []
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            if target.startswith(("http:", "https:")):
+                continue
+            path, _, anchor = target.partition("#")
+            file = page.parent / path if path else page
+            if not file.exists() or (anchor and anchor not in anchors(file)):
+                lost.append(f"{page.relative_to(ROOT)}: {target}")
+    assert lost == []
