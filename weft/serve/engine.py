@@ -9,7 +9,6 @@ device's: a step returns the tokens of the one before it. Steps are replayed as 
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import time
@@ -120,6 +119,8 @@ class Engine:
         self._begun: deque[BegunStep] = deque()
         self._launched: LaunchedStep | None = None
         self._early: list[GeneratedToken] = []  # read outside of a step
+        self._suspects: list[GeneratedToken] = []  # ends by NaN, until another text shows that weights are sound
+        self._sound_token = 0  # a prompt with numbers began with it
         self._num_arrived = 0
         self._num_generated = 0
         self._rng = random.Random(os.urandom(16))
@@ -186,6 +187,7 @@ class Engine:
         if active is not None:
             self._scheduler.end(active)
         self._early = [one for one in self._early if one.request != name]
+        self._suspects = [one for one in self._suspects if one.request != name]
 
     def captures(self) -> list[Callable[[], None]]:
         """Functions that capture the CUDA graphs of all sizes now rather than when they are first needed."""
@@ -200,7 +202,7 @@ class Engine:
             self._speculation.reset()
 
     def has_work(self) -> bool:
-        return bool(self._all or self._early or self._begun)
+        return bool(self._all or self._early or self._begun or self._suspects)
 
     def state(self) -> EngineState:
         scheduler, policy = self._scheduler, self._scheduler.policy
@@ -225,6 +227,8 @@ class Engine:
         With several stages, steps are begun until there are as many as stages; the oldest is then finished. Replicas
         that read weights together must call it equally often: one without work only passes by the weights.
         """
+        if self._suspects:
+            return self._judged()
         began = time.perf_counter()
         chunks = self._scheduler.schedule()
         if chunks:
@@ -242,6 +246,17 @@ class Engine:
         if self._speculation is not None and launched is not None:
             self._speculation.record_step(launched.chunks, time.perf_counter() - began, len(found))
         return early + found
+
+    def _judged(self) -> list[GeneratedToken]:
+        """Return the ends of requests with NaN. Raise NumbersError if another text gives NaN too."""
+        self._drain()
+        if not self._texts.gives_numbers(self._sound_token, self.vocab_size):
+            raise NumbersError(
+                "the model gives NaN for every text: its weights are damaged or its training diverged; use an older "
+                "checkpoint"
+            )
+        found, self._early, self._suspects = [*self._early, *self._suspects], [], []
+        return found
 
     @property
     def reads_together(self) -> bool:
@@ -302,10 +317,7 @@ class Engine:
         self.check(replace(request, max_tokens=1))
         self._drain()
         number = min(request.sampling.num_logprobs or 0, self.vocab_size)
-        found = self._texts.logprobs(request, self.vocab_size, number)
-        if any(math.isnan(one.token) for one in found):
-            raise NumbersError("the model gives NaN for a prompt: its weights are damaged; use an older checkpoint")
-        return found
+        return self._texts.logprobs(request, self.vocab_size, number)
 
     def num_text_steps(self, num_tokens: int) -> int:
         """Steps by which `embed` and `score` compute a text of so many tokens."""
@@ -385,16 +397,21 @@ class Engine:
             if active.is_done:
                 continue
             taken = self._take_valid(chunk, tokens[first:row])
-            if active.request.sampling.num_logprobs is not None and sampled is not None:
-                taken = [_with_logprobs(one, active, sampled, first + index) for index, one in enumerate(taken)]
+            number = active.request.sampling.num_logprobs
+            if number is not None and sampled is not None:
+                rows = enumerate(taken, first)
+                taken = [replace(one, logprobs=sampled.logprobs_of(index, number)) for index, one in rows]
             results += taken
             if active.held is not None:
                 # After a request was sent back and came again, its blocks may have less than an older chunk computed.
                 num_computed = min(chunk.end + max(0, len(taken) - 1), active.num_computed)
                 self._scheduler.policy.record(active.held, active.tokens, num_computed)
             if taken and taken[-1].finish is not None:
-                self._scheduler.end(active)
+                self._scheduler.end(active, is_shared=taken[-1].finish != "nan")
                 del self._all[active.request.name]
+        if tokens and max(tokens) < 0:
+            self._suspects += results
+            return []
         self._num_generated += len(results)
         return results
 
@@ -413,10 +430,8 @@ class Engine:
 
     def _take_token(self, active: ActiveRequest, token: int) -> GeneratedToken:
         if token < 0:
-            raise NumbersError(
-                f"the model gives NaN after {len(active.tokens)} tokens: its weights are damaged or its training "
-                f"diverged; use an older checkpoint"
-            )
+            return GeneratedToken(active.request.name, token, finish="nan")
+        self._sound_token = active.request.tokens[0]
         active.tokens.append(token)
         finish: Finish | None = None
         if active.matcher is not None and not active.matcher.accept(token):
@@ -426,15 +441,3 @@ class Engine:
         elif len(active.tokens) == active.max_length:
             finish = "length"
         return GeneratedToken(active.request.name, token, finish=finish)
-
-
-def _with_logprobs(
-    generated: GeneratedToken, active: ActiveRequest, sampled: SampledTokens, index: int
-) -> GeneratedToken:
-    assert sampled.logprobs is not None
-    assert sampled.likeliest is not None
-    assert sampled.likeliest_logprobs is not None
-    number = active.request.sampling.num_logprobs
-    tokens, values = sampled.likeliest[index, :number].tolist(), sampled.likeliest_logprobs[index, :number].tolist()
-    logprobs = TokenLogprobs(float(sampled.logprobs[index]), tuple(zip(tokens, values, strict=True)))
-    return replace(generated, logprobs=logprobs)

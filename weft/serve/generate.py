@@ -106,6 +106,7 @@ def generate(
             raise ConfigError(str(error)) from None
         while engine.has_work():
             for generated in engine.step():
+                generated.require_number()
                 if generated.finish == "stop":
                     return tokenizer.decode(np.array(tokens[start:], dtype=np.int64))
                 tokens.append(generated.token)

@@ -102,6 +102,7 @@ class HarnessModel(LM):
             for token in engine.step():
                 if token.request not in streams:
                     continue
+                token.require_number()
                 chunk = streams[token.request].push(token)
                 texts[int(token.request)] += chunk.text
                 if chunk.finish is not None:

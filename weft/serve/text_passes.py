@@ -5,6 +5,7 @@ A text is computed some tokens at a time in blocks of the engine's cache, so it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -12,10 +13,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from weft.errors import NumbersError
 from weft.serve.model.model_part import ModelPart
 from weft.serve.model.ranks import RankMessage, ServingRanks
 from weft.serve.model.step_inputs import StepInputs, text_steps
-from weft.serve.scheduling.request import Request, TokenLogprobs
+from weft.serve.scheduling.request import NAN, Request, TokenLogprobs
 from weft.serve.scheduling.scheduler import Scheduler
 
 
@@ -40,7 +42,10 @@ class TextPasses:
                 assert hidden is not None
                 last = hidden[-1].float()
                 total = total.to(hidden.device) + hidden.float().sum(0)
-        return (total / len(request.tokens) if pool == "mean" else last).cpu()
+        found = (total / len(request.tokens) if pool == "mean" else last).cpu()
+        if not bool(found.isfinite().all()):
+            raise NumbersError(NAN)
+        return found
 
     def logprobs(self, request: Request, vocab_size: int, num_likeliest: int) -> list[TokenLogprobs]:
         """The log-probabilities of each token of a prompt but the first, among the first `vocab_size` tokens."""
@@ -50,7 +55,15 @@ class TextPasses:
                 end = len(found) + inputs.num_tokens
                 following = tokens[end] if end < len(tokens) else 0  # behind the last one there is none
                 found += self._part.text_logprobs(inputs, vocab_size, num_likeliest, following)
+        if any(math.isnan(one.token) for one in found[:-1]):
+            raise NumbersError(NAN)
         return found[:-1]
+
+    def gives_numbers(self, token: int, vocab_size: int) -> bool:
+        """Does the model give numbers after a text of one token?"""
+        with self._steps(Request("numbers", (token,), 1), "score") as steps:
+            found = [one for inputs in steps for one in self._part.text_logprobs(inputs, vocab_size, 0, 0)]
+        return not any(math.isnan(one.token) for one in found)
 
     @contextmanager
     def _steps(self, request: Request, kind: Literal["text", "score"]) -> Iterator[Iterator[StepInputs]]:

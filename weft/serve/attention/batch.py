@@ -231,8 +231,14 @@ def slots_of(tables: Tensor, length: int, block_size: int) -> Tensor:
 
 
 def decode_places(tables: Tensor, lengths: Tensor, block_size: int, window: int | None) -> tuple[Tensor, Tensor]:
-    """The slots of requests, and which of them their newest tokens attend to: both [requests, slots]."""
+    """The slots of requests, and which of them their newest tokens attend to: both [requests, slots].
+
+    Where they do not attend, slots are those of their own newest tokens: other requests may have left NaN elsewhere,
+    and weights of 0 times NaN are NaN.
+    """
     slots = slots_of(tables, tables.shape[1] * block_size, block_size)
     positions = torch.arange(slots.shape[1], device=slots.device)
     mask = positions < lengths[:, None]
-    return slots, mask if window is None else mask & (positions >= lengths[:, None] - window)
+    mask = mask if window is None else mask & (positions >= lengths[:, None] - window)
+    newest = slots.gather(1, (lengths[:, None].long() - 1).clamp(min=0))
+    return torch.where(mask, slots, newest), mask

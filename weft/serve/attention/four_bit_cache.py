@@ -233,7 +233,10 @@ class FourBitLayer:
         mask = places < lengths[:, None]
         if window is not None:
             mask = mask & (places >= lengths[:, None] - window)
-        return masked_attention(query[:, None], keys.flatten(1, 2), values.flatten(1, 2), mask[:, None, None])[:, 0]
+        # Other requests may have left NaN behind the last token, and weights of 0 times NaN are NaN.
+        unseen = ~mask[..., None, None]
+        keys, values = (one.flatten(1, 2).masked_fill(unseen, 0) for one in (keys, values))
+        return masked_attention(query[:, None], keys, values, mask[:, None, None])[:, 0]
 
     def _attend_prompt(self, query: Tensor, own: Tensor, length: int, blocks: Tensor, window: int | None) -> Tensor:
         """Attention of a chunk, page by page of its queries. `own` are the keys from its first page on."""

@@ -102,8 +102,8 @@ def chosen_tokens(
     joint = joint_scores(scores, best, places, lengths, window, choice.newest)
     order = joint.argsort(dim=-1, descending=True, stable=True)[..., : choice.most_tokens(first.shape[1])]
     number = choice.num_tokens(lengths.long() - attended_since(lengths, window))
-    counts = torch.arange(order.shape[-1], device=first.device) < number[:, None]
-    return order, counts[:, None].expand_as(order)
+    counts = (torch.arange(order.shape[-1], device=first.device) < number[:, None])[:, None].expand_as(order)
+    return torch.where(counts, order, order[..., :1]), counts  # elsewhere, other requests may have left NaN
 
 
 def attention_to_chosen(query: Tensor, key: Tensor, value: Tensor, counts: Tensor) -> Tensor:

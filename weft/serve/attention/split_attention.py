@@ -111,6 +111,9 @@ def partial_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -
     Each query sees those that the mask [batch, tokens, keys], or [batch, tokens, key heads, keys], names.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
+    seen = mask.any(1)  # where no query sees, other requests may have left NaN, and weights of 0 times NaN are NaN
+    seen = seen[..., None] if seen.dim() == 2 else seen.transpose(1, 2)
+    value = value.masked_fill(~seen[..., None], 0)
     grouped = query.to(wide).unflatten(2, (key.shape[2], -1))
     scores = torch.einsum("bqhgd,bkhd->bqhgk", grouped, key.to(wide)) / query.shape[-1] ** 0.5
     mask = mask[:, :, None] if mask.dim() == 3 else mask

@@ -35,9 +35,7 @@ class DraftRounds:
         found = self.compute(chunks)
         assert found is not None
         logits, positions = found
-        tokens = self._sampler.sample(logits, [chunk.active for chunk in chunks], positions).tokens
-        self._sampler.last.clamp_(min=0)  # after NaN, any token
-        return tokens
+        return self._sampler.sample(logits, [chunk.active for chunk in chunks], positions).tokens
 
     def following(self, wanted: Wanted, first: Tensor) -> list[list[int]]:
         """As many drafts for each request as are wanted, given the first of each. A draft of -1 says that logits are

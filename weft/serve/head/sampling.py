@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft.serve.attention.batch import to_device
 from weft.serve.scheduling.grammar import allowed_tokens
-from weft.serve.scheduling.request import Sampling
+from weft.serve.scheduling.request import Sampling, TokenLogprobs
 from weft.serve.scheduling.scheduler import ActiveRequest
 
 LEAST_SHARE = 1e-30  # a top_p below it leaves the likeliest token, too
@@ -32,6 +32,14 @@ class SampledTokens(NamedTuple):
     logprobs: Tensor | None = None  # [requests]
     likeliest: Tensor | None = None  # [requests, k] tokens
     likeliest_logprobs: Tensor | None = None
+
+    def logprobs_of(self, index: int, number: int) -> TokenLogprobs:
+        """The log-probabilities of a request's token and of the `number` likeliest ones."""
+        assert self.logprobs is not None
+        assert self.likeliest is not None
+        assert self.likeliest_logprobs is not None
+        tokens, values = self.likeliest[index, :number].tolist(), self.likeliest_logprobs[index, :number].tolist()
+        return TokenLogprobs(float(self.logprobs[index]), tuple(zip(tokens, values, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,7 @@ class Sampler:
             else:
                 drawn = draw(logits, settings.temperature, settings.keys, positions)
             tokens = torch.where((settings.temperature[:, 0] > 0) & (tokens >= 0), drawn, tokens)
-        self.last[settings.rows] = tokens
+        self.last[settings.rows] = tokens.clamp(min=0)  # after NaN any token: the next step may be launched before
         if settings.has_penalty and self._counts is not None:
             self._counts[settings.rows, tokens] += 1
         if logprobs is None:

@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, NumbersError
 from weft.serve.http.answers import error_body
 from weft.serve.http.prometheus import ServerMetrics
 from weft.serve.http.request_body import ApiError
@@ -155,6 +155,8 @@ def error_answer(error: Exception) -> tuple[int, dict[str, Any]]:
             found = 400, str(error), "context_length_exceeded"
         case UnavailableError():
             found = 503, str(error), "unavailable"
+        case NumbersError():
+            found = 500, str(error), "not_a_number"
         case RequestError() | ConfigError():
             found = 400, str(error), None
         case TimeoutError():
@@ -180,7 +182,16 @@ async def respond_to_error(request: HttpRequest, error: Exception) -> Response:
     return JSONResponse(body, status, headers)
 
 
-_HANDLED = (ApiError, RequestError, UnavailableError, ConfigError, TimeoutError, HTTPException, ClientDisconnect)
+_HANDLED = (
+    ApiError,
+    RequestError,
+    UnavailableError,
+    ConfigError,
+    NumbersError,
+    TimeoutError,
+    HTTPException,
+    ClientDisconnect,
+)
 ERROR_HANDLERS: dict[Any, Callable[[HttpRequest, Exception], Awaitable[Response]]] = dict.fromkeys(
     (*_HANDLED, Exception), respond_to_error
 )

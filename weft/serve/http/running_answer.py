@@ -128,6 +128,7 @@ class RunningAnswer:
         last_seconds = [self._began] * len(requests)
         others_since = self._began  # when other clients had their turn
         async for token in self._stream.tokens():
+            token.require_number()
             index, now = index_of[token.request], time.monotonic()
             times = self._metrics.first_token if last_seconds[index] == self._began else self._metrics.next_token
             times.add(now - last_seconds[index])

@@ -51,6 +51,9 @@ class CachePolicy(Protocol):
     def record(self, held: HeldBlocks, tokens: Sequence[int], num_computed: int) -> None:
         """Say that the keys and values of the first `num_computed` tokens of a request are now in its blocks."""
 
+    def unshare(self, tokens: Sequence[int], tenant: str) -> None:
+        """Make no later request share the blocks of `tokens`, because these may hold NaN."""
+
     def free(self, held: HeldBlocks) -> None:
         """Give a request's blocks back."""
 
@@ -76,7 +79,7 @@ class PagedBlocks:
     def allocate(
         self, tokens: Sequence[int], tenant: str, reserve: int = 0, num_shared: int | None = None
     ) -> HeldBlocks | None:
-        digest, shared = blake2b(tenant.encode(), digest_size=16).digest(), list[int]()
+        digest, shared = _first_digest(tenant), list[int]()
         last = len(tokens) - 1 if num_shared is None else min(len(tokens) - 1, num_shared)
         while self._has_prefix_cache and (len(shared) + 1) * self.block_size <= last:
             following = self._hash(digest, tokens, len(shared))
@@ -113,6 +116,14 @@ class PagedBlocks:
                 self._known[held.digest], self._digests[block] = block, held.digest
             held.num_hashed += 1
 
+    def unshare(self, tokens: Sequence[int], tenant: str) -> None:
+        digest = _first_digest(tenant)
+        for index in range(len(tokens) // self.block_size):
+            digest = self._hash(digest, tokens, index)
+            block = self._known.pop(digest, None)
+            if block is not None:
+                self._digests[block] = None
+
     def free(self, held: HeldBlocks) -> None:
         for block in reversed(held.blocks):  # ends of prompts are reused before their beginnings
             self._num_users[block] -= 1
@@ -142,3 +153,8 @@ class PagedBlocks:
         """The hash of block number `index`, given that of the tokens before it."""
         own = array("q", tokens[index * self.block_size : (index + 1) * self.block_size])
         return blake2b(digest + own.tobytes(), digest_size=16).digest()
+
+
+def _first_digest(tenant: str) -> bytes:
+    """The hash before the first block of a tenant's prompts."""
+    return blake2b(tenant.encode(), digest_size=16).digest()

@@ -6,9 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from weft.errors import WeftError
+from weft.errors import NumbersError, WeftError
 
-Finish = Literal["stop", "length", "cancelled", "stuck"]  # stuck: no token can follow in the request's schema
+# stuck: no token can follow in the request's schema. nan: the model gave no numbers, and the token is none.
+Finish = Literal["stop", "length", "cancelled", "stuck", "nan"]
+NAN = (
+    "the model gives NaN for this text, and numbers for other texts: values overflow in it; change the text, or serve "
+    "in a wider dtype"
+)
 
 
 class RequestError(WeftError):
@@ -68,6 +73,11 @@ class GeneratedToken:
     token: int
     logprobs: TokenLogprobs | None = None
     finish: Finish | None = None
+
+    def require_number(self) -> None:
+        """Raise NumbersError if the request ended because the model gave NaN."""
+        if self.finish == "nan":
+            raise NumbersError(NAN)
 
 
 @dataclass(frozen=True)

@@ -155,9 +155,11 @@ class Scheduler:
             self._drop(active)
         self.policy.forget()
 
-    def end(self, active: ActiveRequest) -> None:
-        """Let go of a request that is done or cancelled."""
+    def end(self, active: ActiveRequest, is_shared: bool = True) -> None:
+        """Let go of a request that is done or cancelled. Unless `is_shared`, no later request shares its blocks."""
         active.is_done = True
+        if not is_shared:
+            self.policy.unshare(active.tokens, _cache_name(active.request))
         if active.held is None:
             self._drop(active)
             self.waiting.remove(active)
