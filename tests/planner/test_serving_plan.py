@@ -82,7 +82,7 @@ def test_attention_over_lean_caches_is_predicted_as_measured_on_an_h200() -> Non
         seconds, read = decode_reads(kernels, form, four_bits["requests"], num_cached, (32, 8, 128))
         assert read == num_cached * 8 * of_token
         seconds += MORE_KERNELS["int4"] * LAUNCH_SECONDS
-        assert 1e3 * seconds == pytest.approx(measured_ms, rel=0.1)  # docs/lean_inference.md
+        assert 1e3 * seconds == pytest.approx(measured_ms, rel=0.1)  # docs/measured/serving_gpu.md
     short = [decode_reads(kernels, form, 1, 500, (32, 8, 128))[0] for form in formats.values()]
     assert short[2] > short[0]  # all of a short request's tokens are chosen, after they are scored
 
