@@ -19,9 +19,9 @@ from weft.mesh import Mesh
 from weft.pipeline.message_order import MessageDrivenOrder
 from weft.pipeline.nccl_queues import check_queues
 from weft.plan import Pipe, Plan
-from weft.schedule.actions import Edge, Message, Schedule, chain, channel_of, with_messages
+from weft.schedule.actions import Edge, Message, Schedule, chain, with_messages
 from weft.schedule.check import check
-from weft.schedule.nccl_order import GroupOf, check_nccl_order
+from weft.schedule.nccl_order import GroupOf, by_channel, check_nccl_order
 from weft.schedule.schedules import SCHEDULES, make_schedule
 from weft.schedule.shadow import with_shadows
 
@@ -57,9 +57,9 @@ def made(name: str, ranks: int, micro_batches: int, options: dict[str, object], 
     return with_messages(schedule, with_skips(schedule.num_stages) if skips else None)
 
 
-def group_by_way(rank: int, message: Message) -> Hashable:
+def group_by_way(message: Message) -> Hashable:
     """One group over the whole axis for each direction of the pipeline and way along the ranks."""
-    source, target, direction = channel_of(rank, message)
+    source, target, direction = message.channel
     return direction, source < target
 
 
@@ -194,7 +194,7 @@ class DrivenRanks:
         self.ranks = [DrivenRank(self, index) for index in range(schedule.num_ranks)]
 
     def issue(self, rank: int, message: Message) -> None:
-        queue = self.queues[rank, self.group_of(rank, message)]
+        queue = self.queues[rank, self.group_of(message)]
         queue.append(message.key)
         self.num_issued += 1
         if not message.is_send:
@@ -237,7 +237,7 @@ def driven(ranks: int, micro_batches: int, in_flight: int | None, skips: bool) -
 def test_ranks_that_choose_their_order_do_not_deadlock(ranks: int, in_flight: int | None, skips: bool) -> None:
     for micro_batches in (1, 2, 3, 8):
         for seed in range(4):
-            run = DrivenRanks(driven(ranks, micro_batches, in_flight, skips), channel_of, seed)
+            run = DrivenRanks(driven(ranks, micro_batches, in_flight, skips), by_channel, seed)
             assert run.finish()
             assert skips or run.most_waiting == 1  # a receive never waits behind another
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from weft.errors import PlanError
 from weft.schedule import SCHEDULES, Action, Edge, Message, Schedule, check, make_schedule, simulate, with_messages
-from weft.schedule.actions import Steps
+from weft.schedule.actions import Channel, Steps
 
 Options = dict[str, object]
 quick = settings(max_examples=40)
@@ -308,8 +308,8 @@ def test_a_deadlock_between_ranks_is_named() -> None:
 
 FULL = with_messages(BASE)
 SECOND = FULL.lists[1]  # rf0 F0 rf1 B0 sb0 F1 B1 sb1
-STRAY = Message("recv_forward", stage=1, micro_batch=0, replica=0, peer=0, edge=1)
-MISLED = Message("recv_forward", stage=1, micro_batch=0, replica=0, peer=1, edge=0)
+STRAY = Message("recv_forward", stage=1, micro_batch=0, replica=0, channel=Channel(0, 1, "forward"), edge=1)
+MISLED = Message("recv_forward", stage=1, micro_batch=0, replica=0, channel=Channel(1, 1, "forward"), edge=0)
 
 
 @pytest.mark.parametrize(

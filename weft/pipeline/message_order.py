@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from weft.comm import Pending
 from weft.errors import PlanError
 from weft.pipeline.transport import Key, Transport
-from weft.schedule.actions import Action, Message, Schedule
+from weft.schedule.actions import Action, Channel, Message, Schedule
 
 AHEAD = 2  # micro-batches in each direction whose receives are posted before they are used
 POLL_SECONDS = 20e-6
@@ -32,7 +32,7 @@ class Arrivals:
         self.is_polled = transport.can_poll
         self._come: set[Key] = set()
         self._under_way: dict[Key, Pending] = {}
-        self._lines: dict[tuple[int, str], SimpleQueue[tuple[Key, Pending] | None]] = {}
+        self._lines: dict[Channel, SimpleQueue[tuple[Key, Pending] | None]] = {}
         self._news = threading.Condition()
 
     def expect(self, message: Message) -> None:
@@ -41,11 +41,10 @@ class Arrivals:
         if self.is_polled:
             self._under_way[message.key] = pending
             return
-        channel = (message.peer, message.direction)
-        if channel not in self._lines:
-            self._lines[channel] = SimpleQueue()
-            threading.Thread(target=self._watch, args=(self._lines[channel],), daemon=True).start()
-        self._lines[channel].put((message.key, pending))
+        if message.channel not in self._lines:
+            self._lines[message.channel] = SimpleQueue()
+            threading.Thread(target=self._watch, args=(self._lines[message.channel],), daemon=True).start()
+        self._lines[message.channel].put((message.key, pending))
 
     def have(self, keys: Collection[Key]) -> bool:
         """Return whether all of these messages have arrived."""

@@ -26,7 +26,7 @@ from weft.pipeline.stage import StagePass, StageRunner
 from weft.pipeline.trace import TracedTensor
 from weft.pipeline.transport import Key, Transport
 from weft.profiling import Parameter
-from weft.schedule.actions import SHADOW, Action, Message, Schedule, channel_of
+from weft.schedule.actions import SHADOW, Action, Message, Schedule
 from weft.schedule.simulate import Span
 from weft.sharding.units import Units
 
@@ -238,7 +238,7 @@ class StepRun:
 
     def _send(self, message: Message) -> None:
         assert self.transport is not None
-        if channel_of(self.here, message) in self.schedule.awaited:
+        if message.channel in self.schedule.awaited:
             self.transport.await_last(message)
         self.transport.send(message, self._results[message.key] if self.keeps else self._results.pop(message.key))
 

@@ -24,7 +24,7 @@ from weft.comm import Axis, Ledger, Pending, receive, send, through_host, uses_n
 from weft.errors import LostRankError
 from weft.mesh import Mesh
 from weft.pipeline.trace import TracedTensor
-from weft.schedule.actions import Channel, Message, Schedule, channel_of
+from weft.schedule.actions import Channel, Message, Schedule
 
 Key = tuple[int, int, int, str]
 
@@ -72,7 +72,7 @@ class Transport:
         return uses_nccl(self.axis, self.device) and not self.uses_host
 
     def _channel(self, message: Message) -> Axis:
-        axis = self._channels[channel_of(self.axis.index, message)]
+        axis = self._channels[message.channel]
         return through_host(axis) if self.uses_host else axis
 
     def post(self, message: Message, value: TracedTensor) -> None:
@@ -108,12 +108,12 @@ class Transport:
 
         On NCCL the stream waits and not the host: what is computed next may use the memory.
         """
-        last = self._last.get(channel_of(self.axis.index, message))
+        last = self._last.get(message.channel)
         self.release([] if last is None else [last])
 
     def send(self, message: Message, tensor: Tensor) -> None:
         """Start to send; does not block. The tensor is kept alive until the message is known to have arrived."""
-        self._last[channel_of(self.axis.index, message)] = message.key
+        self._last[message.channel] = message.key
         tensor = tensor.detach().contiguous()
         axis = self._channel(message)
         with self._failing(message):

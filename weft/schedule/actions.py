@@ -41,14 +41,22 @@ class Action(NamedTuple):
         return f"{self.kind} of micro-batch {self.micro_batch} at stage {self.stage}{copy}"
 
 
+class Channel(NamedTuple):
+    """The messages from one rank to another in one direction of the pipeline ("forward" or "backward")."""
+
+    source: int
+    target: int
+    direction: str
+
+
 class Message(NamedTuple):
-    """One end of a message: `stage` is this rank's stage, `peer` the other rank, `edge` an index into the edges."""
+    """One end of a message: `stage` is that of the rank at this end, and `edge` an index into the edges."""
 
     kind: str
     stage: int
     micro_batch: int
     replica: int
-    peer: int
+    channel: Channel
     edge: int
 
     @property
@@ -57,7 +65,12 @@ class Message(NamedTuple):
 
     @property
     def direction(self) -> str:
-        return self.kind.partition("_")[2]
+        return self.channel.direction
+
+    @property
+    def peer(self) -> int:
+        """The rank at the other end."""
+        return self.channel.target if self.is_send else self.channel.source
 
     @property
     def key(self) -> tuple[int, int, int, str]:
@@ -68,20 +81,6 @@ class Message(NamedTuple):
         copy = f" of replica {self.replica}" if self.replica else ""
         where = f"stage {self.stage}{copy}, edge {self.edge}, peer rank {self.peer}"
         return f"{self.kind} of micro-batch {self.micro_batch} at {where}"
-
-
-class Channel(NamedTuple):
-    """The messages from one rank to another in one direction of the pipeline ("forward" or "backward")."""
-
-    source: int
-    target: int
-    direction: str
-
-
-def channel_of(rank: int, message: Message) -> Channel:
-    """Return the channel of a message, one end of which is on `rank`."""
-    source, target = (rank, message.peer) if message.is_send else (message.peer, rank)
-    return Channel(source, target, message.direction)
 
 
 class Edge(NamedTuple):
@@ -210,8 +209,9 @@ class Schedule:
                 peer = self.rank_of(other, action.replica)
                 is_used = what == "send" and action._replace(stage=other) in self.done
                 if peer != here and not is_used:
-                    kind = f"{what}_{action.kind}"
-                    found.append(Message(kind, action.stage, action.micro_batch, action.replica, peer, index))
+                    kind, ranks = f"{what}_{action.kind}", (here, peer) if what == "send" else (peer, here)
+                    channel = Channel(*ranks, action.kind)
+                    found.append(Message(kind, action.stage, action.micro_batch, action.replica, channel, index))
             return found
 
         inward, outward = self.edges_into[action.stage], self.edges_out_of[action.stage]
@@ -239,11 +239,11 @@ def with_messages(schedule: Schedule, edges: Iterable[Edge | tuple[int, int, str
     wanted: dict[tuple[int, tuple[int, int, int, str]], tuple[int, Message]] = {}  # (rank, key) -> (position, receive)
     for rank in range(schedule.num_ranks):
         for message in schedule.resent_messages(rank):
-            channels[channel_of(rank, message)].append(message)
+            channels[message.channel].append(message)
         for place, action in enumerate(schedule.compute(rank)):
             received, sent = schedule.messages(action)
             for message in sent:
-                channels[channel_of(rank, message)].append(message)
+                channels[message.channel].append(message)
             for message in received:
                 wanted[rank, message.key] = max(place - 1, 0), message
     posts: dict[tuple[int, int], list[Message]] = defaultdict(list)  # (rank, position) -> receives posted there

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from weft.schedule.actions import SHADOW, Action, Channel, Message, Schedule, channel_of
+from weft.schedule.actions import SHADOW, Action, Channel, Message, Schedule
 
 Key = tuple[int, int, int, str]
 
@@ -94,7 +94,7 @@ class _SentBytes:
 
     def send(self, message: Message) -> int:
         """Return by how many bytes the rank holds more after a send. The result of a forward is counted already."""
-        channel, freed = channel_of(self.rank, message), 0
+        channel, freed = message.channel, 0
         if channel in self.schedule.awaited and channel in self._last:
             freed = self._alive.pop(self._last[channel], 0)
         self._last[channel] = message.key

@@ -9,11 +9,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from weft.errors import PlanError
-from weft.schedule.actions import COMPUTE_KINDS, SHADOW, Action, Channel, Message, Need, Schedule, channel_of
-from weft.schedule.nccl_order import GroupOf, check_nccl_order
+from weft.schedule.actions import COMPUTE_KINDS, SHADOW, Action, Channel, Message, Need, Schedule
+from weft.schedule.nccl_order import GroupOf, by_channel, check_nccl_order
 
 
-def check(schedule: Schedule, group_of: GroupOf = channel_of) -> None:
+def check(schedule: Schedule, group_of: GroupOf = by_channel) -> None:
     """Raise a PlanError that names rank, action and what is missing, unless the schedule is consistent.
 
     `group_of` returns the process group of a message, whose messages NCCL runs in order.
@@ -161,10 +161,10 @@ def _check_channels(schedule: Schedule) -> None:
     """Both ends of every (sender, receiver, direction) list the same messages in the same order."""
     sends: dict[Channel, list[Message]] = defaultdict(list)
     receives: dict[Channel, list[Message]] = defaultdict(list)
-    for rank, steps in enumerate(schedule.lists):
+    for steps in schedule.lists:
         for step in steps:
             if isinstance(step, Message):
-                (sends if step.is_send else receives)[channel_of(rank, step)].append(step)
+                (sends if step.is_send else receives)[step.channel].append(step)
     for channel in sorted({*sends, *receives}):
         for send, receive in zip(sends[channel], receives[channel], strict=True):
             if send.key != receive.key:

@@ -24,15 +24,20 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 
 from weft.errors import PlanError
-from weft.schedule.actions import Action, Message, Schedule, channel_of
+from weft.schedule.actions import Action, Channel, Message, Schedule
 
-GroupOf = Callable[[int, Message], Hashable]
+GroupOf = Callable[[Message], Hashable]  # returns the process group of a message
 Key = tuple[int, int, int, str]  # of a message
 ListPosition = tuple[int, int]  # a rank and an index into its list
 _MAX_NAMED = 8  # operations of a cycle that an error names
 
 
-def check_nccl_order(schedule: Schedule, group_of: GroupOf = channel_of, one_queue: bool = False) -> None:
+def by_channel(message: Message) -> Channel:
+    """Return the channel of a message, which has a group of its own."""
+    return message.channel
+
+
+def check_nccl_order(schedule: Schedule, group_of: GroupOf = by_channel, one_queue: bool = False) -> None:
     """Raise a PlanError that names the cycle if the lists cannot complete on NCCL.
 
     An evaluation runs only the forwards of its lists. They complete if the lists do, since leaving out actions adds no
@@ -73,7 +78,7 @@ def is_ahead(name: str, options: Mapping[str, object]) -> bool:
 
 
 def _is_stuck(schedule: Schedule, one_queue: bool) -> bool:
-    return _NcclModel(schedule, channel_of, one_queue).run() is not None
+    return _NcclModel(schedule, by_channel, one_queue).run() is not None
 
 
 class _NcclModel:
@@ -98,16 +103,15 @@ class _NcclModel:
             keys: dict[int, Key] = {}
             needs: dict[Action, list[int]] = defaultdict(list)
             awaited: dict[int, Key] = {}
-            last: dict[Hashable, Key] = {}
+            last: dict[Channel, Key] = {}
             for place, step in enumerate(steps):
                 if isinstance(step, Action):
                     continue
-                channel = channel_of(rank, step)
-                if step.is_send and channel in schedule.awaited:
-                    if channel in last:
-                        awaited[place] = last[channel]
-                    last[channel] = step.key
-                streams[group_of(rank, step)].append(place)
+                if step.is_send and step.channel in schedule.awaited:
+                    if step.channel in last:
+                        awaited[place] = last[step.channel]
+                    last[step.channel] = step.key
+                streams[group_of(step)].append(place)
                 keys[place] = step.key
                 self.ends[step.key].append((rank, place))
                 if not step.is_send:
