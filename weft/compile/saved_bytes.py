@@ -2,7 +2,7 @@
 
 Without recompute, a compiled block saves what torch.compile saves (`torch_partition.py`). A block compiled in pieces
 saves what `profiling/saved_in_pieces.py` states. Equal blocks are traced once. A block that cannot be traced counts as
-uncompiled, which never saves less, and the profile states this (`assumptions`). Blocks that `y` splits count as
+uncompiled, which never saves less, and the profile states this (`Profile.assumptions`). Blocks that `y` splits count as
 uncompiled, too: torch.compile breaks the graph at the all-reduce after each matmul, and each part saves its inputs and
 outputs.
 """
@@ -20,11 +20,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from weft.compile.torch_partition import Partition, partition
 from weft.inspection.blocks import find_blocks
 from weft.plan import Plan
-from weft.profiling import Block, Profile, ProfileSource, TensorMetadata
+from weft.profiling import Block, Profile, ProfileCache, ProfileSource, TensorMetadata
 from weft.profiling import profile as profile_of
 from weft.profiling.saved_in_pieces import as_in_pieces
 
 MAX_LAYERS = 200  # above this many different layers, blocks are compiled in pieces; a layer takes about a second
+_COMPILED = ProfileCache[tuple[str, bool], Profile]()  # by the arguments of `compiled_profile`
 _partition_cache: dict[Any, Partition | str] = {}  # by all that a partition depends on; or the reason why it failed
 
 
@@ -45,15 +46,12 @@ def compiled_profile(profile: Profile, matmul: str = "compute", sends_rows: bool
     """Returns the profile of the same model with compiled blocks, under the plan's `matmul`.
 
     `sends_rows` says that experts in fp8 are on several ranks, which changes what they save.
-    Its cache has the given profile under "eager". A profile without a loss is returned unchanged.
+    A profile without a loss is returned unchanged.
     """
-    if profile.source is None or not profile.blocks:
+    source = profile.source
+    if source is None or not profile.blocks:
         return profile
-    key = f"compiled {matmul}{' sends rows' * sends_rows}"
-    if key not in profile.cache:
-        profile.cache[key] = _compiled(profile, profile.source, matmul, sends_rows)
-    found: Profile = profile.cache[key]
-    return found
+    return _COMPILED.get(profile, (matmul, sends_rows), lambda: _compiled(profile, source, matmul, sends_rows))
 
 
 def _compiled(profile: Profile, source: ProfileSource, matmul: str, sends_rows: bool) -> Profile:
@@ -68,15 +66,12 @@ def _compiled(profile: Profile, source: ProfileSource, matmul: str, sends_rows: 
     return replace(
         profile,
         blocks=blocks,
-        source=replace(source, blocks=named, eager=source, cache={}),
-        cache={"eager": profile, "assumptions": _assumptions(failed)},  # nothing else: it is of uncompiled blocks
+        source=replace(source, blocks=named, eager=source, results={}),
+        eager=profile,
+        assumptions=_assumptions(failed),
+        of_two=None,
+        results={},
     )
-
-
-def assumptions(profile: Profile) -> tuple[str, ...]:
-    """Returns sentences that name the blocks that could not be traced and count as uncompiled."""
-    found: tuple[str, ...] = profile.cache.get("assumptions", ())
-    return found
 
 
 def _assumptions(failed: Mapping[str, str]) -> tuple[str, ...]:
@@ -95,12 +90,12 @@ def _in_pieces(profile: Profile, source: ProfileSource) -> Profile:
     with as_in_pieces():
         found = profile_of(source.model, source.example, source.finish, source.dtype)
     assert found.source is not None
-    return replace(found, source=replace(found.source, in_pieces=True), cache={"eager": profile})
+    return replace(found, source=replace(found.source, in_pieces=True), eager=profile)
 
 
 def profile_under(profile: Profile, plan: Plan) -> Profile:
     """Returns the profile whose saved bytes are valid under a plan: of compiled or of uncompiled blocks."""
-    eager: Profile | None = profile.cache.get("eager")
+    eager = profile.eager
     if eager is None:
         return profile
     sends_rows = plan.matmul == "fp8" and plan.num_expert_parts > 1

@@ -81,7 +81,7 @@ class TileAxis(Strategy):
         pairs: list[tuple[Key, int]] = []
         in_backward = {block.name for block in profile.blocks if block.in_backward}
         is_again = plan.memory.recompute != "none"
-        calls = profile.cache["calls"] if plan.pipe.degree > 1 else dry_run(profile, plan, coordinates).calls
+        calls = profile.tile_calls if plan.pipe.degree > 1 else dry_run(profile, plan, coordinates).calls
         for recorded in calls:
             axis, operation, num_bytes = recorded.call
             times = 1 + (is_again and recorded.recomputed and recorded.block in in_backward)

@@ -24,7 +24,7 @@ from weft.pipeline.stage import StageRunner
 from weft.pipeline.stand_in import skeleton, stage_model
 from weft.pipeline.tracer import FIRST, TilePosition, Tracer, tile_at
 from weft.plan import Plan
-from weft.profiling import SHARED_BY_STAGES, WHOLE_PROFILE, Profile, stage_profile
+from weft.profiling import SHARED_BY_STAGES, Profile, stage_profile
 from weft.schedule.actions import Schedule, with_messages
 from weft.schedule.check import check
 from weft.schedule.nccl_order import with_awaited_sends
@@ -107,10 +107,8 @@ class Staging:
             is_first, is_last = stage == 0, stage == self.num_stages - 1
             whole = localise_tile(whole, self.plan, {"rows": key[1][0], "columns": key[1][1]})
             made = stage_profile(whole, self.model(stage)[0], self.units(stage), is_first, is_last)
-            made.cache[WHOLE_PROFILE] = whole
-            if self.tracer.tiling is not None:
-                made.cache["calls"] = self.route_at(coordinates).calls_of(stage)
-            self._profiles[key] = made
+            calls = () if self.tracer.tiling is None else self.route_at(coordinates).calls_of(stage)
+            self._profiles[key] = replace(made, whole=whole, tile_calls=calls)
         return self._profiles[key]
 
     @cached_property

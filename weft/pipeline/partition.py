@@ -12,8 +12,8 @@ from itertools import accumulate
 from weft.errors import PlanError
 from weft.pipeline.trace import Trace
 from weft.plan import Pipe
+from weft.profiling import RecordedCall
 from weft.schedule.actions import Edge
-from weft.spatial.recorded_calls import RecordedCall
 
 StageWeights = Sequence[Mapping[str, float]]
 

@@ -47,7 +47,8 @@ from weft.pipeline.trace_watch import (
     recorded,
     unseen_work,
 )
-from weft.spatial.recorded_calls import CallRecorder, RecordedCall
+from weft.profiling import RecordedCall
+from weft.spatial.recorded_calls import CallRecorder
 from weft.spatial.tile_layout import BatchShare, TileLayout, layout_of, set_layout
 from weft.spatial.tiled_model import TiledModel
 

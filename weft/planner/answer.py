@@ -14,7 +14,7 @@ from typing import Any
 
 from weft.cluster.hardware import Cluster
 from weft.comm import Traffics
-from weft.compile.saved_bytes import assumptions, profile_under
+from weft.compile.saved_bytes import profile_under
 from weft.errors import PlanError
 from weft.models import LanguageConfig, ModelConfig
 from weft.parallel.apply import assumptions as cost_assumptions
@@ -72,7 +72,7 @@ class Answer:
     @property
     def assumptions(self) -> tuple[str, ...]:
         """The assumptions, as sentences, that the search makes about what could not be traced or measured."""
-        found = assumptions(self.model.profile)
+        found = self.model.profile.assumptions
         if not self.found.best:
             return found
         plan = self.best.plan

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from weft.compile.saved_bytes import profile_under
 from weft.memory.activation_choice import offloadable_storages, offloaded_blocks
@@ -26,7 +26,7 @@ from weft.plan import Pipe, Plan
 from weft.planner.in_flight import held_at_once
 from weft.planner.question import TOKEN_FIELDS, size_settings
 from weft.planner.stage_units import StageUnits
-from weft.profiling import Profile
+from weft.profiling import Profile, ProfileCache
 from weft.schedule.nccl_order import is_ahead
 from weft.sharding.layout import (
     CODE_BLOCK,
@@ -42,8 +42,7 @@ from weft.sharding.layout import (
 
 RESERVE_BYTES = 1.5e9  # the CUDA context, NCCL's buffers, libraries' workspaces
 SLACK = 1.02  # memory of the allocator divided by memory of tensors
-IN_HEAD = "loss in head"  # key in Profile.kept: the profile of the same model with the loss computed in its head
-OF_TWO = "two sequences"  # key in Profile.cache: the profile of two sequences, if backward has bytes beside theirs
+_RANK_PARTS = ProfileCache[tuple[Any, int], Profile]()
 NUM_MESSAGES = 2  # messages between stages in flight, one in and one out; sent results of stages are counted apart
 
 
@@ -357,7 +356,7 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
 
     If the plan computes the loss in the head, the profile with such a head is used, if there is one.
     """
-    in_head = profile.cache.get(IN_HEAD) if is_loss_in_head(plan) else None
+    in_head = profile.in_head if is_loss_in_head(plan) else None
     profile = profile_under(in_head or profile, plan)
     local = _rank_part(profile, plan)
     block, policy = local.blocks[-1], plan.memory.recompute
@@ -413,18 +412,18 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
 
 def _rank_part(profile: Profile, plan: Plan) -> Profile:
     """A rank's part of a profile, with whole sequences."""
-    part = f"part of {size_settings(plan)} {plan.num_expert_parts}"
-    if part not in profile.cache:
+
+    def part() -> Profile:
         whole = replace(plan, **{name: getattr(Plan(), name) for name in TOKEN_FIELDS})
         whole = replace(whole, expert=plan.expert * plan.num_expert_parts // whole.num_expert_parts)
-        profile.cache[part] = localise(profile, whole, dict.fromkeys(plan.degrees, 0))
-    found: Profile = profile.cache[part]
-    return found
+        return localise(profile, whole, dict.fromkeys(plan.degrees, 0))
+
+    return _RANK_PARTS.get(profile, (size_settings(plan), plan.num_expert_parts), part)
 
 
 def _fixed_backward(profile: Profile, policy: str, of_one: float) -> float:
     """The transient bytes in a block's backward that one and two sequences have alike; `of_one` has all of one."""
-    both: Profile | None = profile.cache.get(OF_TWO)
+    both = profile.of_two
     if both is None:
         return 0.0
     root = (both.root.saved_bytes or {}).get(policy, 0)

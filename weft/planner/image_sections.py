@@ -35,10 +35,9 @@ from weft.planner.image_chain import (
     section_of,
     smallest_images,
 )
-from weft.profiling import Block, Profile, profile
+from weft.profiling import Block, Profile, RecordedCall, profile
 from weft.profiling.workload import BlockWork, Call, Filter, Phase, Product
 from weft.spatial.dry_run import DryRun, dry_run, image_sizes
-from weft.spatial.recorded_calls import RecordedCall
 
 LARGEST_REFERENCE = 4  # tiles along each dimension of the reference grid
 Sizes = tuple[int, int]

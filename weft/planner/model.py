@@ -20,7 +20,7 @@ from weft.models import DecoderConfig, LanguageConfig, build
 from weft.models.loss import ExampleLoss
 from weft.models.loss_head import install_loss_head
 from weft.plan import Plan, Precision
-from weft.planner.closed_form_memory import IN_HEAD, OF_TWO, sizes
+from weft.planner.closed_form_memory import sizes
 from weft.planner.search import Model
 from weft.planner.stage_units import ModelUnits
 from weft.planner.step import StepModel
@@ -81,12 +81,14 @@ def _traced(
     shallow = config.with_layers(NUM_PROFILED)
     found, in_head = _profiled(shallow, sequence, precision, False), _profiled(shallow, sequence, precision, True)
     if not config.is_compiled:  # gradients that recurrent layers add up token by token do not grow with the batch
-        for one, is_in_head in ((found, False), (in_head, True)):
-            one.cache[OF_TWO] = _profiled(shallow, sequence, precision, is_in_head, 2)
+        found, in_head = (
+            replace(one, of_two=_profiled(shallow, sequence, precision, is_in_head, 2))
+            for one, is_in_head in ((found, False), (in_head, True))
+        )
     units = None if equal_stages else ModelUnits((found, in_head), config.num_layers)
     if is_compiled:
         found, in_head = compiled_profile(found), compiled_profile(in_head)
-    found.cache[IN_HEAD] = in_head
+    found = replace(found, in_head=in_head)
     work = workload(found)
     work = replace(work, blocks=(work.blocks[-1],) * config.num_layers)
     held = sizes(found, Plan())

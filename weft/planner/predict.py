@@ -21,7 +21,7 @@ from weft.cluster.hardware import AxisLink, Cluster, load, local_cluster, recogn
 from weft.cluster.shared_devices import refuse_missing_gpus, with_shared_devices
 from weft.comm import Traffics, add_traffic, expand
 from weft.compile.blocks import wants_compile
-from weft.compile.saved_bytes import assumptions, compiled_profile, needs_pieces, profile_under
+from weft.compile.saved_bytes import compiled_profile, needs_pieces, profile_under
 from weft.data.config import DataConfig
 from weft.inspection.blocks import find_blocks
 from weft.memory.offload_activations import ACTIVATIONS
@@ -178,7 +178,7 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
         plan.memory.offload,
         plan.memory.activations,
         plan.memory.weights,
-        (*assumptions(whole), *cost_assumptions(whole, plan)),
+        (*whole.assumptions, *cost_assumptions(whole, plan)),
         describe_deal(whole, plan) if plan.branch.degree > 1 else "",
     )
 

@@ -42,7 +42,7 @@ from weft.planner.other_forms import with_other_forms
 from weft.planner.question import Constraint, Question, size_settings, with_fields
 from weft.planner.smaller_forms import IN_FLIGHT, SmallerForms
 from weft.planner.step import StepModel
-from weft.profiling import Profile
+from weft.profiling import Profile, ProfileCache
 from weft.schedule.schedules import SCHEDULES, refuse_schedule
 from weft.strategy import SearchSpace, Strategy, divisors
 
@@ -51,6 +51,9 @@ NUM_TIMED = 48  # plans, the best in closed form, that are timed by simulation
 NUM_TOO_LARGE = 5
 CLOSED_FORM_ERROR = 1.1  # times in closed form are at most so many times those by simulation
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+# Both are the same on every cluster.
+_SIZES = ProfileCache[tuple[Any, ...], Sizes]()
+_REASONS = ProfileCache[Plan, dict[Any, str | None]]()  # by fields of a plan, why a model does not allow them
 
 
 @dataclass(frozen=True)
@@ -91,18 +94,11 @@ class Model:
         """Returns the same model with the step times of another cluster."""
         return replace(self, steps=self.steps.on(cluster))
 
-    @cached_property
-    def _sizes(self) -> dict[Any, Sizes]:
-        sizes: dict[Any, Sizes] = self.profile.cache.setdefault("sizes", {})  # the same on every cluster
-        return sizes
-
     def _sizes_of(self, plan: Plan) -> Sizes:
         """The sizes of a rank's part of the model."""
         parts, memory = plan.num_expert_parts, plan.memory
         inside = (size_settings(plan), parts, memory.recompute, memory.recompute_stages is not None, plan.matmul)
-        if inside not in self._sizes:
-            self._sizes[inside] = plan_sizes(self.profile, plan)
-        return self._sizes[inside]
+        return _SIZES.get(self.profile, inside, lambda: plan_sizes(self.profile, plan))
 
     def held(self, plan: Plan, num_micro_batches: int) -> RankMemory:
         """Memory of the rank that needs most."""
@@ -143,8 +139,7 @@ class Search(ABC):
         # What may still be tried: (lower bound of its seconds, order, function that tries it, arguments).
         self._untried: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order, self._least = count(), math.inf  # the lowest bound of settings that shape a rank's own work
-        # By fields of a plan, why the model does not allow them. This is the same on every cluster.
-        self._reasons: dict[Any, str | None] = model.profile.cache.setdefault(f"reasons {self._base}", {})
+        self._reasons = _REASONS.get(model.profile, self._base, dict)
         self._refused: dict[str, str] = {}  # by reason, the first plan that was refused for it
         self._asked = AskedFields(question.constraints)
         self._names, self._shares = self._asked.names, self._asked.shares

@@ -21,7 +21,6 @@ from weft.profiling.count import Tally, cast, count, fake
 from weft.profiling.flops import KEPT_OPERATIONS
 from weft.profiling.parts import (
     FULL_SHARES,
-    WHOLE_PROFILE,
     BackwardShares,
     Block,
     Convolution,
@@ -33,7 +32,9 @@ from weft.profiling.parts import (
     Matmul,
     Parameter,
     Profile,
+    ProfileCache,
     ProfileSource,
+    RecordedCall,
     TensorMetadata,
 )
 from weft.profiling.structure import (
@@ -89,7 +90,6 @@ __all__ = [
     "KEPT_OPERATIONS",
     "PARAMETER_CUTS",
     "SHARED_BY_STAGES",
-    "WHOLE_PROFILE",
     "BackwardShares",
     "Block",
     "Convolution",
@@ -102,7 +102,9 @@ __all__ = [
     "Parameter",
     "ParameterUses",
     "Profile",
+    "ProfileCache",
     "ProfileSource",
+    "RecordedCall",
     "Tally",
     "TensorMetadata",
     "cast",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +17,9 @@ from weft.inspection.memory_traffic import FusedTraffic, MemoryTraffic
 from weft.inspection.pairing import pair
 from weft.inspection.parameter_cut import Cut
 from weft.inspection.tensor_splits import Pairing
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -231,12 +235,46 @@ class TensorMetadata:
     storage_bytes: int
 
 
+@dataclass
+class RecordedCall:
+    """A collective or message of a rank's tile: (axis, operation, bytes), and the block that makes it.
+
+    It is of forward or (`is_backward`) of backward. `recomputed`: recompute repeats it. `event` is the index of the
+    trace event that makes it, None if every stage makes it; `events_before` is the number of events before it.
+    """
+
+    block: str
+    call: tuple[str, str, int]
+    is_backward: bool = False
+    recomputed: bool = False
+    event: int | None = None
+    events_before: int = 0
+
+
+class ProfileCache(Generic[Key, Value]):
+    """One kind of result about profiles, each made once for a profile and a key.
+
+    The results are kept in the profile; one that `dataclasses.replace` makes of it has them, too.
+    """
+
+    def get(self, profile: Profile | ProfileSource, key: Key, make: Callable[[], Value]) -> Value:
+        """Returns the profile's result for a key. The first time, `make` makes it."""
+        results = profile.results.setdefault(self, {})
+        if key not in results:
+            results[key] = make()
+        found: Value = results[key]
+        return found
+
+
+Results = dict[ProfileCache[Any, Any], dict[Any, Any]]
+
+
 @dataclass(frozen=True)
 class ProfileSource:
     """The model and the example that a profile was taken of. Profiles of its pipeline stages share it.
 
     `given` are the arguments (args, kwargs) of each block, with `TensorMetadata` for tensors. If `blocks` are compiled
-    ones, `eager` is the source with the uncompiled ones. `cache` keeps later measurements.
+    ones, `eager` is the source with the uncompiled ones. `results` are those of a `ProfileCache`.
     """
 
     model: nn.Module
@@ -247,10 +285,10 @@ class ProfileSource:
     given: Mapping[str, Any] = field(default_factory=dict)
     eager: ProfileSource | None = None
     in_pieces: bool = False  # saved activations are those of blocks that are compiled in pieces
-    cache: dict[str, Any] = field(default_factory=dict)
+    results: Results = field(default_factory=dict)
 
 
-WHOLE_PROFILE = "whole"  # in the cache of a pipeline stage's profile: the profile of the whole model
+_PAIRINGS = ProfileCache[None, Pairing]()
 
 
 @dataclass(frozen=True)
@@ -265,6 +303,12 @@ class Profile:
     root (embedding, norm, head); operations between units count for the unit before them. `in_stream` names the trained
     parameters on which the last block's result depends other than through the first block's input, and `out_of_stream`
     those on which that input, or a result of the model not through a block, depends.
+
+    Other profiles of the same model: `whole` is that of the whole model, where this one is of a pipeline's stage.
+    `eager` is that with uncompiled blocks, where these are compiled; `assumptions` has sentences about blocks that
+    count as uncompiled all the same. For the planner, `in_head` is that with the loss computed in the head, and
+    `of_two` that of two sequences, where backward has bytes that do not grow with the batch. `tile_calls` are the
+    collectives of a stage's tile. `results` are those of a `ProfileCache`.
     """
 
     root: Block
@@ -291,17 +335,20 @@ class Profile:
     has_loss: bool = False  # `finish` was given, and a stage's profile is that of the last stage
     shares: BackwardShares = FULL_SHARES
     dtype: torch.dtype | None = None  # of the computation, if not the model's own
-    cache: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # later results about this profile
+    whole: Profile | None = field(default=None, compare=False, repr=False)
+    eager: Profile | None = field(default=None, compare=False, repr=False)
+    in_head: Profile | None = field(default=None, compare=False, repr=False)
+    of_two: Profile | None = field(default=None, compare=False, repr=False)
+    assumptions: tuple[str, ...] = field(default=(), compare=False)
+    tile_calls: tuple[RecordedCall, ...] = field(default=(), compare=False, repr=False)
+    results: Results = field(default_factory=dict, compare=False, repr=False)
     _proofs: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # for `pair`; stages share them
 
     @property
     def pairing(self) -> Pairing:
         """How the model's linears can be split over the tensor axes; raises PlanError if they cannot."""
-        if "pairing" not in self.cache:
-            assert self.model is not None
-            self.cache["pairing"] = pair(self.model, self._proofs)
-        found: Pairing = self.cache["pairing"]
-        return found
+        assert self.model is not None
+        return _PAIRINGS.get(self, None, partial(pair, self.model, self._proofs))
 
     @property
     def all(self) -> tuple[Block, ...]:

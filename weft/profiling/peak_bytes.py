@@ -28,10 +28,9 @@ from weft.inspection.functional_call import arguments, call_with
 from weft.inspection.live_bytes import LiveTensors
 from weft.models.loss import fused_rows_loss, rows_loss
 from weft.models.loss_head import example_labels, loss_head_of
-from weft.profiling import Block, Profile, ProfileSource, cast, fake
+from weft.profiling import Block, Profile, ProfileCache, ProfileSource, cast, fake
 from weft.profiling.saved_in_pieces import as_in_pieces
 
-ROOT = "root"  # key in ProfileSource.cache: the peaks of the root beside compiled blocks
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]  # applies a memory policy to a block's forward
 
 
@@ -53,28 +52,30 @@ class Peaks:
     block_bytes: dict[str, int] = field(default_factory=dict)
 
 
+_PEAKS = ProfileCache[str, Peaks]()  # by policy
+_ROOT_PEAKS = ProfileCache[None, Peaks]()  # those of the root beside compiled blocks
+
+
 def peaks(profile: Profile, policy: str, wrap: Wrap) -> Peaks:
     """Returns the peaks of the model that a profile (or its stage's profile) was taken of; empty without a loss.
 
     `policy` is a value of `memory.recompute`, and `wrap` applies it to a block's forward.
     """
-    return Peaks() if profile.source is None else _cached_peaks(profile.source, policy, wrap)
+    return Peaks() if profile.source is None else _peaks_of(profile.source, policy, wrap)
 
 
-def _cached_peaks(source: ProfileSource, policy: str, wrap: Wrap) -> Peaks:
-    if policy not in source.cache:
+def _peaks_of(source: ProfileSource, policy: str, wrap: Wrap) -> Peaks:
+    def ran() -> Peaks:
         eager = source.eager
         if eager is None:
-            source.cache[policy] = _run(source, policy, wrap)
-        elif all(block.backward_bytes is not None for name, block in source.blocks.items() if name):
-            source.cache[policy] = _with_compiled_blocks(_root_peaks(eager), source.blocks)
-        elif loss_head_of(eager.model) is None:  # compiling changes blocks only
-            source.cache[policy] = _with_compiled_blocks(_cached_peaks(eager, policy, wrap), source.blocks)
-        else:
-            ran = _run(eager, policy, wrap, is_loss_fused=True)
-            source.cache[policy] = _with_compiled_blocks(ran, source.blocks)
-    found: Peaks = source.cache[policy]
-    return found
+            return _run(source, policy, wrap)
+        if all(block.backward_bytes is not None for name, block in source.blocks.items() if name):
+            return _with_compiled_blocks(_root_peaks(eager), source.blocks)
+        if loss_head_of(eager.model) is None:  # compiling changes blocks only
+            return _with_compiled_blocks(_peaks_of(eager, policy, wrap), source.blocks)
+        return _with_compiled_blocks(_run(eager, policy, wrap, is_loss_fused=True), source.blocks)
+
+    return _PEAKS.get(source, policy, ran)
 
 
 def _root_peaks(eager: ProfileSource) -> Peaks:
@@ -83,10 +84,9 @@ def _root_peaks(eager: ProfileSource) -> Peaks:
     The root's peaks are above all that blocks have saved, so they are the same under every memory policy. One block of
     each kind runs.
     """
-    if ROOT not in eager.cache:
-        eager.cache[ROOT] = _run(eager, "none", lambda forward: forward, is_loss_fused=True, runs_last=False)
-    found: Peaks = eager.cache[ROOT]
-    return found
+    return _ROOT_PEAKS.get(
+        eager, None, lambda: _run(eager, "none", lambda forward: forward, is_loss_fused=True, runs_last=False)
+    )
 
 
 def _with_compiled_blocks(found: Peaks, blocks: Mapping[str, Block]) -> Peaks:

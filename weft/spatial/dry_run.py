@@ -24,10 +24,10 @@ from weft.comm import Axis
 from weft.errors import PlanError
 from weft.inspection.nested_tensors import map_tensors, tensors_in
 from weft.inspection.parameter_cut import share
-from weft.plan import Plan
-from weft.profiling import Profile, Tally, count
+from weft.plan import Plan, Tile
+from weft.profiling import Profile, ProfileCache, RecordedCall, Tally, count
 from weft.spatial.fuse import NeighbourLayer, fuse
-from weft.spatial.recorded_calls import CallRecorder, RecordedCall
+from weft.spatial.recorded_calls import CallRecorder
 from weft.spatial.tile_layout import Grid, Needs, TileLayout, layout_of
 from weft.spatial.tiled_model import TiledModel, install, prepare
 from weft.spatial.view import Position, View
@@ -88,14 +88,14 @@ def image_sizes(example: Any) -> ImageSizes:
     raise PlanError("tile splits images [batch, channels, rows, columns], and none is among the model's arguments")
 
 
+_DRY_RUNS = ProfileCache[tuple[Tile, tuple[str, int], bool, tuple[int, int]], DryRun]()
+
+
 def dry_run(whole: Profile, plan: Plan, coordinates: Mapping[str, int]) -> DryRun:
     """Return the dry run of the rank at these coordinates. Results are cached in the profile."""
-    over = f"{plan.statistics} over {plan.num_batch_ranks}, {'staged' if plan.pipe.degree > 1 else 'whole'}"
-    key = f"dry {plan.tile} {over} {coordinates['rows']} {coordinates['columns']}"
-    if key not in whole.cache:
-        whole.cache[key] = _dry_run(whole, plan, coordinates)
-    found: DryRun = whole.cache[key]
-    return found
+    statistics, place = (plan.statistics, plan.num_batch_ranks), (coordinates["rows"], coordinates["columns"])
+    key = plan.tile, statistics, plan.pipe.degree > 1, place
+    return _DRY_RUNS.get(whole, key, lambda: _dry_run(whole, plan, coordinates))
 
 
 def _dry_run(whole: Profile, plan: Plan, coordinates: Mapping[str, int]) -> DryRun:
@@ -130,7 +130,7 @@ def _run(
             layers.append(NeighbourLayer((unit, number - 1), input_layout, output_layout, needs))
 
     view = View(_dry_grid(plan, coordinates, recorder, add_layer), plan.tile, extras, plan.pipe.degree > 1)
-    with _restored(whole.model), _compared(whole.model, view, _outline(whole)):
+    with _restored(whole.model), _compared(whole.model, view, _OUTLINES.get(whole, None, lambda: _outline(whole))):
         tiled = install(whole.model, view, sizes)
         example = partial(cut_images, whole.example, plan, (coordinates["rows"], coordinates["columns"]), sizes)
         tally = _TileTally(recorder)
@@ -209,14 +209,14 @@ class _Outline:
 
 def _outline(whole: Profile) -> _Outline:
     """Return the outline of the whole model."""
-    if "outline" not in whole.cache:
-        found = _Outline()
-        assert whole.model is not None and whole.example is not None  # noqa: PT018
-        with _watched(whole.model, lambda name, _, out: found.calls.append((name, _shapes(out)))):
-            count(whole.model, whole.example, None, whole.dtype, whole)
-        whole.cache["outline"] = found
-    outline: _Outline = whole.cache["outline"]
-    return outline
+    found = _Outline()
+    assert whole.model is not None and whole.example is not None  # noqa: PT018
+    with _watched(whole.model, lambda name, _, out: found.calls.append((name, _shapes(out)))):
+        count(whole.model, whole.example, None, whole.dtype, whole)
+    return found
+
+
+_OUTLINES = ProfileCache[None, _Outline]()
 
 
 def _shapes(output: Any) -> tuple[torch.Size, ...]:

@@ -2,22 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from weft.comm import Ledger
+from weft.profiling import RecordedCall
 from weft.spatial.tile_layout import CollectiveCall
-
-
-@dataclass
-class RecordedCall:
-    """One collective or message, of forward or (`is_backward`) of backward. `recomputed`: recompute repeats it."""
-
-    block: str
-    call: CollectiveCall
-    is_backward: bool = False
-    recomputed: bool = False
-    event: int | None = None  # index of the trace event that makes it; None if every stage makes it
-    events_before: int = 0  # the number of events before it
 
 
 class CallRecorder(Ledger):

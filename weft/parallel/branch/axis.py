@@ -58,11 +58,13 @@ from weft.parallel.branch.schedule import BranchSchedule, make_schedule
 from weft.parallel.cut_parameters import cut_parameters
 from weft.pipeline.tracer import Tracer
 from weft.plan import BatchSplit, Branch, Plan
-from weft.profiling import PARAMETER_CUTS, Block, LayerShape, Profile
+from weft.profiling import PARAMETER_CUTS, Block, LayerShape, Profile, ProfileCache
 from weft.strategy import Cost, SearchSpace, Strategy, Values, divisors, refuse_batch_mixers, tally
 
 logger = logging.getLogger("weft")
 MOST_RANKS = 8  # of the axis, that a search tries
+_DEALS = ProfileCache[tuple[Any, ...], Deal]()
+_SCHEDULES = ProfileCache[tuple[Any, ...], dict[str, BranchSchedule]]()
 
 
 @dataclass(frozen=True)
@@ -262,11 +264,8 @@ def _local_calls(profile: Profile, plan: Plan, found: Deal, index: int) -> Mappi
 
 def _deal(profile: Profile, plan: Plan) -> Deal:
     whole = whole_of(profile)
-    key = f"branches {plan.precision} {plan.branch.degree} {plan.branch.modules} {plan.tensor} {is_in_blocks(plan)}"
-    if key not in whole.cache:
-        whole.cache[key] = deal(join_regions(_find(whole, plan)), plan.branch.degree)
-    found: Deal = whole.cache[key]
-    return found
+    key = plan.precision, plan.branch.degree, plan.branch.modules, plan.tensor, is_in_blocks(plan)
+    return _DEALS.get(whole, key, lambda: deal(join_regions(_find(whole, plan)), plan.branch.degree))
 
 
 def _find(whole: Profile, plan: Plan) -> dict[str, tuple[ModelBranch, ...]]:
@@ -297,10 +296,12 @@ def find_schedules(profile: Profile, plan: Plan, x: int = 0) -> dict[str, Branch
     The shapes are those of rank `x` of the axis.
     """
     whole = whole_of(profile)
-    key = f"branch schedules {plan.precision} {plan.branch} {plan.tensor} {x} {is_in_blocks(plan)}"
-    if key in whole.cache:
-        return dict(whole.cache[key])
-    owners, found = _deal(profile, plan).owners, dict[str, BranchSchedule]()
+    key = plan.precision, plan.branch, plan.tensor, x, is_in_blocks(plan)
+    return dict(_SCHEDULES.get(whole, key, lambda: _make_schedules(whole, plan, x)))
+
+
+def _make_schedules(whole: Profile, plan: Plan, x: int) -> dict[str, BranchSchedule]:
+    owners, found = _deal(whole, plan).owners, dict[str, BranchSchedule]()
     for region in region_names(whole, plan):
         own = {name: owners[full] for name, full in within(region, owners).items()}
         if not own and region != WHOLE:
@@ -310,7 +311,6 @@ def find_schedules(profile: Profile, plan: Plan, x: int = 0) -> dict[str, Branch
             more = region_trace(whole, plan, region, x, plan.branch.degree)
             batch = find_batch_dims(trace, more, plan.branch.degree)
         found[region] = make_schedule(trace, own, batch)
-    whole.cache[key] = found
     return found
 
 

@@ -27,17 +27,19 @@ from weft.pipeline.stand_in import skeleton
 from weft.pipeline.trace import Trace
 from weft.pipeline.trace_watch import FOR_BRANCHES
 from weft.pipeline.tracer import Tracer
-from weft.plan import Plan
-from weft.profiling import WHOLE_PROFILE, Profile, TensorMetadata
+from weft.plan import Plan, Precision
+from weft.plan import Tensor as TensorPlan
+from weft.profiling import Profile, ProfileCache, TensorMetadata
 from weft.sharding.layout import COMPUTE_DTYPE
 
 WHOLE = ""  # the region of a whole model
+_MODELS = ProfileCache[tuple[TensorPlan, int], nn.Module]()  # by axes and rank of x
+_TRACES = ProfileCache[tuple[Precision, TensorPlan, int, str, int], Trace]()  # by the arguments of `region_trace`
 
 
 def whole_of(profile: Profile) -> Profile:
     """Returns the profile of the whole model, of a profile that may be that of a pipeline stage."""
-    found: Profile = profile.cache.get(WHOLE_PROFILE, profile)
-    return found
+    return profile.whole or profile
 
 
 def is_in_blocks(plan: Plan) -> bool:
@@ -63,13 +65,14 @@ def traced_model(whole: Profile, plan: Plan, x: int) -> nn.Module:
     assert whole.model is not None
     if plan.tensor.x == 1:
         return whole.model
-    key = f"branch model {plan.tensor} {x}"
-    if key not in whole.cache:
-        made = dry_split(whole.model, plan, x, whole._proofs)
-        as_operations(made, split_names(whole, plan))
-        whole.cache[key] = made
-    found: nn.Module = whole.cache[key]
-    return found
+    return _MODELS.get(whole, (plan.tensor, x), lambda: _split_model(whole, plan, x))
+
+
+def _split_model(whole: Profile, plan: Plan, x: int) -> nn.Module:
+    assert whole.model is not None
+    made = dry_split(whole.model, plan, x, whole._proofs)
+    as_operations(made, split_names(whole, plan))
+    return made
 
 
 def split_names(whole: Profile, plan: Plan) -> tuple[str, ...]:
@@ -85,13 +88,13 @@ def region_tracer(whole: Profile, plan: Plan, region: str, x: int) -> Tracer:
 
 def region_trace(whole: Profile, plan: Plan, region: str, x: int = 0, times: int = 1) -> Trace:
     """Returns the trace of a region with the profile's example, or with so many times as many samples."""
-    key = f"branch trace {plan.precision} {plan.tensor} {x} {region} {times}"
-    if key not in whole.cache:
+
+    def traced() -> Trace:
         tracer = Tracer(traced_model(whole, plan, x).get_submodule(region), plan, 1, purpose=FOR_BRANCHES)
         args, kwargs = _inputs(whole, region, plan, times)
-        whole.cache[key] = tracer.own(args, kwargs, torch.device("cpu"))
-    found: Trace = whole.cache[key]
-    return found
+        return tracer.own(args, kwargs, torch.device("cpu"))
+
+    return _TRACES.get(whole, (plan.precision, plan.tensor, x, region, times), traced)
 
 
 def _inputs(whole: Profile, region: str, plan: Plan, times: int) -> tuple[Any, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import nn
@@ -11,9 +10,11 @@ from torch import nn
 from weft.inspection.split_probe import random_copy
 from weft.inspection.tensor_splits import is_norm
 from weft.parallel.tensor.norm import ALONE, split_norm
-from weft.profiling import LayerShape, Profile
+from weft.profiling import LayerShape, Profile, ProfileCache
 
 NUM_ROWS = 8
+# By kind of norm, width, dtype and whether features are split: bytes, or the reason why it does not run on rows.
+_SAVED_PER_ROW = ProfileCache[tuple[type[nn.Module], int, torch.dtype, bool], int | str]()
 
 
 class NormMemory:
@@ -26,7 +27,6 @@ class NormMemory:
     def __init__(self, profile: Profile, dtype: torch.dtype, is_split: bool) -> None:
         """`is_split`: the norms' features are split over y."""
         self.profile, self.dtype, self.is_split = profile, dtype, is_split
-        self._measured: dict[Any, int | str] = profile.cache.setdefault("saved by norms", {})
 
     def norms_of(self, block: str) -> Iterable[tuple[str, LayerShape]]:
         """Yields the norms of a block ("" for the root) that save bytes for backward, and are not inside of regions."""
@@ -60,10 +60,9 @@ class NormMemory:
     def _per_row(self, name: str, layer: LayerShape, is_split: bool) -> int | str:
         assert self.profile.model is not None
         module = self.profile.model.get_submodule(name)
-        key = type(module), layer.in_features, self.dtype, is_split
-        if key not in self._measured:
-            self._measured[key] = _saved_per_row(module, layer.in_features, self.dtype, is_split)
-        return self._measured[key]
+        width = layer.in_features
+        key = type(module), width, self.dtype, is_split
+        return _SAVED_PER_ROW.get(self.profile, key, lambda: _saved_per_row(module, width, self.dtype, is_split))
 
 
 def _saved_per_row(module: nn.Module, width: int, dtype: torch.dtype, is_split: bool) -> int | str:
