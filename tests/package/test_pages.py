@@ -85,3 +85,13 @@ def test_links_of_pages_lead_somewhere() -> None:
             if not file.exists() or (anchor and anchor not in anchors(file)):
                 lost.append(f"{page.relative_to(ROOT)}: {target}")
     assert lost == []
+
+
+REFERENCE = {"run_file.md", "models.md", "design.md", "how_it_works.md"}  # made from the code, or not for users
+
+
+def test_user_pages_are_short() -> None:
+    """A page has about 80 lines: what to type, when it pays, what it refuses. Figures are in docs/measured."""
+    lengths = {page.name: page.read_text(encoding="utf-8").count("\n") for page in (ROOT / "docs").glob("*.md")}
+    assert {name: length for name, length in lengths.items() if length > 100 and name not in REFERENCE} == {}
+    assert (ROOT / "README.md").read_text(encoding="utf-8").count("\n") <= 90

@@ -95,7 +95,7 @@ def cluster_text(found: MeasuredMachine, topology: Topology | None = None) -> st
 
 def decode_lines(found: DecodeRates) -> list[str]:
     """The tables of what a decode takes on a CPU."""
-    lines = ["", "[decode]  # of one request, by one process; what each figure means: docs/clusters.md"]
+    lines = ["", "[decode]  # of one request, by one process; what each figure means: docs/cluster_files.md"]
     lines += [
         f"threads = {found.threads}",
         f"vocabulary_seconds = {found.vocabulary_seconds:.4g}",
