@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.serve.weights.cpu_product import CpuWeight
+from weft.serve.weights.cpu_products import CpuWeight, arranged, why_dequantised
 from weft.serve.weights.weight_formats import decoded_product, weight_format
 
 RESULT = Path(__file__).parent / "results" / "cpu-products.json"
@@ -42,11 +42,11 @@ def milliseconds(computes: Sequence[Callable[[], Tensor]]) -> float:
     return 1e3 * best / len(computes)
 
 
-def arranged(name: str, parts: Sequence[Tensor]) -> CpuWeight:
+def arrange(name: str, parts: Sequence[Tensor]) -> CpuWeight:
     """A weight for products with codes."""
-    found = weight_format(name).for_cpu(parts, torch.float32)
+    found = arranged(weight_format(name), parts, torch.float32)
     if found is None:
-        raise SystemExit(f"{name}: {weight_format(name).why_decoded(parts[0].shape[1], torch.float32)}")
+        raise SystemExit(f"{name}: {why_dequantised(weight_format(name), parts[0].shape[1], torch.float32)}")
     return found
 
 
@@ -62,7 +62,7 @@ def times(num_in: int, num_out: int, num_rows: int) -> dict[str, float]:
     for name in FORMATS:
         form = weight_format(name)
         parts = form.encode(weight)
-        codes = [arranged(name, parts) for _ in range(number(parts[0].numel()))]
+        codes = [arrange(name, parts) for _ in range(number(parts[0].numel()))]
         found[name] = milliseconds([lambda one=one: one.product(hidden) for one in codes])  # type: ignore[misc]
         decoded = [lambda form=form, parts=parts: decoded_product(form, hidden, parts)]  # type: ignore[misc]
         found[f"{name} decoded"] = milliseconds(decoded)
@@ -84,7 +84,7 @@ def main() -> None:
             print(name, {way: round(one, 2) for way, one in result[name].items()}, flush=True)
     for name in FORMATS:
         form, sizes = weight_format(name), sorted({num_in for num_in, _ in SHAPES})
-        chosen = {size: arranged(name, form.encode(torch.ones(16, size))).max_rows for size in sizes}
+        chosen = {size: arrange(name, form.encode(torch.ones(16, size))).max_rows for size in sizes}
         result[f"most rows with codes, {name}"] = chosen
         print(f"most rows with codes, {name}", chosen)
     given.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -41,6 +41,7 @@ from weft.serve.generate import load_for_generation
 from weft.serve.model.model_part import ModelPart
 from weft.serve.model.step_inputs import StepInputs, text_inputs
 from weft.serve.scheduling.request import Request, Sampling
+from weft.serve.weights.cpu_products import why_dequantised
 from weft.serve.weights.packed_experts import PackedStack
 from weft.serve.weights.packed_linear import PackedLinear, pack_head, pack_model
 from weft.serve.weights.weight_formats import FORMATS
@@ -158,7 +159,7 @@ def main() -> None:
     for name in ("fp16", "int8-row", "int8", "int4"):
         model = packed(name, False)
         pack_head(model, name, "cpu")
-        if reason := FORMATS[name].why_decoded(model.lm_head.in_features, torch.float32):
+        if reason := why_dequantised(FORMATS[name], model.lm_head.in_features, torch.float32):
             print(f"weights and head {name}, by codes: not here, as {reason}")
         else:
             cases[f"weights and head {name}, by codes"] = (model, PlainFormat())

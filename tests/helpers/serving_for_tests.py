@@ -22,10 +22,9 @@ from weft.serve.model.adapters import merge_adapter
 from weft.serve.parallel.rank_part import RankPlace
 from weft.serve.scheduling.request import GeneratedToken, Request, Sampling
 from weft.serve.scheduling.speculation import DraftLengths
-from weft.serve.weights.group_codes import GroupCodes, split_ranges
 from weft.serve.weights.packed_experts import PackedStack
 from weft.serve.weights.packed_linear import PackedLinear, pack_model
-from weft.serve.weights.weight_formats import Grouped, weight_format
+from weft.serve.weights.weight_formats import weight_format
 
 CONTEXT = 32
 SIZES = {
@@ -151,11 +150,6 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> float:
 
 WIDE = DecoderConfig(**{**SIZES, "hidden_size": 64, "intermediate_size": 96}, attention_bias=True)  # type: ignore[arg-type]
 REQUESTS = [Request(str(i), (7 * i + 1, 5, 3, i), 9, GREEDY) for i in range(3)]
-
-
-def codes_of(form: Grouped, weight: Tensor) -> GroupCodes:
-    codes, ranges = form.encode(weight)
-    return GroupCodes(codes, *split_ranges(ranges))
 
 
 def model_of(seed: int, kind: str) -> nn.Module:

@@ -13,10 +13,10 @@ from weft.mesh import Mesh
 from weft.plan import Context, Pipe, Plan, Tensor
 from weft.serve.model.model_part import EngineOptions, ModelPart
 from weft.serve.model.ranks import ServingRanks
-from weft.serve.weights.cpu_half_product import HalfWeight
+from weft.serve.weights import packed_experts, packed_linear
+from weft.serve.weights.cpu_products import HalfWeight
 from weft.serve.weights.packed_experts import PackedStack
 from weft.serve.weights.packed_linear import PackedLinear
-from weft.serve.weights.weight_formats import Grouped
 
 pytestmark = pytest.mark.processes
 MEASURED = ((4, 16), (64, 1), (16, 0))  # rows that ranks 0 and 1 find
@@ -27,8 +27,9 @@ def rows_on_rank(mesh: Mesh, measured: int) -> list[int]:
     """The most rows of each weight's product with codes, on a rank that measured so many."""
     ranks = ServingRanks(mesh)
     model = part_of("mixtral", ranks.place, "int4").float()
-    arranged = HalfWeight(None, measured) if measured else None  # nothing is multiplied
-    with patch.object(Grouped, "for_cpu", lambda *given: arranged):
+    arranged = HalfWeight(measured, None) if measured else None  # nothing is multiplied
+    patches = [patch.object(module, "arranged", lambda *given: arranged) for module in (packed_linear, packed_experts)]
+    with patches[0], patches[1]:
         part = ModelPart(model, EngineOptions(block_size=4, num_blocks=8), ranks)
         first = _max_rows(part)
         part.take_weights(model)  # arranges weights again

@@ -6,15 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from serving_for_tests import REQUESTS, codes_of, make_engine, model_of, relative, serve_all, tokens_of
+from serving_for_tests import REQUESTS, make_engine, model_of, relative, serve_all, tokens_of
 
-from weft.serve.weights import cpu_dynamic_product, cpu_group_product
-from weft.serve.weights.cpu_dynamic_product import DynamicWeight, arranged_bytes, dynamic_weight, has_product
-from weft.serve.weights.group_codes import GroupCodes, pack
+from weft.serve.weights import cpu_products
+from weft.serve.weights.cpu_products import DynamicWeight, has_product
+from weft.serve.weights.group_codes import joined_ranges, pack
 from weft.serve.weights.packed_linear import PackedLinear, what_cpus_do
 from weft.serve.weights.weight_formats import Grouped, weight_format
 
-needs_product = pytest.mark.skipif(not has_product(), reason="this torch has no product of bytes and 4-bit codes here")
+needs_product = pytest.mark.skipif(
+    not has_product(DynamicWeight), reason="this torch has no product of bytes and 4-bit codes here"
+)
 KINDS = ("int8", "int4", "int4-128")
 
 
@@ -32,9 +34,8 @@ def test_every_code_is_multiplied(bits: int, num_out: int, groups: int) -> None:
     """The inputs, 0 and 1, are not rounded."""
     codes = torch.randint(0, 2**bits, (num_out, 64)).to(torch.uint8)
     ranges = torch.ones(num_out, groups, dtype=torch.float16)
-    found = dynamic_weight(GroupCodes(pack(codes, bits, 64 // groups), ranges, 0 * ranges), bits, 1).product(
-        torch.eye(64)
-    )
+    parts = (pack(codes, bits, 64 // groups), joined_ranges(ranges, 0 * ranges))
+    found = DynamicWeight.arrange(Grouped(bits, 64 // groups), parts, 1).product(torch.eye(64))
     torch.testing.assert_close(found.T, codes.float(), rtol=0, atol=1e-4)
 
 
@@ -45,7 +46,7 @@ def test_products_have_the_precision_of_inputs_of_8_bits(kind: str, dtype: torch
     form = grouped(kind)
     weight, hidden = torch.randn(80, 384) + torch.randn(80, 1), torch.randn(5, 384).to(dtype)
     decoded = form.decode(form.encode(weight), torch.float64)
-    own = dynamic_weight(codes_of(form, weight), form.bits, 8)
+    own = DynamicWeight.arrange(form, form.encode(weight), 8)
     found = own.product(hidden)
     assert found.dtype == dtype
     step = (hidden.amax(1) - hidden.amin(1)).double()[:, None] / 255  # between numbers of 8 bits
@@ -69,7 +70,7 @@ def controls(own: DynamicWeight) -> list[DynamicWeight]:
 def test_rows_of_equal_inputs_are_not_rounded(hidden: torch.Tensor) -> None:
     form = grouped("int4")
     weight = torch.randn(24, 64)
-    own = dynamic_weight(codes_of(form, weight), 4, 1)
+    own = DynamicWeight.arrange(form, form.encode(weight), 1)
     expected = hidden.double() @ form.decode(form.encode(weight), torch.float64).T
     torch.testing.assert_close(own.product(hidden).double(), expected, rtol=1e-4, atol=1e-5 * float(hidden.abs().max()))
 
@@ -79,15 +80,15 @@ def test_rows_of_equal_inputs_are_not_rounded(hidden: torch.Tensor) -> None:
 def test_a_weight_in_this_order_has_the_stated_bytes(kind: str) -> None:
     form = grouped(kind)
     for num_out, num_in in ((61, 384), (128, 96), (7, 32)):
-        own = dynamic_weight(codes_of(form, torch.randn(num_out, num_in)), form.bits, 8)
+        own = DynamicWeight.arrange(form, form.encode(torch.randn(num_out, num_in)), 8)
         held = sum(one.nbytes for one in (*own.digits, own.middles))
-        assert held == arranged_bytes(num_out, num_in, form.size_of_group(num_in), form.bits)
+        assert held == DynamicWeight.num_bytes(num_out, num_in, form.size_of_group(num_in), form.bits)
 
 
 @needs_product
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_computes_so_where_that_is_faster(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_group_product, "measured_rows", lambda *sizes: 4)
+    monkeypatch.setattr(cpu_products, "measured_rows", lambda *sizes: 4)
     engine, rows = make_engine(model_of(0, kind)), list[int]()
     product = DynamicWeight.product
     monkeypatch.setattr(DynamicWeight, "product", lambda own, hidden: rows.append(len(hidden)) or product(own, hidden))
@@ -103,19 +104,19 @@ def test_a_decode_is_near_that_with_decoded_weights(monkeypatch: pytest.MonkeyPa
     model, hidden = model_of(0, "int4"), torch.randn(1, 64)
     linear = next(one for one in model.modules() if isinstance(one, PackedLinear))
     plain = linear.product(hidden)
-    monkeypatch.setattr(cpu_group_product, "measured_rows", lambda *sizes: 1)
+    monkeypatch.setattr(cpu_products, "measured_rows", lambda *sizes: 1)
     linear.arrange_for_cpu(torch.float32)
     assert isinstance(linear.for_cpu, DynamicWeight)
     assert 0 < relative(linear.product(hidden), plain) < 0.02
 
 
 def test_rounded_inputs_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_dynamic_product, "has_product", lambda: True)
-    monkeypatch.setattr(cpu_group_product, "measured_rows", lambda *sizes: 4)
+    monkeypatch.setattr(cpu_products, "has_product", lambda kind: True)
+    monkeypatch.setattr(cpu_products, "measured_rows", lambda *sizes: 4)
     words, by_rows = what_cpus_do(model_of(0, "int4"))
     assert by_rows.startswith("14 of 14 linears round few rows of a step otherwise than many")
     assert words.startswith("14 of 14 linears round the inputs of decodes to 8 bits")
-    monkeypatch.setattr(cpu_group_product, "measured_rows", lambda *sizes: 0)
+    monkeypatch.setattr(cpu_products, "measured_rows", lambda *sizes: 0)
     assert all("of 14 linears are decoded" in words for words in what_cpus_do(model_of(0, "int4")))
 
 
@@ -123,5 +124,5 @@ def test_rounded_inputs_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_not_tried_on_other_cpus(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """There torch has a plain loop for it, which is slow."""
     monkeypatch.setattr("platform.machine", lambda: machine)
-    monkeypatch.setattr(cpu_dynamic_product, "dynamic_weight", lambda *given: pytest.fail("it was tried"))
-    assert not has_product.__wrapped__()
+    monkeypatch.setattr(DynamicWeight, "arrange", lambda *given: pytest.fail("it was tried"))
+    assert not has_product.__wrapped__(DynamicWeight)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,13 +11,14 @@ from torch import nn
 
 from weft.errors import ConfigError
 from weft.serve.scheduling.request import Request
-from weft.serve.weights import cpu_half_product
-from weft.serve.weights.cpu_half_product import HalfWeight, half_weight, has_product, refusal
-from weft.serve.weights.cpu_product import has_fbgemm
+from weft.serve.weights import cpu_products
+from weft.serve.weights.cpu_products import CpuWeight, HalfWeight, has_product, why_dequantised
 from weft.serve.weights.packed_linear import PackedLinear, join_packed, pack_head, pack_model, what_cpus_do
 from weft.serve.weights.weight_formats import Half, weight_format
 
-needs_product = pytest.mark.skipif(not has_product(), reason="this torch has no products with fp16 for this CPU")
+needs_product = pytest.mark.skipif(
+    not has_product(HalfWeight), reason="this torch has no products with fp16 for this CPU"
+)
 FORM = Half()
 REQUESTS = [Request(str(i), (7 * i + 1, 5, 3, i), 9, GREEDY) for i in range(3)]
 
@@ -50,7 +50,7 @@ def test_products_have_the_precision_of_float32(num_out: int, dtype: torch.dtype
     hidden = (torch.randn(6, 300) * torch.logspace(-18, 18, 6)[:, None]).to(dtype)
     hidden[1] = 0
     parts = FORM.encode(weight)
-    own, decoded = half_weight(parts[0].view(torch.float16), 64), FORM.decode(parts, torch.float64)
+    own, decoded = HalfWeight.arrange(FORM, parts, 64), FORM.decode(parts, torch.float64)
     found, plain = own.product(hidden), hidden.double() @ decoded.T
     assert found.dtype == dtype
     bound = 2.0**-20 * (hidden.double().abs() @ decoded.abs().T)
@@ -68,7 +68,7 @@ def test_joined_linears_give_the_bits_of_each() -> None:
     hidden = torch.randn(2, 24)
 
     def product_of(linear: PackedLinear) -> torch.Tensor:
-        linear.for_cpu = half_weight(linear.parts[0].view(torch.float16), 64)
+        linear.for_cpu = HalfWeight.arrange(FORM, linear.parts, 64)
         return linear(hidden)
 
     apart = [product_of(one) for one in linears]
@@ -78,7 +78,7 @@ def test_joined_linears_give_the_bits_of_each() -> None:
 @needs_product
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2"])
 def test_an_engine_gives_the_tokens_of_the_decoded_weights(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_half_product, "measured_rows", lambda *sizes: 64)
+    monkeypatch.setattr(cpu_products, "measured_rows", lambda *sizes: 64)
     rows, product = list[int](), HalfWeight.product
     monkeypatch.setattr(HalfWeight, "product", lambda own, hidden: rows.append(len(hidden)) or product(own, hidden))
     found = tokens_of(serve_all(make_engine(packed_model(name)), REQUESTS))
@@ -87,7 +87,7 @@ def test_an_engine_gives_the_tokens_of_the_decoded_weights(name: str, monkeypatc
     plain = make_engine(packed_model(name).double())  # float64 takes no such products
     assert tokens_of(serve_all(plain, REQUESTS)) == found
     assert not rows
-    few = replace(half_weight(torch.ones(4, 4).half(), 64), max_rows=2)
+    few = HalfWeight.arrange(FORM, FORM.encode(torch.ones(4, 4)), 2)
     linear = PackedLinear(FORM, FORM.encode(torch.ones(4, 4)), 4, None)
     linear.for_cpu = few
     linear(torch.ones(3, 4))
@@ -99,34 +99,34 @@ def test_an_engine_gives_the_tokens_of_the_decoded_weights(name: str, monkeypatc
 def test_what_has_no_products_is_refused_or_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="fp16 is for CPUs, and cuda has no products for it; leave it out"):
         weight_format("fp16", "cuda")
-    assert "no inputs in torch.float64" in str(refusal(16, torch.float64))
-    monkeypatch.setattr(cpu_half_product, "has_product", lambda: True)
-    monkeypatch.setattr(cpu_half_product, "measured_rows", lambda *sizes: 0)
-    assert "faster than products with codes" in str(refusal(16, torch.float32))
-    monkeypatch.setattr(cpu_half_product, "has_product", lambda: False)
+    assert "no inputs in torch.float64" in str(why_dequantised(FORM, 16, torch.float64))
+    monkeypatch.setattr(cpu_products, "has_product", lambda kind: True)
+    monkeypatch.setattr(cpu_products, "measured_rows", lambda *sizes: 0)
+    assert "faster than products with codes" in str(why_dequantised(FORM, 16, torch.float32))
+    monkeypatch.setattr(cpu_products, "has_product", lambda kind: False)
     (words,) = what_cpus_do(packed_model("llama"))
     assert words.endswith("this torch has no products with fp16 weights for this CPU")
     has_product.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(HalfWeight, "product", lambda own, hidden: torch.zeros(64, 17))
-        assert not has_product()
+        assert not has_product(HalfWeight)
     has_product.cache_clear()
 
 
 def test_the_product_is_not_called_on_arm(monkeypatch: pytest.MonkeyPatch) -> None:
     """There it would round inputs, and end the process on CPUs without its instructions."""
     calls = list[int]()
-    monkeypatch.setattr(cpu_half_product, "half_weight", lambda weight, rows: calls.append(rows))
+    monkeypatch.setattr(HalfWeight, "arrange", lambda form, parts, rows: calls.append(rows))
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     has_product.cache_clear()
     try:
-        assert not has_product()
+        assert not has_product(HalfWeight)
     finally:
         has_product.cache_clear()
     assert not calls
 
 
-@pytest.mark.skipif(not has_fbgemm(), reason="torch has fbgemm on x86 with AVX2 only, and this is another CPU")
+@pytest.mark.skipif(not CpuWeight.may_run(), reason="torch has fbgemm on x86 with AVX2 only, and this is another CPU")
 def test_torch_has_the_product_on_x86() -> None:
     """The other tests of products are left out without it."""
-    assert has_product()
+    assert has_product(HalfWeight)

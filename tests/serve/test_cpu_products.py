@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from serving_for_tests import (
     REQUESTS,
-    codes_of,
     make_engine,
     model_of,
     relative,
@@ -25,20 +23,29 @@ from weft.models import save_folder
 from weft.serve.head.graph_head import graph_head
 from weft.serve.loading import Packing, load_model
 from weft.serve.model.paged_model import PagedModel
-from weft.serve.weights import cpu_dynamic_product, cpu_group_product, cpu_half_product, cpu_row_product
-from weft.serve.weights.cpu_group_product import GroupWeight, arranged_bytes, group_weight, has_product, refusal
-from weft.serve.weights.cpu_product import most_of
-from weft.serve.weights.group_codes import GroupCodes, pack
+from weft.serve.weights import cpu_products
+from weft.serve.weights.cpu_products import (
+    CpuWeight,
+    DynamicWeight,
+    GroupWeight,
+    HalfWeight,
+    RowWeight,
+    has_product,
+    why_dequantised,
+)
+from weft.serve.weights.group_codes import joined_ranges, pack
 from weft.serve.weights.packed_linear import PackedLinear, pack_head, what_cpus_do
 from weft.serve.weights.weight_formats import Grouped, weight_format
 
-needs_product = pytest.mark.skipif(not has_product(), reason="this torch has no product with 4-bit codes for this CPU")
+needs_product = pytest.mark.skipif(
+    not has_product(GroupWeight), reason="this torch has no product with 4-bit codes for this CPU"
+)
 
 
 @pytest.fixture(autouse=True)
 def no_product_of_arm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights in groups are multiplied as on x86 (`test_cpu_dynamic_products.py` has the other product)."""
-    monkeypatch.setattr(cpu_dynamic_product, "has_product", lambda: False)
+    monkeypatch.setattr(cpu_products, "has_product", lambda kind: kind is not DynamicWeight and has_product(kind))
 
 
 def load(folder: Path, head: str | None) -> nn.Module:
@@ -58,7 +65,8 @@ def with_head(model: nn.Module, weight: Tensor) -> nn.Module:
 def test_every_code_is_multiplied_exactly(bits: int, num_out: int) -> None:
     codes = torch.randint(0, 2**bits, (num_out, 64)).to(torch.uint8)
     ranges = torch.ones(num_out, 2, dtype=torch.float16)
-    found = group_weight(GroupCodes(pack(codes, bits, 32), ranges, 0 * ranges), bits, 1).product(torch.eye(64))
+    parts = (pack(codes, bits, 32), joined_ranges(ranges, 0 * ranges))
+    found = GroupWeight.arrange(Grouped(bits, 32), parts, 1).product(torch.eye(64))
     assert torch.equal(found.T, codes.float())
 
 
@@ -70,7 +78,7 @@ def test_products_have_the_precision_of_bf16(kind: str, dtype: torch.dtype) -> N
     assert isinstance(form, Grouped)
     weight, hidden = torch.randn(80, 384) + torch.randn(80, 1), torch.randn(5, 384).to(dtype)
     plain = hidden.double() @ form.decode(form.encode(weight), torch.float64).T
-    own = group_weight(codes_of(form, weight), form.bits, 8)
+    own = GroupWeight.arrange(form, form.encode(weight), 8)
     found = own.product(hidden)
     assert found.dtype == dtype
     assert relative(found, plain) < 1.25 * 2**-8  # ARM CPUs round a little more than x86
@@ -91,13 +99,13 @@ def controls(own: GroupWeight) -> list[GroupWeight]:
 @needs_product
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_an_engine_computes_with_codes_where_that_is_faster(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_group_product, "measured_rows", lambda *sizes: 4)
+    monkeypatch.setattr(cpu_products, "measured_rows", lambda *sizes: 4)
     engine, rows = make_engine(model_of(0, kind)), list[int]()
     product = GroupWeight.product
     monkeypatch.setattr(GroupWeight, "product", lambda own, hidden: rows.append(len(hidden)) or product(own, hidden))
     found = tokens_of(serve_all(engine, REQUESTS))
     assert set(rows) == {3}  # steps of prompts have 12 rows
-    monkeypatch.setattr(cpu_group_product, "measured_rows", lambda *sizes: 0)  # decoding is faster
+    monkeypatch.setattr(cpu_products, "measured_rows", lambda *sizes: 0)  # decoding is faster
     rows.clear()
     plain = make_engine(model_of(0, kind))
     assert tokens_of(serve_all(plain, REQUESTS)) == found
@@ -110,14 +118,14 @@ def test_a_weight_in_the_order_of_products_has_the_stated_bytes(kind: str) -> No
     form = weight_format(kind)
     assert isinstance(form, Grouped)
     for num_out, num_in in ((61, 384), (128, 96)):
-        own = group_weight(codes_of(form, torch.randn(num_out, num_in)), form.bits, 8)
+        own = GroupWeight.arrange(form, form.encode(torch.randn(num_out, num_in)), 8)
         held = sum(one.nbytes for digit in own.digits for one in digit)
-        assert held == arranged_bytes(num_out, num_in, form.size_of_group(num_in), form.bits)
+        assert held == GroupWeight.num_bytes(num_out, num_in, form.size_of_group(num_in), form.bits)
 
 
 @needs_product
 def test_newer_weights_are_arranged_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_group_product, "measured_rows", lambda *sizes: 64)
+    monkeypatch.setattr(cpu_products, "measured_rows", lambda *sizes: 64)
     engine, newer = make_engine(model_of(0, "int4")), make_engine(model_of(1, "int4"))
     before, expected = (tokens_of(serve_all(one, REQUESTS)) for one in (engine, newer))
     assert before != expected
@@ -150,21 +158,25 @@ def test_what_a_head_in_fewer_bits_does_not_go_with_is_refused(tmp_path: Path) -
     assert graph_head("int4") is None
 
 
-def test_the_most_rows_are_found() -> None:
-    assert most_of((1, 4, 16, 64), lambda rows: rows < 16) == 4
-    assert most_of((1, 4, 16, 64), lambda rows: rows != 4) == 1  # what is faster again for more rows is not used
-    assert most_of((1, 4), lambda rows: False) == 0
+@needs_product
+def test_the_most_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is faster again for more rows is not used."""
+    for faster, most in (((True, True, False), 4), ((True, False, True), 1), ((False,), 0)):
+        seconds = iter([one for is_faster in faster for one in ((0.0, 1.0) if is_faster else (1.0, 0.0))])
+        monkeypatch.setattr(cpu_products, "least_seconds", lambda compute, seconds=seconds: next(seconds))
+        assert cpu_products.measured_rows.__wrapped__(Grouped(4, 32), 32, torch.float32, 1) == most
 
 
 def test_weights_that_are_decoded_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_group_product, "has_product", lambda: True)
-    monkeypatch.setattr(cpu_group_product, "measured_rows", lambda *sizes: 1)
-    assert refusal(64, 64, 4, torch.float32) is None
-    assert "no inputs in torch.float64" in str(refusal(64, 64, 4, torch.float64))
-    assert "a layer of 48 inputs has 16" in str(refusal(48, 16, 4, torch.float32))
-    monkeypatch.setattr(cpu_group_product, "measured_rows", lambda *sizes: 0)
-    assert "faster than products with codes" in str(refusal(64, 64, 4, torch.float32))
-    monkeypatch.setattr(cpu_group_product, "has_product", lambda: False)
+    monkeypatch.setattr(cpu_products, "has_product", lambda kind: kind is GroupWeight)
+    monkeypatch.setattr(cpu_products, "measured_rows", lambda *sizes: 1)
+    form = Grouped(4, 64)
+    assert why_dequantised(form, 64, torch.float32) is None
+    assert "no inputs in torch.float64" in str(why_dequantised(form, 64, torch.float64))
+    assert "a layer of 48 inputs has 16" in str(why_dequantised(form, 48, torch.float32))
+    monkeypatch.setattr(cpu_products, "measured_rows", lambda *sizes: 0)
+    assert "faster than products with codes" in str(why_dequantised(form, 64, torch.float32))
+    monkeypatch.setattr(cpu_products, "has_product", lambda kind: False)
     (words,) = what_cpus_do(model_of(0, "int4"))
     assert words.startswith("14 of 14 linears are decoded")
     assert "this torch has no products" in words
@@ -179,8 +191,7 @@ def test_weights_that_are_decoded_are_said(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_number_of_rows_alone_decides_the_rounding_and_it_is_said(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_group_product, "measured_rows", lambda *sizes: 4)
-    monkeypatch.setattr(cpu_row_product, "measured_rows", lambda *sizes: 4)
+    monkeypatch.setattr(cpu_products, "measured_rows", lambda *sizes: 4)
     model, hidden = model_of(0, kind), torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     linear = next(one for one in model.modules() if isinstance(one, PackedLinear))
     linear.arrange_for_cpu(torch.float32)
@@ -196,11 +207,10 @@ def test_of_other_formats_it_is_not_said(kind: str) -> None:
     assert not any("otherwise than many" in one for one in what_cpus_do(model_of(0, kind)))
 
 
-@pytest.mark.parametrize("product", [cpu_half_product, cpu_row_product])
-def test_products_of_x86_are_not_tried_on_other_cpus(product: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [HalfWeight, RowWeight])
+def test_products_of_x86_are_not_tried_on_other_cpus(kind: type[CpuWeight], monkeypatch: pytest.MonkeyPatch) -> None:
     """There, an illegal instruction ends the process."""
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    for name in ("half_weight", "row_weight"):
-        monkeypatch.setattr(product, name, lambda *given: pytest.fail("it was tried"), raising=False)
-    assert not product.has_product.__wrapped__()
+    monkeypatch.setattr(kind, "arrange", lambda *given: pytest.fail("it was tried"))
+    assert not has_product.__wrapped__(kind)

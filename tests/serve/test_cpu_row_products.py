@@ -25,20 +25,20 @@ from weft.serve.model.model_part import ModelPart
 from weft.serve.model.ranks import ServingRanks
 from weft.serve.parallel.rank_part import build_part, read_part
 from weft.serve.scheduling.request import Request
-from weft.serve.weights import cpu_row_product
-from weft.serve.weights.cpu_product import has_fbgemm
-from weft.serve.weights.cpu_row_product import MAX_INPUTS, RowWeight, has_product, refusal
+from weft.serve.weights import cpu_products
+from weft.serve.weights.cpu_products import MAX_INPUTS, CpuWeight, RowWeight, has_product, why_dequantised
 from weft.serve.weights.packed_linear import PackedLinear, join_packed, make_room, pack_head, pack_model, what_cpus_do
 from weft.serve.weights.weight_formats import FP8, RowInt8, weight_format
 
-needs_product = pytest.mark.skipif(not has_product(), reason="this torch has no products of bytes for this CPU")
+needs_product = pytest.mark.skipif(
+    not has_product(RowWeight), reason="this torch has no products of bytes for this CPU"
+)
 FORM = RowInt8()
 REQUESTS = [Request(str(i), (7 * i + 1, 5, 3, i), 9, GREEDY) for i in range(3)]
 
 
 def row_weight_of(weight: Tensor) -> RowWeight:
-    codes, scale = FORM.encode(weight)
-    return cpu_row_product.row_weight(codes.view(torch.int8), scale.view(torch.float32), 64)
+    return RowWeight.arrange(FORM, FORM.encode(weight), 64)
 
 
 def without_low_digit(own: RowWeight, hidden: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def without_low_digit(own: RowWeight, hidden: Tensor) -> Tensor:
 @pytest.fixture
 def many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """All products are by codes."""
-    monkeypatch.setattr(cpu_row_product, "measured_rows", lambda *sizes: 64)
+    monkeypatch.setattr(cpu_products, "measured_rows", lambda *sizes: 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -94,7 +94,7 @@ def test_the_largest_sums_and_all_codes_are_exact() -> None:
     codes = torch.randint(-127, 128, (64, 512), dtype=torch.int8)
     codes[0], codes[1] = 127, -127
     rows = torch.cat([torch.ones(1, 512), -torch.ones(1, 512), torch.eye(512)[:9], torch.full((1, 512), 0.5)])
-    found = cpu_row_product.row_weight(codes, torch.ones(64, 1), 64).product(rows)
+    found = RowWeight.arrange(FORM, (codes.view(torch.uint8), torch.ones(64, 1).view(torch.int32)), 64).product(rows)
     assert torch.equal(found, rows @ codes.float().T)
 
 
@@ -165,7 +165,7 @@ def scores_on_rank(way: str) -> Any:
     """Log-probabilities of a text on two ranks, whose parts are packed."""
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_row_product, "measured_rows", lambda *sizes: 0 if way == "decoded" else 64)
+        patch.setattr(cpu_products, "measured_rows", lambda *sizes: 0 if way == "decoded" else 64)
         ranks = ServingRanks(Mesh(Plan(tensor=TensorDegrees(2))))
         values = dict(tiny_model("llama").named_parameters())
         model, cuts = build_part(CONFIGS["llama"], ranks.place)
@@ -191,12 +191,12 @@ def test_what_has_no_products_is_refused_or_said(monkeypatch: pytest.MonkeyPatch
         weight_format("int8-row", "cuda")
     with pytest.raises(ConfigError, match="leave it out with other formats"):
         pack_corrected(tiny_model("llama"), FORM, [])
-    assert f"at most {MAX_INPUTS} inputs" in str(refusal(MAX_INPUTS + 1, torch.float32))
-    assert "no inputs in torch.float64" in str(refusal(16, torch.float64))
-    monkeypatch.setattr(cpu_row_product, "has_product", lambda: True)
-    monkeypatch.setattr(cpu_row_product, "measured_rows", lambda *sizes: 0)
-    assert "faster than products with codes" in str(refusal(16, torch.float32))
-    monkeypatch.setattr(cpu_row_product, "has_product", lambda: False)
+    assert f"at most {MAX_INPUTS} inputs" in str(why_dequantised(FORM, MAX_INPUTS + 1, torch.float32))
+    assert "no inputs in torch.float64" in str(why_dequantised(FORM, 16, torch.float64))
+    monkeypatch.setattr(cpu_products, "has_product", lambda kind: True)
+    monkeypatch.setattr(cpu_products, "measured_rows", lambda *sizes: 0)
+    assert "faster than products with codes" in str(why_dequantised(FORM, 16, torch.float32))
+    monkeypatch.setattr(cpu_products, "has_product", lambda kind: False)
     model = tiny_model("llama")
     pack_model(model, FORM)
     (words,) = what_cpus_do(model)
@@ -212,7 +212,7 @@ def test_a_torch_without_or_with_wrong_products_is_found(monkeypatch: pytest.Mon
         has_product.cache_clear()
         with monkeypatch.context() as patch:
             patch.setattr(RowWeight, "product", wrong)
-            assert not has_product()
+            assert not has_product(RowWeight)
     has_product.cache_clear()
 
 
@@ -235,7 +235,7 @@ def test_commands_take_the_format(
     assert "is for CPUs" in planned.err
 
 
-@pytest.mark.skipif(not has_fbgemm(), reason="torch has fbgemm on x86 with AVX2 only, and this is another CPU")
+@pytest.mark.skipif(not CpuWeight.may_run(), reason="torch has fbgemm on x86 with AVX2 only, and this is another CPU")
 def test_torch_has_the_product_on_x86() -> None:
     """The other tests of products are left out without it."""
-    assert has_product()
+    assert has_product(RowWeight)

@@ -25,8 +25,8 @@ from weft.serve.model.fused import add_linear, linear, norm_linear, product
 from weft.serve.model.model_part import EngineOptions, ModelPart
 from weft.serve.model.ranks import ServingRanks
 from weft.serve.scheduling.request import Request
-from weft.serve.weights import cpu_vector_product
-from weft.serve.weights.cpu_vector_product import TAKES_VECTORS, is_faster
+from weft.serve.weights import cpu_products
+from weft.serve.weights.cpu_products import TAKES_VECTORS, is_faster
 
 STEP = 2.0**-8  # of numbers in bf16
 
@@ -79,7 +79,7 @@ def test_several_rows_and_other_linears_are_products_of_matrices() -> None:
 def test_the_faster_product_is_found_once() -> None:
     seconds = iter([1.0, 2.0, 2.0, 1.0])
     is_faster.cache_clear()
-    with patch.object(cpu_vector_product, "least_seconds", lambda compute: (compute(), next(seconds))[1]):
+    with patch.object(cpu_products, "least_seconds", lambda compute: (compute(), next(seconds))[1]):
         assert [is_faster(64, torch.bfloat16, threads) for threads in (1, 2, 1, 2)] == [True, False, True, False]
     is_faster.cache_clear()
 

@@ -43,6 +43,7 @@ from weft.serve.parallel.rank_part import (
     refuse_plan,
 )
 from weft.serve.scheduling.request import Request
+from weft.serve.weights.cpu_products import why_dequantised
 from weft.serve.weights.packed_experts import PackedExperts, PackedStack
 from weft.serve.weights.packed_linear import make_room, pack_model, what_cpus_do
 from weft.serve.weights.weight_formats import FORMATS, RowFp8
@@ -181,7 +182,7 @@ def test_newer_experts_are_taken_and_a_cpu_multiplies_with_their_codes() -> None
     torch.testing.assert_close(after.double(), expected.double(), rtol=0.1, atol=0.1)  # codes take inputs of bf16
     stack = first_experts(old).gate_up_proj
     assert len(stack.for_cpu) in (0, 4)  # none where this torch has no product with codes
-    if stack.format.why_decoded(stack.in_features, torch.float32) is None:
+    if why_dequantised(stack.format, stack.in_features, torch.float32) is None:
         assert not any("are decoded for each product" in reason for reason in what_cpus_do(old))
         rows = torch.randn(1, 128)
         found, plain = stack.for_cpu[1].product(rows), stack.format.decode(stack.parts_of(1), torch.float32)  # type: ignore[union-attr]

@@ -17,7 +17,7 @@ from weft.serve.head.graph_head import GraphHead
 from weft.serve.model.recurrent import TABLE_BYTES
 from weft.serve.parallel.rank_part import refuse_model
 from weft.serve.parallel.traffic import ServedSizes
-from weft.serve.weights import cpu_dynamic_product, cpu_group_product
+from weft.serve.weights.cpu_products import GROUPS, DynamicWeight, GroupWeight
 from weft.serve.weights.weight_formats import FORMATS, HEAD_FORMATS, Grouped, RowFp8, weight_bytes
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -141,7 +141,7 @@ def refuse(config: LanguageConfig, dtype: str, weights: str | None, head: str | 
 def _refuse_small_groups(kept: str, inputs: int) -> None:
     """Raise ConfigError if a CPU decodes weights with so many inputs, for which nothing was measured."""
     form = FORMATS.get(kept)
-    if isinstance(form, Grouped) and form.size_of_group(inputs) not in cpu_group_product.GROUPS:
+    if isinstance(form, Grouped) and form.size_of_group(inputs) not in GROUPS:
         raise ConfigError(
             f"{kept} keeps weights with {inputs} inputs in groups of {form.size_of_group(inputs)}, which a CPU decodes "
             f"for each product; this is slow and not priced"
@@ -169,7 +169,7 @@ def held_bytes(
     config: LanguageConfig, dtype: str, length: int, weights: str | None = None, head: str | GraphHead | None = None
 ) -> int:
     """Bytes of weights and cache that a server holds. Weights in fewer bits are kept a second time
-    (`serve/weights/cpu_product.py`); a graph search computes logits of the whole head's rows; a head in fewer bits
+    (`serve/weights/cpu_products.py`); a graph search computes logits of the whole head's rows; a head in fewer bits
     leaves the embedding that it was tied to.
     """
     model, head_kept = _layers(config, dtype), head if isinstance(head, str) else dtype
@@ -186,8 +186,7 @@ def _twice(kept: str, shape: Shape) -> int:
     own, form = kept_bytes(kept, *shape), FORMATS.get(kept)
     if isinstance(form, Grouped):
         group = form.size_of_group(shape[1])
-        orders = (cpu_group_product.arranged_bytes, cpu_dynamic_product.arranged_bytes)  # of x86 and ARM
-        return own + max(order(*shape, group, form.bits) for order in orders)
+        return own + max(kind.num_bytes(*shape, group, form.bits) for kind in (GroupWeight, DynamicWeight))
     return own * (1 if form is None or isinstance(form, RowFp8) else 2)
 
 

@@ -29,7 +29,7 @@ from weft.serve.measurement.measure_products import DTYPES, START_BYTES, START_S
 from weft.serve.model.paged_model import PagedModel
 from weft.serve.model.recurrent import FusedGRU, FusedLSTM, Multiply, RecurrentRows
 from weft.serve.scheduling.request import Request, Sampling
-from weft.serve.weights.cpu_product import CpuWeight
+from weft.serve.weights.cpu_products import CpuWeight
 from weft.serve.weights.packed_linear import PackedLinear, pack_head, pack_model
 from weft.serve.weights.weight_formats import FORMATS, AfterProduct
 

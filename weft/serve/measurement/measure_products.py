@@ -19,8 +19,7 @@ from weft.cluster.decode_rates import AttentionTimes, ProductRates
 from weft.serve.attention.paged_attention import decode_at
 from weft.serve.measurement.ballast import Ballast
 from weft.serve.model.fused import product
-from weft.serve.weights.cpu_vector_product import DTYPES as VECTOR_DTYPES
-from weft.serve.weights.cpu_vector_product import TAKES_VECTORS, takes_vectors
+from weft.serve.weights.cpu_products import HALF_DTYPES, TAKES_VECTORS, takes_vectors
 from weft.serve.weights.packed_linear import PackedLinear
 from weft.serve.weights.weight_formats import FORMATS, weight_bytes
 
@@ -139,7 +138,7 @@ def _layer(name: str, weight: Tensor) -> nn.Linear:
     if name in DTYPES:
         plain = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         plain.weight = nn.Parameter(weight, requires_grad=False)
-        TAKES_VECTORS.set(plain, weight.dtype in VECTOR_DTYPES and takes_vectors(plain))
+        TAKES_VECTORS.set(plain, weight.dtype in HALF_DTYPES and takes_vectors(plain))
         return plain
     form = FORMATS[name]
     packed = PackedLinear(form, form.encode(weight), weight.shape[1], None)

@@ -13,7 +13,7 @@ from weft.models.attention import RMSNorm
 from weft.models.router import Router
 from weft.serve.attention.batch import PagedBatch, angles_at
 from weft.serve.attention.layer_cache import MAX_WHOLE_DECODES
-from weft.serve.weights.cpu_vector_product import is_vector, plain_linear
+from weft.serve.weights.cpu_products import is_vector, plain_linear
 from weft.serve.weights.packed_linear import PackedLinear
 from weft.serve.weights.plain_norm import plain_norm
 from weft.serve.weights.weight_formats import FEW_ROWS

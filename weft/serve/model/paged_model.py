@@ -40,7 +40,7 @@ from weft.serve.model.split_layers import (
     summed,
 )
 from weft.serve.parallel.rank_part import refuse_model
-from weft.serve.weights.cpu_vector_product import DTYPES, TAKES_VECTORS, takes_vectors
+from weft.serve.weights.cpu_products import HALF_DTYPES, TAKES_VECTORS, takes_vectors
 from weft.serve.weights.packed_experts import PackedStack
 from weft.serve.weights.packed_linear import PackedLinear, end_to_end, join_packed
 from weft.serve.weights.streamed_weights import StreamedWeights
@@ -203,7 +203,9 @@ class PagedModel:
         a vector. It returns what is used.
         """
         packed = list(self._packed())
-        plain = [one for one in self._linears() if one.weight.dtype in DTYPES and not isinstance(one, PackedLinear)]
+        plain = [
+            one for one in self._linears() if one.weight.dtype in HALF_DTYPES and not isinstance(one, PackedLinear)
+        ]
         for one in packed:
             one.arrange_for_cpu(self.dtype)
         used = agree([*(one.max_rows for one in packed), *(int(takes_vectors(one)) for one in plain)])

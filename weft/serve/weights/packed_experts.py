@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from weft.models.expert_rows import sort_by_expert, through_experts
 from weft.models.experts import StackedExperts
-from weft.serve.weights.cpu_product import CpuWeight, limited
+from weft.serve.weights.cpu_products import CpuWeight, arranged, limited
 from weft.serve.weights.weight_formats import AfterProduct, Grouped, RowFp8, WeightFormat, refuse_bad_weight
 
 HALF = (torch.float16, torch.bfloat16)
@@ -70,7 +70,7 @@ class PackedStack(nn.Module):
 
     def arrange_for_cpu(self, dtype: torch.dtype) -> None:
         """Keep the weights a second time as a CPU's product with codes takes them, where that is faster."""
-        self.for_cpu = [self.format.for_cpu(self.parts_of(expert), dtype) for expert in range(self.shape[0])]
+        self.for_cpu = [arranged(self.format, self.parts_of(expert), dtype) for expert in range(self.shape[0])]
 
     @property
     def max_rows(self) -> int:

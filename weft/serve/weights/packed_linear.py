@@ -18,8 +18,7 @@ from weft.models.attention import RMSNorm
 from weft.models.decoder import Attention
 from weft.models.experts import StackedExperts, SwiGLU
 from weft.models.gpt2 import GPT2MLP, GPT2Attention
-from weft.serve.weights import cpu_dynamic_product
-from weft.serve.weights.cpu_product import CpuWeight, limited
+from weft.serve.weights.cpu_products import CpuWeight, DynamicWeight, arranged, limited, product_of, why_dequantised
 from weft.serve.weights.packed_experts import PackedExperts, PackedStack
 from weft.serve.weights.plain_norm import plain_norm
 from weft.serve.weights.weight_formats import (
@@ -68,7 +67,7 @@ class PackedLinear(nn.Linear):
 
     def arrange_for_cpu(self, dtype: torch.dtype) -> None:
         """Keep the weight a second time as a CPU's product with codes takes it, where that is faster."""
-        self.for_cpu = self.format.for_cpu(self.parts, dtype)
+        self.for_cpu = arranged(self.format, self.parts, dtype)
 
     @property
     def max_rows(self) -> int:
@@ -192,7 +191,7 @@ def what_cpus_do(model: nn.Module) -> list[str]:
     dtype = next(model.parameters()).dtype
     packed = [one for one in model.modules() if isinstance(one, PackedLinear | PackedStack)]
     what = "linears and stacks of experts" if any(isinstance(one, PackedStack) for one in packed) else "linears"
-    reasons = [one.format.why_decoded(one.in_features, dtype) for one in packed]
+    reasons = [why_dequantised(one.format, one.in_features, dtype) for one in packed]
     said = [
         f"{reasons.count(reason)} of {len(packed)} {what} are decoded for each product, which saves memory and no "
         f"time: {reason}"
@@ -200,7 +199,7 @@ def what_cpus_do(model: nn.Module) -> list[str]:
         if reason is not None
     ]
     by_codes = [one for one, reason in zip(packed, reasons, strict=True) if reason is None]
-    rounded = sum(isinstance(one.format, Grouped) for one in by_codes) if cpu_dynamic_product.has_product() else 0
+    rounded = sum(product_of(one.format) is DynamicWeight for one in by_codes)
     if rounded:
         said.append(
             f"{rounded} of {len(packed)} {what} round the inputs of decodes to 8 bits, each token's between its least "

@@ -13,7 +13,7 @@ Where the number of inputs is no multiple of the group, the group is their great
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -23,8 +23,6 @@ from torch import Tensor
 
 from weft.errors import ConfigError, NumbersError
 from weft.models.attention import RMSNorm
-from weft.serve.weights import cpu_group_product, cpu_half_product, cpu_row_product
-from weft.serve.weights.cpu_product import CpuWeight
 from weft.serve.weights.group_codes import GroupCodes, decode, encode, joined_ranges, size_of_block, split_ranges
 
 FP8 = torch.float8_e4m3fn
@@ -53,7 +51,7 @@ class AfterProduct(NamedTuple):
         return out if self.residual is None else self.residual + out
 
 
-class WeightFormat(Protocol):
+class WeightFormat(Hashable, Protocol):
     """A weight [out, in] as some tensors of integers, `parts`, each with a row for each output."""
 
     def empty(self, num_out: int, num_in: int, device: torch.device | str) -> tuple[Tensor, ...]:
@@ -67,12 +65,6 @@ class WeightFormat(Protocol):
         self, hidden: Tensor, parts: Sequence[Tensor], after: AfterProduct, norm: RMSNorm | None = None
     ) -> Tensor:
         """norm(hidden) @ weight.T, and what follows."""
-
-    def for_cpu(self, parts: Sequence[Tensor], dtype: torch.dtype) -> CpuWeight | None:
-        """The weight a second time, as a CPU's product with codes takes it; None if it is decoded for each product."""
-
-    def why_decoded(self, num_in: int, dtype: torch.dtype) -> str | None:
-        """Why a CPU decodes a weight for each product with inputs of a dtype; None if it does not."""
 
 
 @dataclass(frozen=True)
@@ -118,13 +110,6 @@ class Grouped:
             return product_by_kernel(hidden, codes, ranges, self.block(num_in), after, norm)
         return after.of(decoded_product(self, hidden if norm is None else norm(hidden), parts))
 
-    def for_cpu(self, parts: Sequence[Tensor], dtype: torch.dtype) -> CpuWeight | None:
-        codes, ranges = parts
-        return cpu_group_product.arranged(GroupCodes(codes, *split_ranges(ranges)), self.bits, dtype)
-
-    def why_decoded(self, num_in: int, dtype: torch.dtype) -> str | None:
-        return cpu_group_product.refusal(num_in, self.size_of_group(num_in), self.bits, dtype)
-
 
 @dataclass(frozen=True)
 class Half:
@@ -143,12 +128,6 @@ class Half:
         self, hidden: Tensor, parts: Sequence[Tensor], after: AfterProduct, norm: RMSNorm | None = None
     ) -> Tensor:
         return after.of(decoded_product(self, hidden if norm is None else norm(hidden), parts))
-
-    def for_cpu(self, parts: Sequence[Tensor], dtype: torch.dtype) -> CpuWeight | None:
-        return cpu_half_product.arranged(parts[0].view(torch.float16), dtype)
-
-    def why_decoded(self, num_in: int, dtype: torch.dtype) -> str | None:
-        return cpu_half_product.refusal(num_in, dtype)
 
 
 @dataclass(frozen=True)
@@ -186,13 +165,6 @@ class RowInt8(ScaledRows):
     ) -> Tensor:
         return after.of(decoded_product(self, hidden if norm is None else norm(hidden), parts))
 
-    def for_cpu(self, parts: Sequence[Tensor], dtype: torch.dtype) -> CpuWeight | None:
-        codes, scale = parts
-        return cpu_row_product.arranged(codes.view(self.code), scale.view(torch.float32), dtype)
-
-    def why_decoded(self, num_in: int, dtype: torch.dtype) -> str | None:
-        return cpu_row_product.refusal(num_in, dtype)
-
 
 @dataclass(frozen=True)
 class RowFp8(ScaledRows):
@@ -222,12 +194,6 @@ class RowFp8(ScaledRows):
             out = torch._scaled_mm(rounded, codes.T, given, scale.T, out_dtype=hidden.dtype, use_fast_accum=True)
             return after.of(out)
         return after.of(F.linear(hidden, codes.to(hidden.dtype)) * scale.to(hidden.dtype).T)
-
-    def for_cpu(self, parts: Sequence[Tensor], dtype: torch.dtype) -> CpuWeight | None:
-        return None
-
-    def why_decoded(self, num_in: int, dtype: torch.dtype) -> str | None:
-        return "products with codes are for fp16, int8-row, int8 and int4"
 
 
 def decoded_product(format: WeightFormat, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
