@@ -1,9 +1,9 @@
 """The interface of every axis and every memory policy. A new one is a file with a `Strategy` and a line in the table.
 
 `refuse` states in words why a plan does not fit a model, `cost` predicts communication and memory, and `apply` changes
-the model. `block_calls` and `buffer_calls` are the collectives of an axis, which the planner times. They are methods of
-one class so that they stay consistent. A test compares the traffic that `cost` predicts with the ledger, to the byte,
-and others compare the planner's calls with `cost`.
+the model; `parallel/apply.py` has the order of all. `block_calls` and `buffer_calls` are the collectives of an axis,
+which the planner times. They are methods of one class so that they stay consistent. A test compares the traffic that
+`cost` predicts with the ledger, to the byte, and others compare the planner's calls with `cost`.
 """
 
 from __future__ import annotations
@@ -121,6 +121,16 @@ class Strategy:
     exact = True
     axes: tuple[str, ...] = ()  # of the mesh, over which this strategy alone decides
 
+    def needs_example(self, plan: Plan) -> bool:
+        """Must a model be profiled with an example of its arguments, under a plan?"""
+        return False
+
+    def prepare(self, model: nn.Module, plan: Plan) -> None:
+        """Change the whole model, before it is profiled."""
+
+    def examine(self, whole: Profile, plan: Plan, mesh: Mesh) -> None:
+        """Keep with the whole model what `apply` must know of it, before it is cut into stages or split."""
+
     def refuse(self, profile: Profile, plan: Plan) -> str | None:
         """Why this plan does not fit this model, with the values and what to change; None where it does."""
         return None
@@ -150,7 +160,9 @@ class Strategy:
         return ()
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
-        """Do it, in place; state_dict keys stay. `values` gives a parameter's initial value by name."""
+        """Change the model, or the model of a pipeline's stage, in place; state_dict keys stay. `values` gives a
+        parameter's initial value by name.
+        """
         return model
 
 

@@ -135,8 +135,9 @@ def test_parallel_models_are_mended_when_all_else_is_done() -> None:
             seen.extend(type(module) for module in model.modules())
             return model
 
+    *before, last = weft.parallel.apply.STRATEGIES
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(weft.parallel.apply, "STRATEGIES", (*weft.parallel.apply.STRATEGIES, Looks()))
+        patched.setattr(weft.parallel.apply, "STRATEGIES", (*before, Looks(), last))
         parallelize(model, plan, Mesh(plan, "cpu"))
     assert nn.AvgPool2d in seen  # by which couples of convolutions are found
     assert isinstance(model[1], pools._FixedAveragePool)

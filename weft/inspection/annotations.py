@@ -5,22 +5,26 @@ They are stored on the object, not in a table beside it, so a deep copy of a mod
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
 T = TypeVar("T")
 ATTRIBUTE = "_weft"
+_FOR_STAGES: list[Annotation[Any]] = []
 
 
 class Annotation(Generic[T]):
     """One kind of value that an object may have, such as a tile's layout. Each is made once, where its type is defined.
 
-    `name` is its key among the object's annotations, and differs from that of every other annotation.
+    `name` is its key among the object's annotations, and differs from that of every other annotation. `for_stages`: the
+    model of a pipeline's stage gets the value of the whole model.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, for_stages: bool = False) -> None:
         self.name = name
+        if for_stages:
+            _FOR_STAGES.append(self)
 
     def get(self, owner: nn.Module | Tensor) -> T | None:
         """Return the value of an object; None if it has none."""
@@ -46,3 +50,11 @@ class Annotation(Generic[T]):
             rest = {name: value for name, value in owner.__dict__[ATTRIBUTE].items() if name != self.name}
             owner.__dict__[ATTRIBUTE] = rest
         return found
+
+
+def give_to_stage(whole: nn.Module, stage: nn.Module) -> None:
+    """Set the annotations of the whole model that are `for_stages` on the model of a pipeline's stage."""
+    for annotation in _FOR_STAGES:
+        value = annotation.get(whole)
+        if value is not None:
+            annotation.set(stage, value)

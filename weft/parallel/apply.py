@@ -1,4 +1,11 @@
-"""Applies a plan to a model. `STRATEGIES` is the table of axes and memory policies, in the order of application.
+"""Applies a plan to a model. `STRATEGIES` is the table of axes, memory policies and what else is done to a model.
+
+`parallelize` goes through the table in order, several times:
+
+1. `prepare`: the whole model, before it is profiled; the profile has an example where a strategy `needs_example`;
+2. `refuse`: the first reason why the plan does not fit ends it;
+3. `examine`: what is only known of the whole model, before it is cut into stages or split;
+4. `apply`: the model or, with `pipe`, each of this rank's stages.
 
 docs/design.md has the steps to add an axis.
 """
@@ -14,33 +21,35 @@ from torch import Tensor, nn
 
 from weft.comm import Traffic
 from weft.errors import PlanError
+from weft.inspection.annotations import give_to_stage
 from weft.memory.offload_activations import ActivationPolicy
 from weft.memory.offload_weights import WeightPolicy
 from weft.memory.recompute import RecomputePolicy
 from weft.mesh import Mesh
-from weft.models.loss_head import install_loss_head, is_loss_in_head
-from weft.models.vision.pools import fix_average_gradients
-from weft.parallel.branch.axis import BRANCHES, BranchAxis, RankBranches, rank_branches
+from weft.parallel.any_model import AveragePools, FlatParameters, LossInHead
+from weft.parallel.branch.axis import BranchAxis
 from weft.parallel.context.axis import ContextAxis
 from weft.parallel.data import DataAxis
 from weft.parallel.expert.axis import ExpertAxis
 from weft.parallel.expert.balance import RouterBalance
 from weft.parallel.fp8 import Fp8Matmuls
-from weft.parallel.parameter_rules import refuse_parameters
 from weft.parallel.shard import ShardAxis
 from weft.parallel.tensor.axis import TensorAxes
 from weft.parallel.tile import TileAxis, TileGradients
-from weft.pipeline.build import Staging, build, stage
-from weft.pipeline.build import refuse as refuse_pipeline
+from weft.pipeline.build import PipeAxis, Staging, build, stage
 from weft.pipeline.cost import pipeline_cost
 from weft.plan import BatchSplit, Plan
 from weft.profiling import PARAMETER_CUTS, Profile, profile
 from weft.sharding.layout import COMPUTE_DTYPE
-from weft.spatial.tiling import localise_tile, mark, tiling_for
+from weft.spatial.tiling import localise_tile
 from weft.strategy import Cost, Strategy, Values
 
 # Recompute wraps the forwards that the tensor axes and tiles leave: a block may be a linear or a convolution itself.
+# Average pools come last: their types change, by which other strategies recognise layers.
 STRATEGIES: tuple[Strategy, ...] = (
+    LossInHead(),
+    FlatParameters(),
+    PipeAxis(),
     TensorAxes(),
     ExpertAxis(),
     BranchAxis(),
@@ -54,6 +63,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     ContextAxis(),
     TileGradients(),
     RouterBalance(),
+    AveragePools(),
 )
 
 
@@ -78,12 +88,11 @@ def parallelize(
     loss, as in `weft.profile`; its memory counts when stages are balanced by memory.
     """
     mesh = mesh or Mesh(plan)
-    is_traced = plan.pipe.degree > 1 or plan.branch.degree > 1 or plan.is_viewed
-    if is_loss_in_head(plan):
-        install_loss_head(model)
-    whole = profile(model, example if is_traced else None, finish, COMPUTE_DTYPE[plan.precision])
+    for strategy in STRATEGIES:
+        strategy.prepare(model, plan)
+    needs_example = any(strategy.needs_example(plan) for strategy in STRATEGIES)
+    whole = profile(model, example if needs_example else None, finish, COMPUTE_DTYPE[plan.precision])
     refuse(whole, plan)
-    tiling = tiling_for(whole, plan)
     if values is None:
         if any(parameter.is_meta for parameter in model.parameters()):
             raise PlanError("the model is on the meta device; pass values=, which gives a parameter's tensor by name")
@@ -94,28 +103,23 @@ def parallelize(
                 f"buffer '{name}' is on the meta device, and its value is not among values=; build the model on a real "
                 f"device, or set its buffers first"
             )
-    if tiling is not None:
-        mark(model, tiling)
-    apply = partial(_apply_strategies, mesh=mesh, branches=rank_branches(whole, plan, mesh))
+    for strategy in STRATEGIES:
+        strategy.examine(whole, plan, mesh)
     if plan.pipe.degree == 1:
-        return apply(plan, model, values)
-    pipeline = build(stage(whole, plan, mesh.device), mesh, values, apply)
-    if tiling is not None:
-        mark(pipeline, tiling)
-    return pipeline
+        return _apply_strategies(plan, model, values, mesh)
+    return build(stage(whole, plan, mesh.device), mesh, values, partial(_apply_to_stage, mesh=mesh, whole=model))
 
 
-def _apply_strategies(
-    plan: Plan, model: nn.Module, values: Values, mesh: Mesh, branches: RankBranches | None
-) -> nn.Module:
+def _apply_to_stage(plan: Plan, model: nn.Module, values: Values, mesh: Mesh, whole: nn.Module) -> nn.Module:
+    give_to_stage(whole, model)
+    return _apply_strategies(plan, model, values, mesh)
+
+
+def _apply_strategies(plan: Plan, model: nn.Module, values: Values, mesh: Mesh) -> nn.Module:
     """Apply the strategies to a model, or to the model of a pipeline stage, with the plan that the stage follows."""
-    if branches is not None:
-        BRANCHES.set(model, branches)
     local = partial(_local_value, model, values)
     for strategy in STRATEGIES:
         model = strategy.apply(model, plan, mesh, local)
-    if not plan.is_viewed:  # a view corrects the pools that it runs
-        fix_average_gradients(model)  # last, because it changes types, by which strategies recognise layers
     return model
 
 
@@ -127,8 +131,8 @@ def _local_value(model: nn.Module, values: Values, name: str) -> Tensor:
 
 def refuse(model_profile: Profile, plan: Plan) -> None:
     """Raise a PlanError with the first reason why the plan does not fit the model, if there is one."""
-    for reason_for in (refuse_parameters, refuse_pipeline, *(strategy.refuse for strategy in STRATEGIES)):
-        reason = reason_for(model_profile, plan)
+    for strategy in STRATEGIES:
+        reason = strategy.refuse(model_profile, plan)
         if reason is not None:
             raise PlanError(reason)
 

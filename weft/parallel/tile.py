@@ -37,7 +37,7 @@ from weft.sharding.units import units_of
 from weft.spatial.dry_run import dry_run
 from weft.spatial.tile_layout import Grid
 from weft.spatial.tiled_model import install, install_stage
-from weft.spatial.tiling import tiling_of
+from weft.spatial.tiling import mark, tiling_for, tiling_of
 from weft.spatial.view import View
 from weft.strategy import Buffer, Cost, SearchSpace, Strategy, Values, divisors, tally
 
@@ -104,6 +104,15 @@ class TileAxis(Strategy):
             yield call._replace(num_bytes=num_bytes, phase=phase)
             if call.phase == "again" and is_recomputed:
                 yield call._replace(num_bytes=num_bytes, phase="backward")
+
+    def needs_example(self, plan: Plan) -> bool:
+        return plan.is_viewed
+
+    def examine(self, whole: Profile, plan: Plan, mesh: Mesh) -> None:
+        tiling = tiling_for(whole, plan)
+        if tiling is not None:
+            assert whole.model is not None
+            mark(whole.model, tiling)
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
         tiling = tiling_of(model)

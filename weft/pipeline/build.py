@@ -28,11 +28,11 @@ from weft.profiling import SHARED_BY_STAGES, Profile, stage_profile
 from weft.schedule.actions import Schedule, with_messages
 from weft.schedule.check import check
 from weft.schedule.nccl_order import with_awaited_sends
-from weft.schedule.schedules import make_schedule
+from weft.schedule.schedules import make_schedule, refuse_schedule
 from weft.schedule.shadow import with_shadows
 from weft.sharding.units import units_of
 from weft.spatial.tiling import localise_tile, mark, tiling_for
-from weft.strategy import Values
+from weft.strategy import Strategy, Values
 
 Example = Callable[[], Any]
 Apply = Callable[[Plan, nn.Module, Values], nn.Module]
@@ -202,32 +202,42 @@ def _stage(whole: Profile, plan: Plan, device: torch.device) -> Staging:
     return staging
 
 
-def refuse(whole: Profile, plan: Plan) -> str | None:
-    """Return why a plan's pipeline does not fit; None if it does."""
-    pipe = plan.pipe
-    if pipe.degree == 1:
+class PipeAxis(Strategy):
+    """What the `pipe` axis asks of a plan. `parallelize` applies the other strategies to each of a rank's stages."""
+
+    name = "pipe"
+    axes = ("pipe",)
+
+    def needs_example(self, plan: Plan) -> bool:
+        return plan.pipe.degree > 1
+
+    def refuse(self, profile: Profile, plan: Plan) -> str | None:
+        pipe = plan.pipe
+        if pipe.degree == 1:
+            return refuse_shadows(plan) if pipe.shadow else None
+        reason = refuse_schedule(pipe.schedule, pipe.degree, pipe.batches or 2, **pipe.options)
+        if reason is not None:
+            return reason
+        inside = {axis: degree for axis, degree in plan.degrees.items() if degree > 1 and axis not in ("data", "pipe")}
+        given = ", ".join(f"{axis} = {degree}" for axis, degree in inside.items())
+        if pipe.schedule == "message" and inside:
+            return (
+                f"pipe.schedule = 'message' lets each rank choose its own order, but the ranks of a stage ({given}) "
+                f"must share one; use data beside it, or another schedule"
+            )
+        if pipe.schedule == "message" and plan.has_batch_statistics:
+            return (
+                f"pipe.schedule = 'message' lets each rank choose its own order, but statistics = 'batch' lets data = "
+                f"{plan.data} ranks talk inside a stage; use statistics = 'rank', or another schedule"
+            )
+        if pipe.schedule == "zero-bubble" and plan.tensor.x * plan.tensor.y > 1:
+            return (
+                f"pipe.schedule = 'zero-bubble' puts weight gradients off, which the tensor axes ({given}) do in their "
+                f"own way; use 1f1b or interleaved with them"
+            )
+        if plan.memory.accumulate == "slice":
+            return "memory.accumulate = 'slice' reduces each micro-batch, which a pipeline does not; use 'whole'"
         return refuse_shadows(plan) if pipe.shadow else None
-    make_schedule(pipe.schedule, pipe.degree, pipe.batches or 2, **pipe.options)
-    inside = {axis: degree for axis, degree in plan.degrees.items() if degree > 1 and axis not in ("data", "pipe")}
-    given = ", ".join(f"{axis} = {degree}" for axis, degree in inside.items())
-    if pipe.schedule == "message" and inside:
-        return (
-            f"pipe.schedule = 'message' lets each rank choose its own order, but the ranks of a stage ({given}) must "
-            f"share one; use data beside it, or another schedule"
-        )
-    if pipe.schedule == "message" and plan.has_batch_statistics:
-        return (
-            f"pipe.schedule = 'message' lets each rank choose its own order, but statistics = 'batch' lets data = "
-            f"{plan.data} ranks talk inside a stage; use statistics = 'rank', or another schedule"
-        )
-    if pipe.schedule == "zero-bubble" and plan.tensor.x * plan.tensor.y > 1:
-        return (
-            f"pipe.schedule = 'zero-bubble' puts weight gradients off, which the tensor axes ({given}) do in their own "
-            f"way; use 1f1b or interleaved with them"
-        )
-    if plan.memory.accumulate == "slice":
-        return "memory.accumulate = 'slice' reduces each micro-batch, which a pipeline does not; use 'whole'"
-    return refuse_shadows(plan) if pipe.shadow else None
 
 
 def stage_weights(whole: Profile, plan: Plan, num_samples: int = 1) -> StageWeights:
@@ -277,7 +287,11 @@ def build(staging: Staging, mesh: Mesh, values: Values, apply: Apply) -> Pipelin
     if beside is not None:
         stages.append(_build_stage(staging, beside, SHADOW_REPLICA, mesh, values, apply, routes))
     names = [name for name, _ in staging.whole.named_parameters()]
-    return Pipeline(stages, _copies(staging, stages, mesh), staging.schedule, mesh, names, staging.check_evaluation)
+    copies = _copies(staging, stages, mesh)
+    pipeline = Pipeline(stages, copies, staging.schedule, mesh, names, staging.check_evaluation)
+    if staging.tracer.tiling is not None:
+        mark(pipeline, staging.tracer.tiling)
+    return pipeline
 
 
 def _build_stage(

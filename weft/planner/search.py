@@ -30,7 +30,6 @@ from typing import Any, Literal, Self
 from weft.cluster.hardware import Cluster
 from weft.errors import PlanError
 from weft.parallel.apply import STRATEGIES
-from weft.pipeline.build import refuse as refuse_pipeline
 from weft.plan import Memory as MemoryPolicy
 from weft.plan import Pipe, Plan, Recompute, Shard
 from weft.planner.asked import AskedFields
@@ -312,7 +311,7 @@ class Search(ABC):
             plan = with_fields(plan, self._asked.fields)
             pipe = plan.pipe
             reason = refuse_schedule(pipe.schedule, pipe.degree, num_micro_batches, **pipe.options)
-            reason = reason or refuse_pipeline(self.model.profile, plan) or self._reason(plan)
+            reason = reason or self._reason(plan)
         except PlanError as error:
             reason = str(error)
         if reason is not None:

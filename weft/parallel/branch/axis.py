@@ -79,7 +79,7 @@ class RankBranches:
     layers: tuple[str, ...]
 
 
-BRANCHES = Annotation[RankBranches]("branches")  # on a model, or on a pipeline stage's model
+_BRANCHES = Annotation[RankBranches]("branches", for_stages=True)
 
 
 class BranchAxis(Strategy):
@@ -146,8 +146,22 @@ class BranchAxis(Strategy):
         batches: tuple[Literal["same", "split"], ...] = ("same", "split")
         return [{}, *({"branch": Branch(degree, batch)} for degree in degrees for batch in batches)]
 
+    def needs_example(self, plan: Plan) -> bool:
+        return plan.branch.degree > 1
+
+    def examine(self, whole: Profile, plan: Plan, mesh: Mesh) -> None:
+        """Find how this rank runs the model's branches."""
+        if plan.branch.degree == 1:
+            return
+        assert whole.model is not None
+        found, x = _deal(whole, plan), mesh["x"].index
+        if mesh.is_first:
+            logger.info(f"branch = {plan.branch.degree}: {found.describe()}")
+        tracers = {region: region_tracer(whole, plan, region, x) for region in find_schedules(whole, plan, x)}
+        _BRANCHES.set(whole.model, RankBranches(found, tracers, split_names(whole, plan)))
+
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
-        found = BRANCHES.pop(model)
+        found = _BRANCHES.pop(model)
         if found is None:
             return model
         as_operations(model, (name for region in found.regions for name in within(region, found.layers).values()))
@@ -162,20 +176,6 @@ class BranchAxis(Strategy):
             runner = BranchRunner(model, region, tracer, owners, mesh["branch"], mesh.device)
             setattr(modules[region], "forward", runner)  # noqa: B010 (a method to mypy)
         return model
-
-
-def rank_branches(whole: Profile, plan: Plan, mesh: Mesh) -> RankBranches | None:
-    """Returns how a rank runs the branches of a model under a plan that was not refused; None if it has no such axis.
-
-    The model must not be split yet.
-    """
-    if plan.branch.degree == 1:
-        return None
-    found, x = _deal(whole, plan), mesh["x"].index
-    if mesh.is_first:
-        logger.info(f"branch = {plan.branch.degree}: {found.describe()}")
-    tracers = {region: region_tracer(whole, plan, region, x) for region in find_schedules(whole, plan, x)}
-    return RankBranches(found, tracers, split_names(whole, plan))
 
 
 def work_share(profile: Profile, plan: Plan) -> float:
