@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import logging
+from pathlib import Path
 from typing import Any
 
 import models_for_tests as models
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -131,3 +134,37 @@ class BadGradient(Pair):
 def test_a_model_whose_own_numbers_are_nan_is_said_to_be_such(make: Any, quantity: str) -> None:
     with pytest.raises(PlanError, match=rf"the {quantity} of {make.__name__}, unsplit and .*, is nan in step 1"):
         verify(make, models.vector_batch, Plan(data=2))
+
+
+class Scaled(nn.Module):
+    """Takes more than tokens, so that it cannot be tried on tokens alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.first = nn.Embedding(models.VOCABULARY, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, models.VOCABULARY)
+
+    def forward(self, tokens: Tensor, scale: Tensor) -> Tensor:
+        out: Tensor = self.head(self.first(self.table(tokens)) * scale[:, None, None])
+        return out
+
+
+def scaled_batch(step: int) -> Any:
+    tokens, labels = models.token_batch(step)
+    return (tokens, torch.linspace(1, 2, len(tokens))), labels
+
+
+def scaled_loss(model: nn.Module, batch: Any) -> Tensor:
+    return token_loss(model(*batch[0]), batch[1])[0]
+
+
+def test_what_is_assumed_of_the_logits_is_said_once(tmp_path: Path) -> None:
+    plan, log = Plan(data=2, tensor=TensorAxes(x=2)), tmp_path / "log"
+    handler = logging.FileHandler(log)  # ranks are forked, and append to the same file
+    logging.getLogger("weft").addHandler(handler)
+    try:
+        verify(Scaled, scaled_batch, plan, objective=Objective(CROSS_ENTROPY.count, scaled_loss)).require()
+    finally:
+        logging.getLogger("weft").removeHandler(handler)
+    words = "Scaled does not run on tokens alone (TypeError), so weft assumes that it returns its head's result"
+    assert log.read_text().count(words) == 1

@@ -10,8 +10,7 @@ model that does not run on tokens alone (of images) is taken to return its head'
 
 from __future__ import annotations
 
-import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,6 @@ from weft.inspection.chain_ends import NUM_TOKENS
 from weft.inspection.functional_call import call_with, no_fakes_left
 from weft.inspection.nested_tensors import tensors_in
 
-logger = logging.getLogger("weft")
 OWN_MODELS = "weft.models."  # these return their head's result
 aten = torch.ops.aten
 OF_EACH_ELEMENT = (
@@ -32,11 +30,18 @@ OF_EACH_ELEMENT = (
 )
 
 
-def reason_logits_need_all_classes(model: nn.Module, head: nn.Module) -> str | None:
-    """Returns what the model does with its head's result that needs all classes; None if there is nothing."""
+class LogitsUse(NamedTuple):
+    """Why a model needs logits of all classes, if it does; what is assumed of a model that could not be run."""
+
+    reason: str | None = None
+    assumption: str | None = None
+
+
+def find_logits_use(model: nn.Module, head: nn.Module) -> LogitsUse:
+    """Returns what the model does with its head's result that needs all classes, if anything."""
     has_tokens = any(isinstance(module, nn.Embedding) for module in model.modules())
     if type(model).__module__.startswith(OWN_MODELS) or not has_tokens:
-        return None
+        return LogitsUse()
     watch = LogitsWatch()
     handle = head.register_forward_hook(watch.take, prepend=True)
     modes = [(module, module.training) for module in model.modules()]
@@ -53,19 +58,17 @@ def reason_logits_need_all_classes(model: nn.Module, head: nn.Module) -> str | N
             with no_fakes_left(model), watch:
                 result = call_with(model, state, (tokens,))
             if not any(watch.is_logits(tensor) for tensor in tensors_in(result)):
-                return "the model does not return its head's result"
+                return LogitsUse("the model does not return its head's result")
     except Exception as error:  # anything that the user's code may raise
-        logger.warning(
-            "%s does not run on tokens alone (%s), so weft assumes that it returns its head's result and keeps logits "
-            "split over x; weft.verify tells if it does not",
-            *(type(model).__name__, type(error).__name__),
+        return LogitsUse(
+            assumption=f"{type(model).__name__} does not run on tokens alone ({type(error).__name__}), so weft assumes "
+            f"that it returns its head's result and keeps logits split over x; a proof fails if it does not"
         )
-        return None
     finally:
         handle.remove()
         for module, was_training in modes:
             module.training = was_training
-    return watch.found
+    return LogitsUse(watch.found)
 
 
 class LogitsWatch(TorchDispatchMode):

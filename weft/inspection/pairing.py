@@ -32,7 +32,7 @@ from weft.inspection.attention_heads import (
 )
 from weft.inspection.blocks import find_blocks
 from weft.inspection.embedding_lookup import reason_lookup_not_split
-from weft.inspection.logits_use import reason_logits_need_all_classes
+from weft.inspection.logits_use import find_logits_use
 from weft.inspection.module_key import module_key
 from weft.inspection.sequential_pairs import CHANNEL_WISE, ELEMENT_WISE, reason_not_splittable, sequential_pairs
 from weft.inspection.split_probe import (
@@ -77,6 +77,7 @@ class _Finder:
         self.embeddings: list[str] = []
         self.inner: set[str] = set()
         self.tables: set[str] = set()
+        self.assumption: str | None = None
         self.scaled: dict[str, ScaledAttributes] = {}
         self.kept: dict[str, str] = {}
         self.mixers: dict[str, str] = {}
@@ -127,13 +128,18 @@ class _Finder:
             self.mixers,
             self._places_of_tied(),
             frozenset(self.tables),
+            self.assumption,
             self.model,
         )
 
     def check_logits(self) -> None:
         """Gather the logits if the model does anything with them that needs all classes."""
         for name, split in self.splits.items():
-            if split.kind == "head" and reason_logits_need_all_classes(self.model, self.model.get_submodule(name)):
+            if split.kind != "head":
+                continue
+            use = find_logits_use(self.model, self.model.get_submodule(name))
+            self.assumption = use.assumption or self.assumption
+            if use.reason:
                 self.splits[name] = replace(split, kind="gathered")
 
     def check_tokens(self) -> None:

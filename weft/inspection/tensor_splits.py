@@ -108,7 +108,8 @@ class Pairing:
     that every rank of x holds whole, with the reason. `mixers` has modules that mix tokens outside of regions, so that
     they need whole sequences, with the reason. `tied` has, for a parameter that a layer shares under another name
     (`head.bias = self.bias`), the name that says how it is split. `tables` are parameters inside attention with a
-    column for each head, which are split as the heads are.
+    column for each head, which are split as the heads are. `assumption` says what is assumed of the model's logits,
+    because the model could not be run to find out.
     """
 
     splits: dict[str, Split] = field(default_factory=dict)
@@ -120,6 +121,7 @@ class Pairing:
     mixers: dict[str, str] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     tables: frozenset[str] = frozenset()
+    assumption: str | None = None
     model: nn.Module | None = field(default=None, compare=False, repr=False)
 
     @cached_property

@@ -167,9 +167,10 @@ class _Found:
 
 def _train(model: nn.Module, case: Case, trial: Trial, mesh: Mesh, arithmetic: AbstractContextManager[Any]) -> _Found:
     """Train the split model. `arithmetic` is the mode of its forwards and backwards."""
+    say = logger.warning if mesh.is_first else _say_nothing
     if trial.compiles:
-        compile_blocks(model, logger.warning)
-    graph = Graph(model, logger.warning) if trial.records else None
+        compile_blocks(model, say)
+    graph = Graph(model, say) if trial.records else None
     optimizer = _optimizer(model)
     recorder, routed = _StateRecorder(model, optimizer), RoutedRows(model, mesh)
     if isinstance(arithmetic, Float64):
@@ -184,6 +185,10 @@ def _train(model: nn.Module, case: Case, trial: Trial, mesh: Mesh, arithmetic: A
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
     return _Found(losses, norms, _pieces(model), _buffers(model), _plain(mesh.ledger.entries()), recorder, routed)
+
+
+def _say_nothing(message: str) -> None:
+    pass
 
 
 class _StateRecorder:

@@ -115,10 +115,18 @@ class TensorAxes(Strategy):
         if plan.tensor.x == plan.tensor.y == 1:
             return model
         pairing = pair(model)
-        for name, reason in pairing.kept.items() if mesh["x"].index == 0 else ():
-            logger.info("tensor.x leaves '%s' whole: %s", name, reason)
+        if mesh.is_first_of_stage:
+            _log(pairing)
         split_model(model, pairing, plan, mesh)
         return model
+
+
+def _log(pairing: Pairing) -> None:
+    """Log what x leaves whole, and what is assumed of the model."""
+    for name, reason in pairing.kept.items():
+        logger.info("tensor.x leaves '%s' whole: %s", name, reason)
+    if pairing.assumption is not None:
+        logger.warning(pairing.assumption)
 
 
 # --- changes to modules
