@@ -30,9 +30,10 @@ from weft.models import DecoderConfig
 from weft.plan import Plan
 from weft.planner.serving import ServingModel
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.model.streamed_model import StreamedModel, Streaming, stream_model
+from weft.serve.model.streamed_model import StreamedModel, stream_model
 from weft.serve.parallel.rank_part import PartValues, build_whole, read_part
 from weft.serve.scheduling.request import Request, Sampling
+from weft.serve.spec import EngineSizes
 from weft.serve.weights.streamed_weights import StreamedWeights
 
 RESULT = Path(__file__).parent / "results" / "larger-than-gpu.json"
@@ -58,7 +59,7 @@ def parts(config: DecoderConfig, device: torch.device) -> tuple[Any, PartValues]
 
 def streamed_model(config: DecoderConfig, device: torch.device, num_resident: int) -> StreamedModel:
     model, values = parts(config, device)
-    return stream_model(model, device, Streaming(AHEAD, num_resident), values)
+    return stream_model(model, device, EngineSizes(stream_weights=AHEAD, resident_blocks=num_resident), values=values)
 
 
 def options(device: torch.device, num_requests: int) -> EngineOptions:

@@ -37,7 +37,7 @@ from weft.serve.attention.loki_choice import LokiChoice
 from weft.serve.calibration.corrected_codes import pack_corrected
 from weft.serve.calibration.loki_calibration import calibrate
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.generate import load_for_generation
+from weft.serve.loading import load_for_generation
 from weft.serve.model.model_part import ModelPart
 from weft.serve.model.step_inputs import StepInputs, text_inputs
 from weft.serve.scheduling.request import Request, Sampling

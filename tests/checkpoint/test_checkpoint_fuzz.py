@@ -34,7 +34,7 @@ from weft.models import DecoderConfig, build
 from weft.models.tuning import Tuning
 from weft.saved_run import saved_data, saved_model
 from weft.schema import to_table
-from weft.serve.generate import load_for_generation
+from weft.serve.loading import load_for_generation
 from weft.train import resume
 
 pytestmark = pytest.mark.processes

@@ -25,8 +25,8 @@ from weft.models import Decoder, DecoderConfig, build, initialise, read_config, 
 from weft.run_file import load_run, run_from_tables
 from weft.saved_run import open_checkpoint, places_of
 from weft.schema import to_table
-from weft.serve.generate import generate, load_for_generation
-from weft.serve.loading import load_model
+from weft.serve.generate import generate
+from weft.serve.loading import load_for_generation, load_model
 
 pytestmark = pytest.mark.processes
 
@@ -180,7 +180,7 @@ def test_an_export_ends_where_its_run_does(tmp_path: Path, first: str, end_token
     stated = "" if end_token is None else f'end_token = "{end_token}"\n'
     run = saved_with(str(file), tmp_path / "run" / "checkpoints", "run", more=stated + "add_special_tokens = true")
     export(run, target)
-    ours, theirs = (load_model(folder, None, "cpu", print) for folder in (run, target))
+    ours, theirs = (load_model(folder) for folder in (run, target))
     assert theirs.end_tokens == ours.end_tokens == {65, ours.tokenizer.end}
     assert theirs.tokenizer.end == ours.tokenizer.end == {BOS: 256, EOS: 257}[end_token or EOS]
     found = GenerationConfig.from_pretrained(target)
@@ -343,8 +343,8 @@ def test_a_run_is_served_and_exported_with_the_tokens_that_its_texts_had(tmp_pat
         again = run_from_tables({**source, "data": {"source": "stdlib", "sequence": 8}}, {}, "again")
         ids = theirs(own)("he", add_special_tokens=False).input_ids
         for tokenizer in (
-            load_model(run, None, "cpu", print).tokenizer,
-            load_model(tmp_path / f"model{number}", None, "cpu", print).tokenizer,
+            load_model(run).tokenizer,
+            load_model(tmp_path / f"model{number}").tokenizer,
             again.tokenizer,
         ):
             assert encode_text(tokenizer, "he") == [*expected, *ids]
@@ -359,8 +359,8 @@ def test_a_run_of_an_earlier_weft_ends_texts_with_the_token_that_it_learnt(tmp_p
         export(run, tmp_path / f"model{number}")
         source = {"model": {"from": str(run)}, "train": {"steps": 1, "batch": 1}}
         again = run_from_tables({**source, "data": {"source": "stdlib", "sequence": 8}}, {}, "again")
-        loaded = load_model(run, None, "cpu", print)
-        exported = load_model(tmp_path / f"model{number}", None, "cpu", print)
+        loaded = load_model(run)
+        exported = load_model(tmp_path / f"model{number}")
         assert {loaded.tokenizer.end_token, exported.tokenizer.end_token, again.tokenizer.end_token} == {expected}
         assert loaded.tokenizer.end in loaded.end_tokens
 
@@ -369,7 +369,7 @@ def test_generating_stops_at_every_token_that_the_folder_states(tmp_path: Path) 
     save_folder(tmp_path / "model", build(CONFIG))
     write_tokenizer(tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [257, 120]}')
-    loaded = load_model(tmp_path / "model", None, "cpu", print)
+    loaded = load_model(tmp_path / "model")
     assert loaded.end_tokens == {257, 120}
     options: dict[str, Any] = {"num_tokens": 5, "temperature": 0}
     assert len(generate(fixed(), load_tokenizer("bytes"), "x", **options)) == 5

@@ -20,7 +20,7 @@ from weft.planner.serving_speculation import price_speculation
 from weft.serve.attention.loki_cache import LokiFormat
 from weft.serve.calibration.loki_calibration import save
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.generate import load_for_generation
+from weft.serve.loading import load_for_generation
 from weft.serve.weights.folder_codes import folder_format
 
 EXPERTS = replace(CONFIG, architecture="mixtral", num_experts=2, num_experts_per_tok=1)

@@ -92,7 +92,7 @@ def test_folders_are_priced_by_their_config_alone(
     (tmp_path / "llama" / "config.json").write_text(json.dumps(about))
     expected = predict_decode(DecoderConfig(vocab_size=300, **sizes), made_up_rates(), "float32", 640)  # type: ignore[arg-type]
     assert weft(*given, tmp_path / "llama").json["tokens_per_second"] == pytest.approx(expected.tokens_per_second)
-    monkeypatch.setattr("weft.serve.generate.computes_in", lambda folder: torch.bfloat16)  # as a run may have saved it
+    monkeypatch.setattr("weft.serve.loading.computes_in", lambda folder: torch.bfloat16)  # as a run may have saved it
     assert weft(*given, tmp_path / "llama").json["precision"] == "bf16"
 
 

@@ -190,7 +190,7 @@ def test_a_checkpoint_goes_to_transformers_and_back(tmp_path: Path) -> None:
         "from transformers import AutoModelForCausalLM\n"
         f"theirs = AutoModelForCausalLM.from_pretrained({str(folder)!r}, dtype=torch.float32).cuda()\n"
         "from pathlib import Path\n"
-        "from weft.serve.generate import load_for_generation\n"
+        "from weft.serve.loading import load_for_generation\n"
         f"ours = load_for_generation(Path({str(tmp_path / 'text')!r}), device='cuda')[0].float()\n"
         "tokens = torch.randint(250, (2, 32), device='cuda')\n"
         "with torch.no_grad():\n"

@@ -19,12 +19,11 @@ from weft.data.chat_template import ChatTemplate
 from weft.data.tokenizer import ByteTokenizer, Tokenizer
 from weft.serve.http.addresses import listen
 from weft.serve.http.end_points import Api, build_app
-from weft.serve.http.guard import ServerLimits
-from weft.serve.http.run_server import ServeOptions
 from weft.serve.http.server import HttpServer
 from weft.serve.scheduling.grammar import Grammars
 from weft.serve.scheduling.request import EngineState, GeneratedToken, Request, RequestError, TokenLogprobs
 from weft.serve.served_model import ServedModel
+from weft.serve.spec import ServerLimits, ServingSpec
 from weft.serve.worker import EngineWorker, StepEngine
 
 TEMPLATE = (
@@ -33,22 +32,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 LIMIT_SECONDS = 60.0
-OPTIONS = ServeOptions(
-    host="127.0.0.1",
-    port=0,
-    api_keys=(),
-    name=None,
-    device="cpu",
-    follows=False,
-    tokenizer="bytes",
-    template=None,
-    context_length=None,
-    max_running=2,
-    max_waiting=2,
-    token_budget=16,
-    num_blocks=None,
-    limits=ServerLimits(),
-)
+OPTIONS = ServingSpec(port=0, device="cpu", tokenizer="bytes", max_running=2, max_waiting=2, token_budget=16)
 # Clients of a loopback port encrypt nothing. Without this, each of them reads all certificates of the machine.
 NO_CERTIFICATES: dict[str, Any] = {"verify": False}
 

@@ -14,7 +14,7 @@ import pytest
 
 from weft.checkpoint import Checkpoint
 from weft.errors import CheckpointError
-from weft.serve.generate import load_for_generation
+from weft.serve.loading import load_for_generation
 
 pytestmark = pytest.mark.processes
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ from weft.serve.attention.loki_choice import LokiChoice
 from weft.serve.calibration.corrected_codes import pack_corrected
 from weft.serve.calibration.graph_index import index_model
 from weft.serve.calibration.loki_calibration import calibrate
-from weft.serve.loading import Packing, calibration_texts, load_model
+from weft.serve.loading import calibration_texts, load_model
+from weft.serve.model.ranks import ServingRanks
+from weft.serve.spec import ServingSpec
 from weft.serve.weights.weight_formats import FORMATS
 
 COMMANDS = ("calibrate", "index")
@@ -44,8 +48,9 @@ def test_a_recurrent_model_in_fewer_bits_is_refused_before_it_is_read(kind: str,
     model = build(RecurrentConfig(kind, vocab_size=257, hidden_size=12))  # type: ignore[arg-type]
     save_folder(tmp_path / "model", model)  # type: ignore[arg-type]
     for calibration in (None, str(text)):
+        spec = ServingSpec(tokenizer="bytes", weights="int4", calibration=calibration)
         with pytest.raises(ConfigError, match=r"is served on one rank, with its weights as they are.*--weights"):
-            load_model(tmp_path / "model", "bytes", "cpu", refuse, packing=Packing("int4", calibration))
+            load_model(tmp_path / "model", spec, say=refuse)
         (tmp_path / "model" / "model.safetensors").unlink(missing_ok=True)
 
 
@@ -63,9 +68,10 @@ def test_tokens_that_the_model_does_not_have_are_refused(tmp_path: Path, text: P
         calibration_texts(text, ByteTokenizer(), CONTEXT, 61)
     assert len(calibration_texts(text, ByteTokenizer(), CONTEXT, ord("w") + 1)) > 0
     save_folder(tmp_path / "model", tiny_model("llama"))  # type: ignore[arg-type]
-    for place in (None, ONE):
+    spec = ServingSpec(tokenizer="bytes", weights="int4", calibration=str(text))
+    for ranks in (None, cast(ServingRanks, SimpleNamespace(place=ONE))):
         with pytest.raises(DataError, match=words):
-            load_model(tmp_path / "model", "bytes", "cpu", refuse, place, Packing("int4", str(text)))
+            load_model(tmp_path / "model", spec, say=refuse, ranks=ranks)
     for command in COMMANDS:
         given = ("--tokenizer", "bytes", "--data", text, "--out", tmp_path / "out")
         left = weft(command, tmp_path / "model", *given)

@@ -12,7 +12,7 @@ import pytest
 from serve_for_tests import LIMIT_SECONDS, RepeatingEngine, Served, serving, wait_for
 
 from weft.serve.http import connections, server
-from weft.serve.http.guard import ServerLimits
+from weft.serve.spec import ServerLimits
 
 PLACES = 4
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

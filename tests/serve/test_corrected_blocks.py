@@ -19,11 +19,12 @@ from weft.serve.calibration.corrected_blocks import corrected_parts, make_room_f
 from weft.serve.calibration.corrected_codes import pack_corrected
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.follow_steps import follow_steps
-from weft.serve.loading import Packing, load_model
+from weft.serve.loading import load_model
 from weft.serve.model.model_part import ModelPart
 from weft.serve.model.ranks import ServingRanks
 from weft.serve.parallel.rank_part import PartValues, RankPlace, build_part
 from weft.serve.scheduling.request import Request
+from weft.serve.spec import ServingSpec
 from weft.serve.weights.folder_codes import packed_linears
 from weft.serve.weights.packed_linear import pack_model
 from weft.serve.weights.weight_formats import FORMATS, Grouped
@@ -73,15 +74,15 @@ def test_what_a_text_cannot_correct_is_refused() -> None:
 def test_ranks_serve_what_one_rank_serves_with_the_text(tmp_path: Path) -> None:
     save_folder(tmp_path, tiny_model("llama"))  # type: ignore[arg-type]
     (tmp_path / "text").write_text("".join(chr(33 + 7 * index % 28) for index in range(2000)))
-    packing = Packing("int4", str(tmp_path / "text"))
+    spec = ServingSpec(tokenizer="bytes", weights="int4", calibration=str(tmp_path / "text"))
     requests = [Request(str(i), (7 * i + 1, 5, 3, i), 9, GREEDY) for i in range(3)]
-    one = load_model(tmp_path, "bytes", "cpu", print, packing=packing).model.double()
+    one = load_model(tmp_path, spec).model.double()
     expected = tokens_of(serve_all(Engine(one, OPTIONS), requests))
 
     def rank(_: int) -> dict[str, list[int]] | None:
         torch.set_num_threads(1)
         ranks = ServingRanks(Mesh(Plan(tensor=Tensor(2))))
-        model = load_model(tmp_path, "bytes", "cpu", print, ranks.place, packing).model.double()
+        model = load_model(tmp_path, spec, ranks=ranks).model.double()
         assert {one.format for _, one in packed_linears(model)} <= {Grouped(4, size) for size in (4, 8, 12, 16)}
         if not ranks.is_lead:
             follow_steps(ModelPart(model, OPTIONS, ranks))

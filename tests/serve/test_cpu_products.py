@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from weft.errors import ConfigError
 from weft.models import save_folder
 from weft.serve.head.graph_head import graph_head
-from weft.serve.loading import Packing, load_model
+from weft.serve.loading import load_model
 from weft.serve.model.paged_model import PagedModel
+from weft.serve.spec import ServingSpec
 from weft.serve.weights import cpu_products
 from weft.serve.weights.cpu_products import (
     CpuWeight,
@@ -49,7 +50,7 @@ def no_product_of_arm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(folder: Path, head: str | None) -> nn.Module:
-    return load_model(folder, "bytes", "cpu", lambda words: None, packing=Packing(None, head=head)).model
+    return load_model(folder, ServingSpec(tokenizer="bytes", head=head)).model
 
 
 def with_head(model: nn.Module, weight: Tensor) -> nn.Module:

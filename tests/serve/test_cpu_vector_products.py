@@ -19,12 +19,14 @@ from weft.mesh import Mesh
 from weft.models import save_folder
 from weft.plan import Context, Plan
 from weft.serve.engine import Engine
-from weft.serve.loading import Packing, load_model
+from weft.serve.http.run_server import engine_options
+from weft.serve.loading import load_model
 from weft.serve.model import paged_model
 from weft.serve.model.fused import add_linear, linear, norm_linear, product
 from weft.serve.model.model_part import EngineOptions, ModelPart
 from weft.serve.model.ranks import ServingRanks
 from weft.serve.scheduling.request import Request
+from weft.serve.spec import ServingSpec
 from weft.serve.weights import cpu_products
 from weft.serve.weights.cpu_products import TAKES_VECTORS, is_faster
 
@@ -111,23 +113,21 @@ def test_a_folder_is_served_in_the_precision_that_is_asked_for(tmp_path: Path) -
     save_folder(tmp_path, tiny_model("llama"))
     for precision, dtype in ((None, torch.float32), ("fp32", torch.float32), ("bf16", torch.bfloat16)):
         for weights in (None, "int8"):
-            packing = Packing(weights, precision=precision)
-            model = load_model(tmp_path, "bytes", "cpu", print, packing=packing).model
+            spec = ServingSpec(tokenizer="bytes", weights=weights, precision=precision)
+            model = load_model(tmp_path, spec).model
             assert {one.dtype for one in model.parameters()} == {dtype}
-    for device, precision, part in (
-        ("cuda", "bf16", "--precision bf16 is for CPUs; a GPU computes in bf16 if it can"),
-        ("cpu", "fp8", "--precision fp8 is unknown; give fp32 or bf16"),
-    ):
-        with pytest.raises(ConfigError, match=part):
-            Packing(None, precision=precision).dtype(device)
+    with pytest.raises(ConfigError, match="--precision bf16 is for CPUs; a GPU computes in bf16 if it can"):
+        load_model(tmp_path, ServingSpec(tokenizer="bytes", precision="bf16"), "cuda")
+    with pytest.raises(ConfigError, match="--precision fp8 is unknown; give fp32 or bf16"):
+        ServingSpec(precision="fp8")
 
 
 def test_a_draft_model_computes_in_the_precision_that_is_asked_for(tmp_path: Path) -> None:
     save_folder(tmp_path, tiny_model("llama"))
     for precision, dtype in ((None, torch.float32), ("bf16", torch.bfloat16)):
         options = replace(OPTIONS, precision=precision, speculate=str(tmp_path))
-        loaded = load_model(tmp_path, "bytes", "cpu", print, packing=options.packing)
-        draft = options.engine(loaded, 0, "cpu").speculate
+        loaded = load_model(tmp_path, options)
+        draft = engine_options(options, loaded, "cpu").speculate
         assert isinstance(draft, nn.Module)
         assert {one.dtype for one in draft.parameters()} == {dtype}
 

@@ -19,18 +19,22 @@ from weft.models.hf import FolderWeights
 from weft.plan import Plan, Tensor
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.follow_steps import follow_steps
-from weft.serve.generate import load_for_generation
+from weft.serve.loading import load_for_generation, load_model
 from weft.serve.model.adapters import merge_adapter
 from weft.serve.model.model_part import ModelPart
 from weft.serve.model.ranks import ServingRanks
-from weft.serve.model.streamed_model import StreamedModel, Streaming
+from weft.serve.model.streamed_model import StreamedModel
 from weft.serve.scheduling.request import Request
+from weft.serve.spec import ServingSpec
 from weft.serve.weights.folder_codes import MAX_ERROR, format_of, packed_linears, parts_of
 from weft.serve.weights.weight_formats import FORMATS, Grouped
 
 DECODED = {"gptq-order", "packed-order", "int8-asymmetric"}
 ROUNDED = {"gptq-asymmetric", "gptq-v2-asymmetric", "packed-asymmetric"}  # least values, to 16 bits
 TEXT = torch.tensor([[5, 60, 7, 81, 200, 3]])
+
+
+BYTES = ServingSpec(tokenizer="bytes")
 
 
 def requests() -> list[Request]:
@@ -86,7 +90,7 @@ def test_ranks_take_their_part_of_the_codes(tmp_path: Path) -> None:
         found = []
         for name in names:
             ranks = ServingRanks(Mesh(Plan(tensor=Tensor(2))))
-            model = load_for_generation(tmp_path / name, "bytes", place=ranks.place)[0].double()
+            model = load_model(tmp_path / name, BYTES, ranks=ranks).model.double()
             formats = sorted({str(one.format) for _, one in packed_linears(model)})
             if not ranks.is_lead:
                 follow_steps(ModelPart(model, EngineOptions(block_size=4, num_blocks=60), ranks))
@@ -135,7 +139,7 @@ def test_linears_that_are_computed_as_one_have_one_format(tmp_path: Path) -> Non
 def test_codes_are_read_to_host_memory(name: str, tmp_path: Path) -> None:
     write_folder(tmp_path, CASES[name])
     plain = load_for_generation(tmp_path, "bytes")[0]
-    streamed = load_for_generation(tmp_path, "bytes", streaming=Streaming(1))[0]
+    streamed = load_model(tmp_path, replace(BYTES, stream_weights=1)).model
     assert isinstance(streamed, StreamedModel)
     assert len(dict(packed_linears(streamed))) == 14
     engine = make_engine(streamed, stream_weights=1)
@@ -145,7 +149,7 @@ def test_codes_are_read_to_host_memory(name: str, tmp_path: Path) -> None:
 def test_weights_that_are_asked_for_are_rounded_again_and_adapters_refused(tmp_path: Path) -> None:
     write_folder(tmp_path, CASES["gptq-v2"])
     said = list[str]()
-    model = load_for_generation(tmp_path, "bytes", say=said.append, weights=FORMATS["int4"])[0]
+    model = load_model(tmp_path, replace(BYTES, weights="int4"), say=said.append).model
     assert {one.format for _, one in packed_linears(model)} == {FORMATS["int4"]}
     assert said == ["the folder's weights (gptq, 8 bits) are decoded and rounded a second time, as --weights asks"]
     with pytest.raises(ConfigError, match="adapter cannot be merged into weights in fewer bits"):

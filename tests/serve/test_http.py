@@ -16,8 +16,9 @@ from serve_for_tests import LIMIT_SECONDS, NO_CERTIFICATES, RepeatingEngine, Ser
 
 from weft.serve import worker as worker_module
 from weft.serve.http import request_body
-from weft.serve.http.guard import HttpGuard, ServerLimits
+from weft.serve.http.guard import HttpGuard
 from weft.serve.http.prometheus import ServerMetrics
+from weft.serve.spec import ServerLimits
 
 FOREVER = 1 << 30
 

@@ -22,7 +22,7 @@ from chats_for_tests import BOS, write_model
 from tokenizers import processors
 
 from weft.errors import ConfigError
-from weft.serve.generate import load_for_generation
+from weft.serve.loading import load_for_generation
 from weft.serve.log_likelihood import ScoredText, windows
 
 HAS_HARNESS = importlib.util.find_spec("lm_eval") is not None

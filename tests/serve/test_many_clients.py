@@ -17,7 +17,7 @@ from serve_for_tests import LIMIT_SECONDS, NO_CERTIFICATES, serving, wait_for
 from serving_for_tests import CONTEXT, likeliest, tiny_model
 
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.http.guard import ServerLimits
+from weft.serve.spec import ServerLimits
 
 NUM_PROMPTS, NUM_CLIENTS = 8, 24
 BAD: list[tuple[str, str, bytes, int]] = [

@@ -31,7 +31,7 @@ from weft.plan import Plan
 from weft.plan import Tensor as TensorDegrees
 from weft.serve.calibration.corrected_blocks import corrected_parts, make_room_for_corrected
 from weft.serve.calibration.corrected_codes import pack_corrected, second_moments
-from weft.serve.generate import load_for_generation
+from weft.serve.loading import load_model
 from weft.serve.model.model_part import EngineOptions
 from weft.serve.parallel.rank_part import (
     PartValues,
@@ -43,6 +43,7 @@ from weft.serve.parallel.rank_part import (
     refuse_plan,
 )
 from weft.serve.scheduling.request import Request
+from weft.serve.spec import ServingSpec
 from weft.serve.weights.cpu_products import why_dequantised
 from weft.serve.weights.packed_experts import PackedExperts, PackedStack
 from weft.serve.weights.packed_linear import make_room, pack_model, what_cpus_do
@@ -115,7 +116,7 @@ def test_a_folder_is_read_expert_by_expert_and_its_bytes_are_predicted(
     save_folder(tmp_path, tiny_model("mixtral"))  # type: ignore[arg-type]
     encode = type(form).encode
     monkeypatch.setattr(type(form), "encode", lambda self, weight: shapes.append(weight.shape) or encode(self, weight))
-    read, _, _ = load_for_generation(tmp_path, "bytes", weights=form)
+    read = load_model(tmp_path, ServingSpec(tokenizer="bytes", weights=kind)).model
     assert {tuple(shape) for shape in shapes} == {(16, 16), (8, 16), (48, 16), (16, 24)}  # never a stack
     own = tiny_model("mixtral")
     pack_model(own, form)

@@ -14,10 +14,10 @@ from weft.models import save_folder
 from weft.plan import Plan
 from weft.plan import Tensor as TensorDegrees
 from weft.serve.calibration.corrected_codes import corrected, pack_corrected
-from weft.serve.generate import load_for_generation
-from weft.serve.loading import Packing, calibration_texts
+from weft.serve.loading import calibration_texts, load_model
 from weft.serve.parallel.rank_part import RankPlace, build_part, part_bytes, part_numel, read_part
 from weft.serve.scheduling.request import Request
+from weft.serve.spec import ServingSpec
 from weft.serve.weights.group_codes import GroupCodes, codes_of, decode, encode, group_range, pack, unpack
 from weft.serve.weights.packed_linear import make_room, pack_model
 from weft.serve.weights.weight_formats import FORMATS, Grouped, weight_bytes, weight_format
@@ -93,7 +93,7 @@ def test_the_engine_computes_with_the_decoded_weights(kind: str, name: str) -> N
 def test_a_folder_is_read_in_a_format_and_its_bytes_are_predicted(kind: str, tmp_path: Path) -> None:
     model = tiny_model("qwen2")
     save_folder(tmp_path, model)  # type: ignore[arg-type]
-    read, _, _ = load_for_generation(tmp_path, "bytes", weights=weight_format(kind))
+    read = load_model(tmp_path, ServingSpec(tokenizer="bytes", weights=kind)).model
     pack_model(model, FORMATS[kind])
     own = dict(model.named_buffers())
     assert own
@@ -189,7 +189,7 @@ def test_what_cannot_be_packed_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(NumbersError, match=r"layers.1.mlp.up_proj.weight\[2, 3\] is nan"):
         pack_model(model, FORMATS["int4"])
     with pytest.raises(ConfigError, match="--weights int3 is unknown; give one of fp8, fp16, int8-row, int8, int4"):
-        Packing("int3").at_reading("cpu")
+        weight_format("int3")
     with pytest.raises(ConfigError, match="two weights in a byte"):
         FORMATS["int4"].empty(4, 7, "cpu")
     with pytest.raises(DataError, match="cannot read the calibration text"):

@@ -12,11 +12,12 @@ from weft.errors import ConfigError, PlanError
 from weft.models import save_folder
 from weft.serve.attention.loki_cache import LokiChoice, LokiFormat
 from weft.serve.attention.model_identity import model_identity
-from weft.serve.generate import load_for_generation
+from weft.serve.loading import load_model
 from weft.serve.model.paged_model import PagedModel, layers_of
-from weft.serve.model.streamed_model import StreamedModel, Streaming, stream_model
+from weft.serve.model.streamed_model import StreamedModel, stream_model
 from weft.serve.parallel.rank_part import PartValues, build_whole
 from weft.serve.scheduling.request import Request
+from weft.serve.spec import EngineSizes, ServingSpec
 from weft.serve.weights.packed_linear import end_to_end, make_room
 from weft.serve.weights.streamed_layout import streamed_numbers
 from weft.serve.weights.streamed_weights import StreamedWeights
@@ -73,7 +74,7 @@ def test_only_streamed_blocks_are_copied() -> None:
     assert [bool(layer.weight.any()) for layer in layers] == [False, *[False, True] * 3]  # the control
 
 
-def lazily(name: str, kind: str | None, streaming: Streaming, seen: list[str]) -> StreamedModel:
+def lazily(name: str, kind: str | None, sizes: EngineSizes, seen: list[str]) -> StreamedModel:
     """A tiny model that is read into its places. `seen` gets the names of weights as they are read."""
     values = dict(tiny_model(name).double().named_parameters())
     model, cuts = build_whole(CONFIGS[name])
@@ -91,13 +92,13 @@ def lazily(name: str, kind: str | None, streaming: Streaming, seen: list[str]) -
             assert all(tensor.is_meta for layer in layers[len(begun) :] for tensor in layer.parameters())
         return values[one].detach()
 
-    return stream_model(model, CPU, streaming, PartValues(model, cuts, read, CPU))
+    return stream_model(model, CPU, sizes, values=PartValues(model, cuts, read, CPU))
 
 
 @pytest.mark.parametrize(("name", "kind"), [("llama-deep", "int4"), ("qwen2-deep", None), ("gpt2-deep", None)])
 def test_weights_are_read_to_their_places_block_after_block(name: str, kind: str | None) -> None:
     seen: list[str] = []
-    streamed = lazily(name, kind, Streaming(1, 1), seen)
+    streamed = lazily(name, kind, EngineSizes(stream_weights=1, resident_blocks=1), seen)
     assert len(seen) == len(set(seen)) == len(list(tiny_model(name).named_parameters()))
     assert not any(tensor.is_meta for tensor in streamed.parameters())
     assert len([one for one in streamed.weights.home if one.is_pinned()]) == 0  # pinned for GPUs only
@@ -134,8 +135,8 @@ def test_a_folder_is_read_to_its_places(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     save_folder(folder, tiny_model("llama-deep"))  # type: ignore[arg-type]
     found = [
-        load_for_generation(folder, "bytes", streaming=streaming)[0]
-        for streaming in (None, Streaming(1), Streaming(2, 2))
+        load_model(folder, ServingSpec(tokenizer="bytes", stream_weights=ahead, resident_blocks=resident)).model
+        for ahead, resident in ((0, 0), (1, 0), (2, 2))
     ]
     assert [isinstance(one, StreamedModel) for one in found] == [False, True, True]
     plain, *others = (tokens_of(serve_all(make_engine(one), REQUESTS)) for one in found)
@@ -147,7 +148,7 @@ def test_files_for_a_model_are_checked_with_its_own_values() -> None:
     own, other = (model_identity(tiny_model("llama-deep", seed).double()) for seed in (0, 1))
     for identity in (own, other):
         cache = LokiFormat(axes, LokiChoice(newest=1, dense_below=1), identity)
-        streamed = lazily("llama-deep", None, Streaming(1, 1), [])
+        streamed = lazily("llama-deep", None, EngineSizes(stream_weights=1, resident_blocks=1), [])
         if identity == own:
             plain = make_engine(tiny_model("llama-deep").double(), cache=cache)
             engine = make_engine(streamed, cache=cache)
@@ -160,11 +161,11 @@ def test_files_for_a_model_are_checked_with_its_own_values() -> None:
 
 
 def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="is negative"):
+    with pytest.raises(ConfigError, match="stream_weights = -1 is less than 0; give 0 or more"):
         make_engine(tiny_model("llama"), stream_weights=-1)
     with pytest.raises(ConfigError, match="give --stream-weights too"):
         make_engine(tiny_model("llama"), resident_blocks=1)
-    for number in (2, 3, -1):
+    for number in (2, 3):
         with pytest.raises(PlanError, match=f"--resident-blocks {number} of a rank's 2 blocks .* give 0 to 1"):
             make_engine(tiny_model("llama"), stream_weights=1, resident_blocks=number)
     monkeypatch.setattr("weft.serve.weights.streamed_weights.available_host_bytes", lambda: 2 << 30)

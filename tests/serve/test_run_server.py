@@ -17,10 +17,9 @@ from weft.models import save_folder
 from weft.plan import Plan
 from weft.serve.attention.loki_cache import LokiFormat
 from weft.serve.calibration.loki_calibration import save
-from weft.serve.generate import load_for_generation
 from weft.serve.http import run_server
 from weft.serve.http.run_server import refuse_options, run_rank
-from weft.serve.weights.weight_formats import FORMATS
+from weft.serve.loading import load_model
 
 
 def test_a_rank_knows_how_many_are_on_its_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,11 +42,12 @@ def test_a_rank_knows_how_many_are_on_its_host(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 def test_what_a_recurrent_model_does_not_have_is_refused_before_it_is_read(kind: str, tmp_path: Path) -> None:
     save_folder(tmp_path, tiny_recurrent(kind, vocab_size=257))
-    about = "a recurrent model is served on one rank, with its weights as they are, on the device; leave out "
+    about = "a recurrent model is served on one rank, with its weights as they are, on the device, and keeps one "
+    about += "state for each request and no keys and values; leave out "
     for options, plan, names in (
         ({"weights": "int4"}, Plan(), "--weights"),
         ({"weights": "int4", "calibration": "text"}, Plan(), "--weights and --calibration"),
-        ({"merged_adapter": "adapter"}, Plan(), "--merge-adapter"),
+        ({"merge_adapter": "adapter"}, Plan(), "--merge-adapter"),
         ({"stream_weights": 1, "resident_blocks": 1}, Plan(), "--stream-weights and --resident-blocks"),
         ({}, Plan(data=2), "the plan"),
     ):
@@ -56,7 +56,7 @@ def test_what_a_recurrent_model_does_not_have_is_refused_before_it_is_read(kind:
         assert str(caught.value) == about + names
     refuse_options(tmp_path, OPTIONS, Plan())
     with pytest.raises(ConfigError) as caught:  # as weft generate --weights int4
-        load_for_generation(tmp_path, "bytes", weights=FORMATS["int4"])
+        load_model(tmp_path, replace(OPTIONS, weights="int4"))
     assert str(caught.value) == about + "--weights"
 
 
@@ -66,9 +66,9 @@ def test_axes_are_of_the_weights_that_they_were_made_of(tmp_path: Path, monkeypa
     monkeypatch.setattr(run_server, "require_run", lambda source: None)
     options = replace(OPTIONS, cache=f"loki={tmp_path / 'axes'}")
     with pytest.raises(ConfigError, match="--follow replaces weights, of which the axes of --cache loki are made; le"):
-        refuse_options(tmp_path, replace(options, follows=True), Plan())
+        refuse_options(tmp_path, replace(options, follow=True), Plan())
     with pytest.raises(PlanError, match=r"cannot compare them with the file of --cache .*loki; leave out plan\.data, "):
         refuse_options(tmp_path, replace(options, stream_weights=1), Plan(data=2))
     refuse_options(tmp_path, replace(options, stream_weights=1), Plan())
     refuse_options(tmp_path, options, Plan(data=2))
-    refuse_options(tmp_path, replace(OPTIONS, cache="int4", follows=True), Plan(data=2))
+    refuse_options(tmp_path, replace(OPTIONS, cache="int4", follow=True), Plan(data=2))

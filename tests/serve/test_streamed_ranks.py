@@ -16,10 +16,10 @@ from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.plan import Pipe, Plan, Tensor
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.model.model_part import refuse_shared_reading
 from weft.serve.model.ranks import ServingRanks
 from weft.serve.model.streamed_traffic import all_block_bytes, pass_calls
 from weft.serve.parallel.rank_part import RankPlace
+from weft.serve.refusals import ServingCase, refuse
 from weft.serve.scheduling.request import Request
 from weft.serve.weights.packed_linear import pack_model
 from weft.serve.weights.streamed_layout import ALIGNMENT, BlockLayout
@@ -181,10 +181,11 @@ def test_bytes_of_blocks_follow_from_the_config(name: str, kind: str | None) -> 
 
 
 def test_replicas_of_stages_are_refused() -> None:
-    refuse_shared_reading(Plan(data=2, tensor=Tensor(2)))
-    refuse_shared_reading(Plan(pipe=Pipe(2), tensor=Tensor(2)))
+    given = {"stream_weights": 1}
+    refuse(ServingCase(given, Plan(data=2, tensor=Tensor(2))))
+    refuse(ServingCase(given, Plan(pipe=Pipe(2), tensor=Tensor(2))))
     with pytest.raises(PlanError, match="are in different steps; use one of the two, or leave out --stream-weights"):
-        refuse_shared_reading(Plan(data=2, pipe=Pipe(2)))
+        refuse(ServingCase(given, Plan(data=2, pipe=Pipe(2))))
 
 
 RESIDENT = [("qwen2-deep", Plan(data=2)), ("llama-deep", Plan(tensor=Tensor(2))), ("gpt2-deep", Plan(pipe=Pipe(2)))]

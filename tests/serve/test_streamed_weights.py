@@ -85,5 +85,5 @@ def test_what_does_not_go_with_it_is_refused() -> None:
     engine = make_engine(tiny_model("llama"), stream_weights=1)
     with pytest.raises(ConfigError, match="cannot be replaced while they are served"):
         engine.replace_weights(tiny_model("llama", seed=1))
-    with pytest.raises(ConfigError, match="is negative"):
+    with pytest.raises(ConfigError, match="stream_weights = -1 is less than 0; give 0 or more"):
         make_engine(tiny_model("llama"), stream_weights=-1)

@@ -18,7 +18,7 @@ from weft.mesh import Mesh
 from weft.plan import Plan
 from weft.plan import Tensor as TensorPlan
 from weft.saved_run import first_usable
-from weft.serve.generate import load_for_generation
+from weft.serve.loading import load_for_generation
 from weft.serve.model.ranks import ServingRanks
 from weft.serve.weights.usable_weights import ServedRecord, finite, paths_to_try
 

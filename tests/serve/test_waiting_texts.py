@@ -12,8 +12,8 @@ import pytest
 import torch
 from serve_for_tests import LIMIT_SECONDS, NO_CERTIFICATES, RepeatingEngine, Served, serving, wait_for
 
-from weft.serve.http.guard import ServerLimits
 from weft.serve.scheduling.request import GeneratedToken, Request, RequestError, TokenLogprobs
+from weft.serve.spec import ServerLimits
 from weft.serve.worker import EngineWorker
 
 EMBED = ("/v1/embeddings", {"input": "ab"})

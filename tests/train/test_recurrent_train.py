@@ -19,7 +19,7 @@ from weft.data.order import batch_indices
 from weft.models import RecurrentConfig, RecurrentModel, build, initialise, read_config
 from weft.run_file import Run
 from weft.saved_run import open_source
-from weft.serve.generate import load_for_generation
+from weft.serve.loading import load_for_generation
 from weft.serve.model.recurrent import RecurrentRows
 from weft.serve.model.step_inputs import text_inputs
 from weft.serve.scheduling.request import Request

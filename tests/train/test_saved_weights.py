@@ -18,7 +18,7 @@ from weft.commands.evaluate import evaluate_folder
 from weft.launch.environment import RankInfo
 from weft.models import build
 from weft.run_file import Run
-from weft.serve.generate import load_for_generation
+from weft.serve.loading import load_for_generation
 from weft.train import loop
 from weft.train.batches import prepare_data
 

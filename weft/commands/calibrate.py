@@ -33,8 +33,7 @@ def calibrate_command(
     kind = chosen_device(device)
     from weft.serve.attention.loki_choice import LokiChoice
     from weft.serve.calibration.loki_calibration import calibrate, save
-    from weft.serve.generate import load_for_generation
-    from weft.serve.loading import calibration_texts, model_vocab_size
+    from weft.serve.loading import calibration_texts, load_for_generation, model_vocab_size
 
     choice = LokiChoice(dims, tokens, newest, dense_below)
     model, tokens_of, context = load_for_generation(source, tokenizer, kind, lambda text: print(text, file=sys.stderr))

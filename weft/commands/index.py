@@ -28,8 +28,7 @@ def index_command(
     """Build a graph that finds the likeliest tokens on a CPU. Over a model's output matrix (FGD)."""
     refuse_place(out)
     from weft.serve.calibration.graph_index import index_model
-    from weft.serve.generate import load_for_generation
-    from weft.serve.loading import calibration_texts, model_vocab_size
+    from weft.serve.loading import calibration_texts, load_for_generation, model_vocab_size
 
     model, own, context = load_for_generation(source, tokenizer, "cpu", lambda text: print(text, file=sys.stderr))
     texts = calibration_texts(data, own, context, model_vocab_size(model))

@@ -74,7 +74,7 @@ def _sample(folder: str, device: DeviceType, options: Mapping[str, Any]) -> str:
     from weft.serve.generate import generate  # for this job alone: commands that plan start faster
     from weft.serve.loading import load_model
 
-    loaded = load_model(Path(folder), None, device, lambda message: None)
+    loaded = load_model(Path(folder), device=device)
     ends = loaded.end_tokens
     return generate(loaded.model, loaded.tokenizer, context=loaded.context_length, stop_tokens=ends, **options)
 

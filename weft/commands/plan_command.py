@@ -187,7 +187,7 @@ def _plan_serving(
     from weft.models.catalog import load_model
     from weft.planner.serving import ServingWorkload
     from weft.run_file import load_run
-    from weft.serve.generate import computes_in, model_config
+    from weft.serve.loading import computes_in, model_config
     from weft.serve.weights.folder_codes import folder_format
 
     console, workload = make_console(as_json), ServingWorkload.of(*sizes)

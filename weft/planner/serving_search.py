@@ -14,10 +14,10 @@ from weft.plan import Context, Pipe, Plan, Tensor
 from weft.planner.lean_kernels import refuse_cache
 from weft.planner.serving import MAX_RUNNING, ServingModel, ServingPrediction, ServingTimes, ServingWorkload
 from weft.serve.attention.layer_cache import PlainFormat
-from weft.serve.cache_formats import cache_format, refuse_shared_axes
-from weft.serve.model.model_part import refuse_shared_reading
+from weft.serve.cache_formats import cache_format
 from weft.serve.parallel.rank_part import refuse_plan
 from weft.serve.parallel.traffic import ServedSizes
+from weft.serve.refusals import ServingCase, refuse
 
 ALONE_OUTPUT = 32  # tokens for which one request alone is predicted
 LONG_SHARE = 0.1  # of the weights' bytes, that the cache of one request takes for which `context` is tried
@@ -82,9 +82,7 @@ def predict_serving(
     `resident`. `has_codes`: the weights are those of a folder (`ServingModel`).
     """
     refuse_plan(config, plan)
-    if ahead:
-        refuse_shared_reading(plan)
-        refuse_shared_axes(cache_format(cache), plan)
+    refuse(ServingCase({"stream_weights": ahead} if ahead else {}, plan, cache=cache_format(cache)))
     model = ServingModel(config, cluster, plan, precision, weights, cache, ahead, resident, has_codes)
     refuse_cache(model.kernels, cache_format(cache))
     cache_tokens = model.cache_tokens

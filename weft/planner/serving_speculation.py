@@ -17,7 +17,7 @@ from weft.architectures import RecurrentConfig
 from weft.errors import ConfigError
 from weft.plan import Plan
 from weft.planner.serving import HOST_SECONDS, OPERATIONS_PER_LAYER, ServingModel
-from weft.serve.generate import model_config
+from weft.serve.loading import model_config
 from weft.serve.scheduling.speculation import LAYERS, MAX_DRAFTS, early_layers
 from weft.serve.weights.folder_codes import folder_format
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from weft.errors import ConfigError, PlanError
-from weft.plan import Plan
+from weft.errors import ConfigError
 from weft.serve.attention.four_bit_cache import GROUP, GROUPS, FourBitFormat
 from weft.serve.attention.layer_cache import CacheFormat, PlainFormat
 from weft.serve.calibration.loki_calibration import load
@@ -27,18 +26,6 @@ def cache_format(name: str | None) -> CacheFormat:
     raise ConfigError(
         f"--cache {name} is unknown; give int4, int4-32 or int4-128, or loki=FILE with a file of weft calibrate"
     )
-
-
-def refuse_shared_axes(found: CacheFormat, plan: Plan) -> None:
-    """Raise PlanError if replicas of a plan, which read weights in host memory together, would have to compare them
-    with the model that a format's file was made of.
-    """
-    if found.identity and plan.data > 1:
-        raise PlanError(
-            f"plan.data = {plan.data} replicas read weights in host memory together, have shares of each block, and "
-            f"cannot compare them with the file of --cache {found.name}; leave out plan.data, --stream-weights or "
-            f"--cache"
-        )
 
 
 def why_slow(found: CacheFormat, device: str, dtype: torch.dtype) -> list[str]:

@@ -21,14 +21,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from weft.errors import ConfigError, NumbersError
+from weft.errors import NumbersError
 from weft.serve.attention.host_pages import HostPages
 from weft.serve.drafts.drafters import make_drafter
 from weft.serve.follow_steps import read_together
 from weft.serve.head.sampling import SampledTokens, Sampler
 from weft.serve.model.decode_graph import DecodeGraphs, GraphRecorder
 from weft.serve.model.mixed_graph import MixedGraphs
-from weft.serve.model.model_part import EngineOptions, ModelPart
+from weft.serve.model.model_part import ModelPart
 from weft.serve.model.paged_model import PagedModel
 from weft.serve.model.ranks import RankMessage, ServingRanks
 from weft.serve.model.step_inputs import StepInputs, is_decode, runs_of, step_inputs
@@ -38,6 +38,7 @@ from weft.serve.scheduling.request import EngineState, Finish, GeneratedToken, R
 from weft.serve.scheduling.request_rules import check_request
 from weft.serve.scheduling.scheduler import ActiveRequest, ScheduledChunk, Scheduler
 from weft.serve.scheduling.speculation import DraftLengths, Speculation
+from weft.serve.spec import EngineOptions
 from weft.serve.text_passes import TextPasses
 
 __all__ = ["Engine", "EngineOptions"]
@@ -87,8 +88,6 @@ class Engine:
         self.num_slots = part.layout.num_blocks * part.layout.block_size  # tokens that the cache holds
         has_prefixes = options.prefix_cache and part.paged.keeps_pages
         policy = PagedBlocks(part.layout.num_blocks, part.layout.block_size, has_prefixes)
-        if options.swap_blocks and ranks is not None:
-            raise ConfigError("swap_blocks needs one rank: other ranks compute again what they lack; give 0")
         pages = None
         if options.swap_blocks:
             every = [page for layer in part.cache for page in layer.pages]

@@ -16,10 +16,11 @@ from typing import Any, Protocol
 import torch
 
 from weft.errors import ConfigError
-from weft.serve.engine import Engine, EngineOptions
+from weft.serve.engine import Engine
 from weft.serve.loading import load_model
 from weft.serve.log_likelihood import ScoredText, score, windows
 from weft.serve.scheduling.request import Request, Sampling
+from weft.serve.spec import EngineOptions, ServingSpec
 from weft.serve.text import StopTable, TextStream
 
 try:
@@ -63,7 +64,7 @@ class HarnessModel(LM):
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise ConfigError(f"batch_size = {batch_size} is not a number above 0; give one, e.g. 8")
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        loaded = load_model(Path(folder), tokenizer, self.device, print)
+        loaded = load_model(Path(folder), ServingSpec(tokenizer=tokenizer), self.device, print)
         self._model, self._tokenizer, self._batch = loaded.model, loaded.tokenizer, int(batch_size)
         self._served = loaded.served(str(folder), None, loaded.context_length, loaded.tokenizer.vocab_size)
         self._context_length = loaded.context_length

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -12,25 +12,42 @@ import torch
 from torch import Tensor, nn
 
 from weft.checkpoint import Checkpoint
+from weft.cluster.local_gpus import BF16_CAPABILITY
 from weft.data.chat_template import load_template
-from weft.data.tokenizer import Tokenizer, encode_text
+from weft.data.tokenizer import Tokenizer, encode_text, load_tokenizer
 from weft.errors import ConfigError, DataError
-from weft.models import LanguageConfig, RecurrentConfig
-from weft.saved_run import saved_template, saved_tokenizer, with_intact_checkpoint
+from weft.models import LanguageConfig, RecurrentConfig, read_config
+from weft.models.hf import FolderWeights
+from weft.saved_run import (
+    load_saved_tokenizer,
+    open_checkpoint,
+    saved_data,
+    saved_model,
+    saved_template,
+    saved_tokenizer,
+    saved_values,
+    with_intact_checkpoint,
+)
+from weft.serve.calibration.corrected_blocks import corrected_parts, make_room_for_corrected
 from weft.serve.calibration.corrected_codes import pack_corrected
-from weft.serve.generate import Texts, load_for_generation, model_config, refuse_for_recurrent
-from weft.serve.model.streamed_model import Streaming
-from weft.serve.parallel.rank_part import RankPlace
+from weft.serve.model.adapters import merge_adapter
+from weft.serve.model.ranks import ServingRanks
+from weft.serve.model.streamed_model import stream_model
+from weft.serve.parallel.rank_part import PartValues, build_part, build_whole, refuse_model
+from weft.serve.refusals import ServingCase, kind_of, refuse
 from weft.serve.scheduling.grammar import Grammars
 from weft.serve.scheduling.speculation import LAYERS, EarlyLayers, early_layers
 from weft.serve.served_model import ServedModel, end_tokens
-from weft.serve.weights.folder_codes import packed_linears
-from weft.serve.weights.packed_linear import pack_head
-from weft.serve.weights.weight_formats import HEAD_FORMATS, WeightFormat, weight_format
+from weft.serve.spec import ServingSpec
+from weft.serve.weights.folder_codes import Packed, Quantised, codes_of_folder, make_room_for_codes, packed_linears
+from weft.serve.weights.packed_linear import make_room, pack_head
+from weft.serve.weights.usable_weights import Read, Say, finite
+from weft.serve.weights.weight_formats import HEAD_FORMATS, weight_format
 
-Say = Callable[[str], None]
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CALIBRATION_ROWS, CALIBRATION_WIDTH, CALIBRATION_BATCH = 128, 512, 8
+# Options that change how a model is loaded; others are asked for when it is served.
+LOADED = ("precision", "weights", "calibration", "head", "merge_adapter", "stream_weights", "resident_blocks")
 
 
 @dataclass(frozen=True)
@@ -68,16 +85,72 @@ class LoadedModel:
         return ServedModel(name, self.tokenizer, *sizes, self.end_tokens, self.grammars, chat, names)
 
 
-def load_draft(
-    speculate: str | None,
-    tokenizer: str | None,
-    own: Tokenizer,
-    device: torch.device | str,
-    dtype: torch.dtype | None = None,
-) -> Literal["ngram"] | EarlyLayers | nn.Module | None:
-    """What drafts tokens for an engine: lookup, the model's first layers (layers=K), or the model in a folder, whose
-    tokenizer must be the model's `own`. On a CPU it computes in `dtype`, or without one as its weights say.
+@dataclass(frozen=True)
+class _Saved:
+    """A model as it is saved: what reads its weights, and what answers need beside them."""
+
+    path: Path
+    config: LanguageConfig
+    dtype: torch.dtype
+    read: Read
+    tokenizer: Tokenizer
+    tokenizer_path: str
+    context_length: int
+    template_path: str | None = None
+    name: str = ""
+    quantised: Quantised | None = None  # codes of its weights, which are taken over
+
+
+def quiet(message: str) -> None:
+    """Tell nobody."""
+
+
+def load_model(
+    source: Path,
+    spec: ServingSpec = ServingSpec(),  # noqa: B008 (a frozen value)
+    device: torch.device | str = "cpu",
+    say: Say = quiet,
+    ranks: ServingRanks | None = None,
+) -> LoadedModel:
+    """Load the model at a path, of a run folder the newest that is not damaged. `say` is told of damaged ones, and of
+    weights in fewer bits that are decoded. With `ranks`, the model is this rank's part.
+
+    On a GPU that supports it, the model computes in bf16, elsewhere in `spec.precision` or, without one, in that of
+    `computes_in`. Weights that a Hugging Face folder has in fewer bits stay so (`serve/weights/folder_codes.py`). With
+    `spec.stream_weights`, blocks are read to where they stay; but if their weights are changed when all have been read,
+    the model stays in host memory.
     """
+
+    where, config = torch.device(device), model_config(source)
+    refuse_model(config)
+    refuse(ServingCase.of(spec, LOADED, on_ranks=ranks is not None, model=kind_of(config), device=where.type))
+
+    def load(saved: _Saved) -> LoadedModel:
+        model = _load(saved, spec, where, say, ranks)
+        return LoadedModel(
+            model, saved.tokenizer, saved.tokenizer_path, saved.context_length, saved.template_path, saved.name
+        )
+
+    if (source / "config.json").is_file():
+        return load(_saved_folder(source, spec, say, ranks))
+    return with_intact_checkpoint(source, lambda one: load(_saved_checkpoint(one, spec)), say)
+
+
+def load_for_generation(
+    path: Path, tokenizer: str | None = None, device: torch.device | str = "cpu", say: Say = quiet
+) -> tuple[nn.Module, Tokenizer, int]:
+    """Load the model, tokenizer and context length of a run folder, a checkpoint folder or a Hugging Face folder."""
+    found = load_model(path, ServingSpec(tokenizer=tokenizer), device, say)
+    return found.model, found.tokenizer, found.context_length
+
+
+def load_draft(
+    spec: ServingSpec, own: Tokenizer, device: torch.device | str
+) -> Literal["ngram"] | EarlyLayers | nn.Module | None:
+    """Return what drafts tokens for an engine: lookup, the model's first layers (layers=K), or the model in a folder,
+    whose tokenizer must be the model's `own`. On a CPU it computes in the precision of the spec, if it has one.
+    """
+    speculate = spec.speculate
     if speculate is None or speculate == "ngram":
         return "ngram" if speculate else None
     if speculate.startswith(LAYERS):
@@ -87,66 +160,118 @@ def load_draft(
             f"--speculate {speculate} is no folder; give ngram, layers=K for the model's first K layers, or the folder "
             f"of a smaller model"
         )
-    model, of_draft, _ = load_for_generation(Path(speculate), tokenizer, device, dtype=dtype)
-    if of_draft.fingerprint != own.fingerprint:
+    draft = ServingSpec(tokenizer=spec.tokenizer, precision=spec.precision)
+    found = load_model(Path(speculate), draft, device)
+    if found.tokenizer.fingerprint != own.fingerprint:
         raise ConfigError(
             f"the model in {speculate} has another tokenizer than the model that it drafts for, so its tokens mean "
             f"other texts; give a draft model with the same tokenizer"
         )
-    return model
+    return found.model
 
 
-@dataclass(frozen=True)
-class Packing:
-    """How weights are kept: the name of a format of fewer bits, the path of a text by which rounding is corrected,
-    --head, and --precision.
-    """
+def model_config(path: Path) -> LanguageConfig:
+    """The config of the model at a path."""
+    if (path / "config.json").is_file():
+        return read_config(path)
+    return with_intact_checkpoint(path, saved_model, quiet)  # it is said when the weights are read
 
-    weights: str | None
-    calibration: str | None = None
-    head: str | None = None
-    precision: str | None = None
 
-    def dtype(self, device: torch.device | str) -> torch.dtype | None:
-        """The dtype in which the model computes; None: as its weights say. Raises ConfigError."""
-        if self.precision is None:
-            return None
-        if torch.device(device).type != "cpu":
-            raise ConfigError(
-                f"--precision {self.precision} is for CPUs; a GPU computes in bf16 if it can, else as the weights are "
-                f"saved; leave it out"
-            )
-        if self.precision not in PRECISIONS:
-            raise ConfigError(f"--precision {self.precision} is unknown; give {' or '.join(PRECISIONS)}")
-        return PRECISIONS[self.precision]
+def computes_in(path: Path) -> torch.dtype:
+    """The dtype in which the model at a path computes on a CPU: that of a run's saved weights, else float32."""
+    if (path / "config.json").is_file():
+        return torch.float32
+    return open_checkpoint(path).entries("parameter")[0].dtype
 
-    def at_reading(self, device: torch.device | str) -> WeightFormat | None:
-        """The format in which weights are read; None if the whole model is read first."""
-        found = None if self.weights is None else weight_format(self.weights, device)
-        return found if self.calibration is None else None
 
-    def on_ranks(self, device: torch.device | str) -> tuple[WeightFormat | None, Texts | None]:
-        """The format of a rank's part, and the calibration text, given a tokenizer and a context length."""
-        found = None if self.weights is None else weight_format(self.weights, device)
-        return found, None if self.calibration is None else partial(calibration_texts, Path(self.calibration))
+def _saved_folder(path: Path, spec: ServingSpec, say: Say, ranks: ServingRanks | None) -> _Saved:
+    """What a Hugging Face folder has."""
+    config = read_config(path)
+    folder = FolderWeights(path, config)
+    quantised = None
+    if folder.quantisation is not None:
+        for note in folder.quantisation.notes:
+            say(note)
+        is_corrected = spec.calibration is not None and ranks is None  # which such codes are refused for
+        if spec.weights is None or is_corrected:
+            quantised = folder.quantised
+        else:
+            name = folder.quantisation.name
+            say(f"the folder's weights ({name}) are decoded and rounded a second time, as --weights asks")
+    tokenizer = spec.tokenizer or str(path / "tokenizer.json")
+    if not spec.tokenizer and not Path(tokenizer).is_file():
+        raise ConfigError(f"{path} has no tokenizer.json; pass --tokenizer bytes or a tokenizer.json")
+    return _Saved(
+        path,
+        config,
+        torch.float32,
+        finite(folder.read, path),
+        load_tokenizer(tokenizer),
+        spec.tokenizer or str(path),
+        config.context_length,
+        name=path.resolve().name,
+        quantised=quantised,
+    )
 
-    @property
-    def needs_whole_model(self) -> bool:
-        """Is the whole model read before some of it is packed?"""
-        return self.calibration is not None or self.head in HEAD_FORMATS
 
-    def correct(self, model: nn.Module, tokenizer: Tokenizer, context_length: int) -> None:
-        """Pack a whole model by the calibration text, if there is one."""
-        if self.calibration is None or self.weights is None:
-            return
+def _saved_checkpoint(checkpoint: Checkpoint, spec: ServingSpec) -> _Saved:
+    """What a checkpoint of a run has."""
+    return _Saved(
+        checkpoint.path,
+        saved_model(checkpoint),
+        checkpoint.entries("parameter")[0].dtype,
+        finite(saved_values(checkpoint), checkpoint.path),
+        load_saved_tokenizer(checkpoint) if spec.tokenizer is None else load_tokenizer(spec.tokenizer),
+        spec.tokenizer or saved_tokenizer(checkpoint),
+        saved_data(checkpoint).sequence,
+        saved_template(checkpoint) if spec.tokenizer is None else None,
+        checkpoint.path.name,
+    )
+
+
+def _load(saved: _Saved, spec: ServingSpec, device: torch.device, say: Say, ranks: ServingRanks | None) -> nn.Module:
+    """The model, or a rank's part of it, with its weights. It is made without initial values, which would take long."""
+    config = saved.config
+    if ranks is None or isinstance(config, RecurrentConfig):
+        model, cuts = build_whole(config)
+    else:
+        model, cuts = build_part(config, ranks.place)
+    assert not list(model.buffers()), "buffers would be left without values"
+    has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
+    model.to(torch.bfloat16 if has_bf16 else PRECISIONS.get(spec.precision or "", saved.dtype))
+    form = None if spec.weights is None else weight_format(spec.weights, device)
+    texts = list[Tensor]()
+    if spec.calibration is not None:
+        given = (Path(spec.calibration), saved.tokenizer, saved.context_length, config.vocab_size)
+        texts = calibration_texts(*given)
+    packed: Packed | None = None
+    if saved.quantised is not None:
+        for reason in make_room_for_codes(model, cuts, saved.quantised):
+            say(f"{reason}, to {next(model.parameters()).dtype}")
+        packed = partial(codes_of_folder, cuts, saved.quantised)
+    elif form is not None and texts and ranks is not None:
+        make_room_for_corrected(model, cuts, form)
+        packed = corrected_parts(model, cuts, saved.read, form, [text.to(device) for text in texts])
+    elif form is not None and not texts:
+        make_room(model, form)
+    is_changed = bool(texts) or spec.head in HEAD_FORMATS or spec.merge_adapter is not None
+    on_host = spec.stream_weights > 0 and is_changed
+    values = PartValues(model, cuts, saved.read, torch.device("cpu") if on_host else device, packed)
+    if spec.stream_weights and not on_host:
+        return stream_model(model, device, spec, ranks, values)
+    values.give_all()
+    model.eval()
+    if form is not None and texts and ranks is None:
         if next(packed_linears(model), None) is not None:
             raise ConfigError(
                 "--calibration corrects the rounding of whole weights, and those of this folder are in fewer bits "
                 "already; leave out --calibration and --weights"
             )
-        device = next(model.parameters()).device
-        texts = calibration_texts(Path(self.calibration), tokenizer, context_length, model_vocab_size(model))
-        pack_corrected(model, weight_format(self.weights), [text.to(device) for text in texts])
+        pack_corrected(model, form, [text.to(next(model.parameters()).device) for text in texts])
+    if spec.merge_adapter is not None:
+        merge_adapter(model, Path(spec.merge_adapter))
+    pack_head(model, spec.head, device)
+    return model
 
 
 def calibration_texts(path: Path, tokenizer: Tokenizer, context_length: int, vocab_size: int) -> list[Tensor]:
@@ -176,44 +301,3 @@ def model_vocab_size(model: nn.Module) -> int:
     config = model.config
     assert isinstance(config, LanguageConfig)
     return config.vocab_size
-
-
-def load_model(
-    source: Path,
-    tokenizer: str | None,
-    device: torch.device | str,
-    say: Say,
-    place: RankPlace | None = None,
-    packing: Packing | None = None,
-    streaming: Streaming | None = None,
-    is_changed: bool = False,
-) -> LoadedModel:
-    """Load the model at a path, of a run folder the newest that is not damaged. `say` is told of damaged ones. With a
-    `place`, the model is the part of the rank there. With `streaming`, blocks are read to where they stay; but if their
-    weights are changed when all have been read, by `packing` or because `is_changed`, the model stays in host memory.
-    """
-
-    def read(path: Path) -> tuple[nn.Module, Tokenizer, int]:
-        kept = packing or Packing(None)
-        if kept.calibration is not None and isinstance(model_config(path), RecurrentConfig):  # packed when it is read
-            refuse_for_recurrent({"--weights": kept.weights, "--calibration": kept.calibration})
-        weights, texts = (kept.at_reading(device), None) if place is None else kept.on_ranks(device)
-        on_host = streaming is not None and (is_changed or kept.needs_whole_model)
-        given = (place, weights, on_host, None if on_host else streaming, texts, kept.dtype(device))
-        model, own, context = load_for_generation(path, tokenizer, device, say, *given)
-        if place is None:
-            kept.correct(model, own, context)
-        pack_head(model, kept.head, device)
-        return model, own, context
-
-    def load(checkpoint: Checkpoint) -> LoadedModel:
-        model, own, context = read(checkpoint.path)
-        template = saved_template(checkpoint) if tokenizer is None else None
-        return LoadedModel(
-            model, own, tokenizer or saved_tokenizer(checkpoint), context, template, checkpoint.path.name
-        )
-
-    if (source / "config.json").is_file():
-        model, own, context = read(source)
-        return LoadedModel(model, own, tokenizer or str(source), context, None, source.resolve().name)
-    return with_intact_checkpoint(source, load, say)

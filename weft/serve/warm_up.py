@@ -18,10 +18,11 @@ from functools import partial
 import torch
 
 from weft.serve.calibration.bars import Bar, no_bar
-from weft.serve.engine import Engine, EngineOptions
+from weft.serve.engine import Engine
 from weft.serve.model.decode_graph import graph_sizes
 from weft.serve.scheduling.grammar import ANY_OBJECT
 from weft.serve.scheduling.request import Request, Sampling
+from weft.serve.spec import EngineOptions
 
 NUM_TOKENS = 3  # of an answer: one after the prompt, and two decodes
 LENGTHS = (1, 2, 8, 16, 17, 33, 64, 100, 128, 255, 481, 1000, 2048, 3000)

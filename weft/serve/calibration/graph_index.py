@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from weft.serve.calibration.bars import Bar, Progress, no_bar
 from weft.serve.head.graph_head import GraphHead, output_identity, output_matrix, save, with_chosen_beam
 from weft.serve.head.vocabulary_graph import build_graph
-from weft.serve.model.model_part import EngineOptions, ModelPart
+from weft.serve.model.model_part import ModelPart
 from weft.serve.model.step_inputs import text_inputs
+from weft.serve.spec import EngineOptions
 
 NUM_TIMED = 20
 NUM_LIKELY = 10  # of the likeliest tokens after each place of the text, among which a search begins

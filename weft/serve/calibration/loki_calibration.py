@@ -27,9 +27,10 @@ from weft.serve.attention.loki_cache import LokiFormat
 from weft.serve.attention.loki_choice import LokiChoice
 from weft.serve.attention.model_identity import model_identity
 from weft.serve.calibration.bars import Bar, no_bar
-from weft.serve.model.model_part import EngineOptions, ModelPart
+from weft.serve.model.model_part import ModelPart
 from weft.serve.model.paged_model import PagedModel
 from weft.serve.model.step_inputs import text_inputs
+from weft.serve.spec import EngineOptions
 
 KIND = "weft loki 2"
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import ConfigError
-from weft.models import RecurrentModel
 from weft.serve.drafts.draft_rounds import DraftRounds, Wanted, in_order, until_nan
-from weft.serve.model.model_part import EngineOptions, ModelPart
+from weft.serve.model.model_part import ModelPart
 from weft.serve.model.step_inputs import PageLayout, step_inputs
 from weft.serve.scheduling.blocks import HeldBlocks
 from weft.serve.scheduling.scheduler import ActiveRequest, ScheduledChunk
+from weft.serve.spec import EngineOptions
 
 
 @dataclass
@@ -49,8 +49,6 @@ class ModelDrafter:
     ) -> None:
         plain = replace(options, speculate=None, adapters={}, grammars=None, dtype=None, cache=None, head=None)
         here = replace(plain, stream_weights=0, resident_blocks=0, swap_blocks=0)  # a draft model stays on the device
-        if isinstance(model, RecurrentModel):
-            raise ConfigError("an LSTM or GRU cannot draft: its state does not go back over a rejected draft")
         own = replace(here, num_blocks=layout.num_blocks, block_size=layout.block_size)
         most = getattr(getattr(model, "config", None), "context_length", None)
         if own.context_length is not None and most is not None:  # it drafts up to where it knows positions

@@ -7,8 +7,9 @@ from torch import nn
 from weft.serve.drafts.draft_model import ModelDrafter
 from weft.serve.drafts.early_layers import EarlyLayersDrafter
 from weft.serve.drafts.ngram_drafter import NgramDrafter
-from weft.serve.model.model_part import EngineOptions, ModelPart
+from weft.serve.model.model_part import ModelPart
 from weft.serve.scheduling.speculation import Drafter, EarlyLayers
+from weft.serve.spec import EngineOptions
 
 
 def make_drafter(options: EngineOptions, part: ModelPart, num_rows: int, vocab_size: int) -> Drafter:

@@ -22,11 +22,6 @@ class EarlyLayersDrafter:
     """Drafts of the first `num_layers` layers of an engine's model."""
 
     def __init__(self, part: ModelPart, num_layers: int, num_rows: int, vocab_size: int) -> None:
-        if part.ranks is not None:
-            raise ConfigError(
-                "early layers draft on one rank only, because other ranks compute whole steps; serve without a plan, "
-                "or give --speculate ngram or a folder"
-            )
         num_whole = len(part.paged.blocks)
         if not 1 <= num_layers < num_whole:
             raise ConfigError(

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 
 from weft.serve.http.addresses import names_of
 from weft.serve.http.answers import AnswerForm, ChatForm, CompletionForm, TokenWords, json_body, json_text
-from weft.serve.http.guard import ERROR_HANDLERS, HttpGuard, OpenRequests, ServerLimits, read_body, unless_disconnected
+from weft.serve.http.guard import ERROR_HANDLERS, HttpGuard, OpenRequests, read_body, unless_disconnected
 from weft.serve.http.prometheus import ServerMetrics
 from weft.serve.http.request_body import (
     ApiError,
@@ -42,6 +42,7 @@ from weft.serve.http.request_body import (
 from weft.serve.http.running_answer import EventStream, RunningAnswer
 from weft.serve.http.schema_queue import SchemaQueue
 from weft.serve.served_model import ServedModel
+from weft.serve.spec import ServerLimits
 from weft.serve.worker import EngineWorker
 
 B = TypeVar("B")

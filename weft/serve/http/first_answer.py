@@ -11,8 +11,8 @@ from typing import Any
 from weft.errors import WeftError
 from weft.serve.http.addresses import url_name
 from weft.serve.http.end_points import Api, build_app
-from weft.serve.http.guard import ServerLimits
 from weft.serve.served_model import ServedModel
+from weft.serve.spec import ServerLimits
 from weft.serve.worker import EngineWorker, StepEngine
 
 _NUM_TOKENS = 4

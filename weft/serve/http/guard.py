@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -19,22 +18,13 @@ from weft.serve.http.answers import error_body
 from weft.serve.http.prometheus import ServerMetrics
 from weft.serve.http.request_body import ApiError
 from weft.serve.scheduling.request import RequestError
+from weft.serve.spec import ServerLimits
 from weft.serve.worker import EngineWorker, UnavailableError
 
 T = TypeVar("T")
 OPEN_PATHS = ("/", "/health")  # need no API key
 MAX_MESSAGE_CHARACTERS = 1000
 DISCARDED_BYTES = 16 << 20  # of a body that is too large: many clients read the answer only after they sent all of it
-
-
-@dataclass(frozen=True)
-class ServerLimits:
-    """What a client may ask of the server."""
-
-    body_bytes: int = 4 << 20
-    body_seconds: float = 30.0  # to send a body
-    request_seconds: float = 600.0  # until an answer is whole
-    drain_seconds: float = 30.0  # to finish requests after SIGTERM
 
 
 class HttpGuard:

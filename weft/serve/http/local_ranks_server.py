@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,8 @@ from weft.plan import Plan
 from weft.schema import build_dataclass, to_table
 from weft.serve.calibration.bars import Bar, no_bar
 from weft.serve.http.answers import error_body
-from weft.serve.http.guard import ServerLimits
-from weft.serve.http.run_server import Ready, Say, ServeOptions, run_rank
+from weft.serve.http.run_server import Ready, Say, run_rank
+from weft.serve.spec import ServingSpec
 from weft.serve.weights.usable_weights import ServedRecord
 
 RESTARTS = Restarts(limit=5, window_seconds=3600.0)
@@ -41,7 +40,7 @@ HEAD_SECONDS = 2.0
 POLL_SECONDS = 0.1
 
 
-def start_server(fork_server: ForkServer, sock: socket.socket, source: Path, options: ServeOptions, plan: Plan) -> int:
+def start_server(fork_server: ForkServer, sock: socket.socket, source: Path, spec: ServingSpec, plan: Plan) -> int:
     """Serve on local ranks until SIGTERM or Ctrl-C. Returns the exit status.
 
     The fork server must have been started after `sock` was made, with a program that calls `serve_as_rank`.
@@ -50,7 +49,7 @@ def start_server(fork_server: ForkServer, sock: socket.socket, source: Path, opt
         is_ready = Path(folder) / "ready"
         order = {
             "source": str(source),
-            "options": asdict(options),
+            "spec": spec.to_json(),
             "plan": to_table(plan),
             "socket": sock.fileno(),
             "ready": str(is_ready),
@@ -80,7 +79,7 @@ def serve_as_rank(arguments: list[str], ready: Ready, say: Say, bar: Bar = no_ba
     order = json.loads(arguments[0])
     rank_info = detect(os.environ)
     assert rank_info is not None
-    options = ServeOptions(**{**order["options"], "limits": ServerLimits(**order["options"]["limits"])})
+    spec = ServingSpec.from_json(order["spec"])
     sock: socket.socket | None = socket.socket(fileno=order["socket"])
     if rank_info.rank > 0:
         assert sock is not None
@@ -93,7 +92,7 @@ def serve_as_rank(arguments: list[str], ready: Ready, say: Say, bar: Bar = no_ba
 
     plan = build_dataclass(Plan, order["plan"], "plan")
     record = ServedRecord(Path(order["served"]))
-    run_rank(Path(order["source"]), options, plan, rank_info, sock, say_ready, say, bar, record)
+    run_rank(Path(order["source"]), spec, plan, rank_info, sock, say_ready, say, bar, record)
 
 
 class UnreadyAnswers:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from weft.errors import ConfigError
 from weft.serve.http.prometheus import ServerMetrics
 from weft.serve.worker import EngineWorker
 
 Say = Callable[[str], None]
-Log = Literal["rates", "requests", "none"]
 EVERY_SECONDS = 10.0
 PATH_CHARACTERS = 100
 
@@ -24,14 +22,6 @@ class LoggedAnswer(Protocol):
 
     num_prompt_tokens: int
     num_tokens: int
-
-
-def log_of(text: str) -> Log:
-    """Returns what --log asks for. Raises ConfigError."""
-    for one in get_args(Log):
-        if text == one:
-            return one  # type: ignore[no-any-return]
-    raise ConfigError(f"--log {text} is unknown; give {', '.join(get_args(Log))}")
 
 
 class RequestLog:

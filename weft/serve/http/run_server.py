@@ -6,9 +6,9 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,40 +17,36 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from weft.errors import ConfigError, EngineError, WeftError
+from weft.errors import EngineError, WeftError
 from weft.health.rank_status import Status
 from weft.launch.environment import RankInfo, check_world, init_process_group, shutdown
 from weft.mesh import Mesh
-from weft.models import RecurrentConfig
 from weft.plan import Plan
 from weft.saved_run import first_usable
 from weft.serve.attention.split_formats import split_format
-from weft.serve.cache_formats import block_size_of, cache_format, refuse_shared_axes, why_slow
+from weft.serve.cache_formats import block_size_of, cache_format, why_slow
 from weft.serve.calibration.bars import Bar, no_bar
-from weft.serve.engine import Engine, EngineOptions
+from weft.serve.engine import Engine
 from weft.serve.follow import follow, require_run
 from weft.serve.follow_steps import follow_steps
-from weft.serve.generate import model_config, refuse_for_recurrent
 from weft.serve.head.graph_head import graph_head
 from weft.serve.http.addresses import listen, url_name
 from weft.serve.http.end_points import Api, build_app
 from weft.serve.http.first_answer import answer_once
-from weft.serve.http.guard import ServerLimits
-from weft.serve.http.request_log import RequestLog, log_of, say_rates
+from weft.serve.http.request_log import RequestLog, say_rates
 from weft.serve.http.server import HttpServer
-from weft.serve.loading import LoadedModel, Packing, load_draft, load_model
+from weft.serve.loading import LoadedModel, load_draft, load_model, model_config
 from weft.serve.measurement.cpu_threads import fastest_threads
-from weft.serve.model.adapters import merge_adapter
-from weft.serve.model.model_part import ModelPart, refuse_shared_reading
-from weft.serve.model.ranks import ServingRanks, sums_of
-from weft.serve.model.streamed_model import Streaming
+from weft.serve.model.model_part import ModelPart
+from weft.serve.model.ranks import ServingRanks, Sums
 from weft.serve.parallel.rank_part import refuse_plan
+from weft.serve.refusals import ServingCase, kind_of, refuse
 from weft.serve.replicas import ReplicaFront, serve_replica
+from weft.serve.spec import EngineOptions, ServingSpec, named_adapters
 from weft.serve.warm_up import warm_up
 from weft.serve.weights.packed_linear import what_cpus_do
 from weft.serve.weights.streamed_weights import refuse_resident
 from weft.serve.weights.usable_weights import ServedRecord, paths_to_try
-from weft.serve.weights.weight_formats import HEAD_FORMATS
 from weft.serve.worker import EngineWorker
 
 RANK_TIMEOUT = timedelta(minutes=10)  # of a rank that waits for another; a rank that died is found at once
@@ -60,154 +56,64 @@ Ready = Callable[[dict[str, Any]], None]
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class ServeOptions:
-    """What `weft serve` is asked for. None of an optional value means: as the model says."""
-
-    host: str
-    port: int
-    api_keys: Sequence[str]
-    name: str | None
-    device: str
-    follows: bool
-    tokenizer: str | None
-    template: str | None
-    context_length: int | None
-    max_running: int
-    max_waiting: int
-    token_budget: int
-    num_blocks: int | None
-    limits: ServerLimits
-    swap_blocks: int = 0
-    adapters: Mapping[str, str] = field(default_factory=dict)  # folders by the names that requests choose
-    merged_adapter: str | None = None  # the folder of one that is part of the weights
-    speculate: str | None = None  # "ngram", "layers=K", or the folder of a draft model
-    precision: str | None = None  # in which a CPU computes: fp32 or bf16
-    weights: str | None = None  # a format of fewer bits
-    calibration: str | None = None  # the path of a text by which rounding to it is corrected
-    cache: str | None = None  # a format of keys and values
-    head: str | None = None  # "graph=FILE": how the likeliest tokens are found; or a format of the head's weight
-    sums: str = "library"  # how several ranks add up partial results
-    stream_weights: int = 0  # blocks whose weights are copied ahead from host memory; 0: none
-    resident_blocks: int = 0  # of each rank's blocks, that stay on the device while others are streamed
-    share_gpus: bool = False  # ranks share GPUs if there are more ranks
-    log: str = "rates"  # what is said of requests (`serve/http/request_log.py`)
-    warms_up: bool = True  # compile, capture and tune before the first request
-
-    @property
-    def packing(self) -> Packing:
-        """How weights are kept. Raises ConfigError for options that do not go together."""
-        if self.weights is None and self.calibration is not None:
-            raise ConfigError("--calibration corrects rounded weights; give --weights int4 or int8 too")
-        is_rounded = self.weights is not None or self.head in HEAD_FORMATS
-        if is_rounded and self.merged_adapter is not None:
-            raise ConfigError(
-                "--merge-adapter changes weights that --weights and --head round; export a merged model first"
-            )
-        return Packing(self.weights, self.calibration, self.head, self.precision)
-
-    def engine(self, loaded: LoadedModel, max_waiting: int, device: torch.device | str) -> EngineOptions:
-        cache = cache_format(self.cache)
-        return EngineOptions(
-            cache=cache,
-            head=graph_head(self.head),
-            device=device,
-            stream_weights=self.stream_weights,
-            resident_blocks=self.resident_blocks,
-            block_size=block_size_of(cache),
-            num_blocks=self.num_blocks,
-            max_running=self.max_running,
-            max_waiting=max_waiting,
-            token_budget=self.token_budget,
-            context_length=self.context_length or loaded.context_length,
-            vocab_size=loaded.tokenizer.vocab_size,
-            swap_blocks=self.swap_blocks,
-            adapters={name: Path(folder) for name, folder in self.adapters.items()},
-            grammars=loaded.grammars,
-            speculate=load_draft(self.speculate, self.tokenizer, loaded.tokenizer, device, self.packing.dtype(device)),
-        )
+def engine_options(
+    spec: ServingSpec, loaded: LoadedModel, device: torch.device | str, max_waiting: int | None = None
+) -> EngineOptions:
+    """Return what an engine is told: the sizes of a spec, and the objects that its options name."""
+    sizes = replace(
+        spec.sizes(),
+        context_length=spec.context_length or loaded.context_length,
+        max_waiting=spec.max_waiting if max_waiting is None else max_waiting,
+    )
+    cache = cache_format(spec.cache)
+    return EngineOptions(
+        **vars(sizes),
+        cache=cache,
+        head=graph_head(spec.head),
+        device=device,
+        block_size=block_size_of(cache),
+        vocab_size=loaded.tokenizer.vocab_size,
+        adapters=named_adapters(spec.adapters),
+        grammars=loaded.grammars,
+        speculate=load_draft(spec, loaded.tokenizer, device),
+    )
 
 
-def refuse_options(source: Path, options: ServeOptions, plan: Plan) -> None:
-    """Raise ConfigError or PlanError for options that do not go together, with each other or with the plan."""
-    sums_of(options.sums)
-    log_of(options.log)
-    options.packing.dtype(options.device)
-    if options.share_gpus and options.device == "cpu":
-        raise ConfigError("--share-gpus is for --device cuda, and the device is the CPU; leave it out")
-    if options.follows:
+def refuse_options(source: Path, spec: ServingSpec, plan: Plan, on_ranks: bool = False) -> None:
+    """Raise ConfigError or PlanError for options that do not go together, with each other, the model or the plan."""
+    if spec.follow:
         require_run(source)
-    if options.follows and options.calibration is not None and plan.num_ranks > 1:
-        raise ConfigError(
-            "--follow with --calibration would correct the rounding of newer weights while requests wait, as ranks "
-            "read them between two steps; leave out one of them, or serve on one rank, which does both meanwhile"
-        )
-    _refuse_for_recurrent(source, options, plan)
-    if options.follows and options.stream_weights:
-        raise ConfigError("--follow replaces weights, which --stream-weights does not allow; leave out one of them")
-    if options.follows and options.head not in (None, *HEAD_FORMATS):
-        raise ConfigError("--follow replaces weights, which the graph of --head is made of; leave out one of them")
-    cache = cache_format(options.cache)
-    if options.follows and cache.answers_choose:
-        raise ConfigError(
-            "--follow replaces weights, of which the axes of --cache loki are made; leave out one of them"
-        )
-    if Streaming.of(options.stream_weights, options.resident_blocks, None) is not None:
-        refuse_shared_reading(plan)
-        refuse_shared_axes(cache, plan)
-    if options.resident_blocks:
-        refuse_resident(options.resident_blocks, model_config(source).num_layers // plan.pipe.degree)
+    config = model_config(source)
+    cache = cache_format(spec.cache)
+    refuse(ServingCase.of(spec, plan=plan, on_ranks=on_ranks, model=kind_of(config), device=spec.device, cache=cache))
+    if spec.resident_blocks:
+        refuse_resident(spec.resident_blocks, config.num_layers // plan.pipe.degree)
 
 
-def _refuse_for_recurrent(source: Path, options: ServeOptions, plan: Plan) -> None:
-    """Raise ConfigError for options that a recurrent model does not have, if the model is one."""
-    given = {
-        "the plan": plan.num_ranks > 1,
-        "--weights": options.weights,
-        "--calibration": options.calibration,
-        "--merge-adapter": options.merged_adapter,
-        "--stream-weights": options.stream_weights,
-        "--resident-blocks": options.resident_blocks,
-        "--follow": options.follows,
-    }
-    found = {name: one or None for name, one in given.items()}
-    if any(found.values()) and isinstance(model_config(source), RecurrentConfig):
-        refuse_for_recurrent(found)
-
-
-def run_server(source: Path, options: ServeOptions, ready: Ready, say: Say, bar: Bar = no_bar) -> None:
+def run_server(source: Path, spec: ServingSpec, ready: Ready, say: Say, bar: Bar = no_bar) -> None:
     """Serve a model until SIGTERM or Ctrl-C. `ready` is told what is served and where, `say` what happens; `bar` shows
     progress.
     """
-    refuse_options(source, options, Plan())
-    sock = listen(options.host, options.port)  # before the model is loaded: a port in use is known at once
-    streaming = Streaming.of(options.stream_weights, options.resident_blocks, None)
-    is_merged = options.merged_adapter is not None
-    given = (source, options.tokenizer, options.device, say, None, options.packing)
-    loaded = load_model(*given, streaming, is_merged)
-    if options.merged_adapter is not None:
-        merge_adapter(loaded.model, Path(options.merged_adapter))
+    refuse_options(source, spec, Plan())
+    sock = listen(spec.host, spec.port)  # before the model is loaded: a port in use is known at once
+    loaded = load_model(source, spec, spec.device, say)
     on_cpu = next(loaded.model.parameters()).device.type == "cpu"
-    if on_cpu and streaming is None and "OMP_NUM_THREADS" not in os.environ:
+    if on_cpu and not spec.stream_weights and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(fastest_threads(torch.get_num_threads()))
-    _say_what_is_slow(loaded.model, options, Plan(), say)
-    of_engine = options.engine(loaded, options.max_waiting, options.device)
+    _say_what_is_slow(loaded.model, spec, Plan(), say)
+    of_engine = engine_options(spec, loaded, spec.device)
     engine = Engine(loaded.model, of_engine)
 
     def load(checkpoint: Path) -> nn.Module:
-        # On the host: a GPU may have no room for two.
-        model = load_model(checkpoint, options.tokenizer, "cpu", say, packing=options.packing).model
-        if options.merged_adapter is not None:
-            merge_adapter(model, Path(options.merged_adapter))
-        return model
+        return load_model(checkpoint, spec, "cpu", say).model  # a GPU may have no room for two
 
-    warm = partial(_warm_up, engine, of_engine, options, bar)
-    _serve_engine(engine, loaded, sock, source, options, 1, load, warm, ready, say, ServedRecord())
+    warm = partial(_warm_up, engine, of_engine, spec, bar)
+    _serve_engine(engine, loaded, sock, source, spec, 1, load, warm, ready, say, ServedRecord())
 
 
 def run_rank(
     source: Path,
-    options: ServeOptions,
+    spec: ServingSpec,
     plan: Plan,
     rank_info: RankInfo,
     sock: socket.socket | None,
@@ -220,36 +126,35 @@ def run_rank(
     were served before the ranks started again.
     """
     check_world(rank_info, plan.num_ranks, plan.degrees)
-    refuse_options(source, options, plan)
+    refuse_options(source, spec, plan, on_ranks=True)
     refuse_plan(model_config(source), plan)
-    if options.adapters or options.merged_adapter is not None:
-        raise ConfigError("--adapter and --merge-adapter need one rank; serve without a plan, or export a merged model")
     if rank_info.rank == 0 and sock is None:
-        sock = listen(options.host, options.port)
-    mesh = _join(rank_info, options, plan)
+        sock = listen(spec.host, spec.port)
+    mesh = _join(rank_info, spec, plan)
     say_once = say if rank_info.rank == 0 else lambda message: None
-    ranks = ServingRanks(mesh, sums_of(options.sums), options.stream_weights > 0, say_once)
+    ranks = ServingRanks(mesh, cast(Sums, spec.sums.replace("-", "_")), spec.stream_weights > 0, say_once)
     replicas = mesh.with_own_group("data", "requests") if plan.data > 1 else mesh["data"]
     paths = _agreed_paths(ranks, source, record, say_once)
-    streaming = Streaming.of(options.stream_weights, options.resident_blocks, ranks)
-    given = (options.tokenizer, mesh.device, say_once, ranks.place, options.packing, streaming)
-    loaded = first_usable(paths, lambda path: load_model(path, *given), say, ranks.who_fails)
-    _say_what_is_slow(loaded.model, options, plan, say_once)
+
+    def read(path: Path) -> LoadedModel:
+        return load_model(path, spec, mesh.device, say_once, ranks)
+
+    loaded = first_usable(paths, read, say, ranks.who_fails)
+    _say_what_is_slow(loaded.model, spec, plan, say_once)
 
     def load(checkpoint: Path) -> nn.Module:
-        return load_model(checkpoint, options.tokenizer, "cpu", say_once, ranks.place, options.packing).model
+        return load_model(checkpoint, spec, "cpu", say_once, ranks).model
 
-    max_held = options.max_running + options.max_waiting
-    if not ranks.is_lead:
-        options = replace(options, speculate=None)  # the scheduling rank drafts
-    of_engine = options.engine(loaded, max_held if plan.data > 1 else options.max_waiting, mesh.device)
+    max_held = spec.max_running + spec.max_waiting
+    own = spec if ranks.is_lead else replace(spec, speculate=None)  # the scheduling rank drafts
+    of_engine = engine_options(own, loaded, mesh.device, max_held if plan.data > 1 else None)
     if not ranks.is_lead:
         part = ModelPart(loaded.model, of_engine, ranks, load)
         with _as_engine_errors():
             follow_steps(part)
     else:
         engine = Engine(loaded.model, of_engine, ranks, load)
-        warm = partial(_warm_up, engine, of_engine, options, bar if rank_info.rank == 0 else no_bar)
+        warm = partial(_warm_up, engine, of_engine, spec, bar if rank_info.rank == 0 else no_bar)
         if replicas.index > 0:
             warm()
             ranks.is_watched = True
@@ -263,17 +168,17 @@ def run_rank(
                 ranks.is_watched = True
                 ready(about)
 
-            _serve_engine(front, loaded, sock, source, options, plan.data, Path, warm, say_ready, say, record)
+            _serve_engine(front, loaded, sock, source, spec, plan.data, Path, warm, say_ready, say, record)
     shutdown()
 
 
-def _join(rank_info: RankInfo, options: ServeOptions, plan: Plan) -> Mesh:
+def _join(rank_info: RankInfo, spec: ServingSpec, plan: Plan) -> Mesh:
     """Join the other ranks, with a status page by which hangs are found."""
     if rank_info.rank > 0:
         for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 tells when to end
             signal.signal(number, signal.SIG_IGN)
-    kind = cast(Literal["cpu", "cuda"], options.device)
-    device = init_process_group(rank_info, kind, RANK_TIMEOUT, options.share_gpus)
+    kind = cast(Literal["cpu", "cuda"], spec.device)
+    device = init_process_group(rank_info, kind, RANK_TIMEOUT, spec.share_gpus)
     mesh = Mesh(plan, device, rank_info.num_local_ranks)
     mesh.ledger.status = Status(os.environ, rank_info.rank)
     return mesh
@@ -294,19 +199,19 @@ def _as_engine_errors() -> Iterator[None]:
         raise EngineError(f"the engine failed: {type(error).__name__}: {error}") from error
 
 
-def _say_what_is_slow(model: nn.Module, options: ServeOptions, plan: Plan, say: Say) -> None:
+def _say_what_is_slow(model: nn.Module, spec: ServingSpec, plan: Plan, say: Say) -> None:
     """Say which weights a CPU decodes for each product or rounds inputs for, and what a GPU has no kernels for."""
-    form = cache_format(options.cache)
+    form = cache_format(spec.cache)
     form = (split_format(form) or form) if plan.context.degree > 1 else form
     dtype = next(model.parameters()).dtype
-    reasons = what_cpus_do(model) if options.device == "cpu" else why_slow(form, options.device, dtype)
+    reasons = what_cpus_do(model) if spec.device == "cpu" else why_slow(form, spec.device, dtype)
     for reason in reasons:
         say(reason)
 
 
-def _warm_up(engine: Engine, of_engine: EngineOptions, options: ServeOptions, bar: Bar) -> float | None:
+def _warm_up(engine: Engine, of_engine: EngineOptions, spec: ServingSpec, bar: Bar) -> float | None:
     """Warm an engine up, and return the seconds that it took; None if it is not to be."""
-    return warm_up(engine, of_engine, bar) if options.warms_up else None
+    return warm_up(engine, of_engine, bar) if spec.warm_up else None
 
 
 def _serve_engine(
@@ -314,7 +219,7 @@ def _serve_engine(
     loaded: LoadedModel,
     sock: socket.socket,
     source: Path,
-    options: ServeOptions,
+    spec: ServingSpec,
     num_replicas: int,
     load: Callable[[Path], nn.Module | Path],
     warm: Callable[[], float | None],
@@ -323,36 +228,36 @@ def _serve_engine(
     record: ServedRecord,
 ) -> None:
     """Serve an engine on a socket until the process is told to stop. `warm` returns the seconds of its warm-up."""
-    name = options.name or source.resolve().name
+    name = spec.name or source.resolve().name
     longest = min(engine.context_length, engine.num_slots)
     if longest < engine.context_length:
         say(
             f"memory holds the keys and values of {longest} tokens: prompts and answers have at most so many, not the "
             f"{engine.context_length} of the model's context"
         )
-    served = loaded.served(name, options.template, longest, engine.vocab_size, options.adapters)
-    worker = EngineWorker(engine, num_replicas * (options.max_running + options.max_waiting))
+    served = loaded.served(name, spec.chat_template, longest, engine.vocab_size, named_adapters(spec.adapters))
+    worker = EngineWorker(engine, num_replicas * (spec.max_running + spec.max_waiting))
     seconds = {"warm_up_seconds": warm()}
     engine.idle()  # other replicas answer when they are warm
-    if options.warms_up:
-        answer_once(served, engine, options.limits, options.host)
+    if spec.warm_up:
+        answer_once(served, engine, spec, spec.host)
         engine.reset()
-    api = Api(served, worker, options.limits, loaded.weights, **seconds)
+    api = Api(served, worker, spec, loaded.weights, **seconds)
 
     async def take(weights: nn.Module | Path, name: str) -> None:
         await worker.replace_weights(weights)
         api.fingerprint = name
         record.write(name)
 
-    beside = [follow(source, loaded.weights, load, take, say)] if options.follows else []
-    if options.log != "none":
+    beside = [follow(source, loaded.weights, load, take, say)] if spec.follow else []
+    if spec.log != "none":
         beside.append(say_rates(worker, api.metrics, say))
-    url = f"http://{url_name(options.host)}:{sock.getsockname()[1]}"
-    about = {"url": url, "model": name, "weights": loaded.weights, "device": options.device, **seconds}
-    app = build_app(api, options.api_keys, options.host)
-    app = RequestLog(app, say) if options.log == "requests" else app
+    url = f"http://{url_name(spec.host)}:{sock.getsockname()[1]}"
+    about = {"url": url, "model": name, "weights": loaded.weights, "device": spec.device, **seconds}
+    app = build_app(api, spec.api_keys, spec.host)
+    app = RequestLog(app, say) if spec.log == "requests" else app
     record.write(loaded.weights)
-    HttpServer(app, worker, options.limits, lambda: ready(about), beside).run([sock])
+    HttpServer(app, worker, spec, lambda: ready(about), beside).run([sock])
     has_ended = worker.join(END_SECONDS)
     if worker.has_failed:
         raise EngineError(worker.failure)

@@ -21,8 +21,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from weft.serve.http.connections import Connection, connection_places
-from weft.serve.http.guard import ServerLimits
 from weft.serve.http.running_answer import LAST_WORDS_SECONDS
+from weft.serve.spec import ServerLimits
 from weft.serve.worker import EngineWorker
 
 CLOSE_SECONDS = 3  # for responses to be sent after the last token

@@ -23,12 +23,13 @@ from weft.architectures.recurrent import RecurrentConfig
 from weft.cluster.decode_rates import LayerKind, LayerTimes
 from weft.models import build
 from weft.models.recurrent import RecurrentLayer, RecurrentModel
-from weft.serve.engine import Engine, EngineOptions
+from weft.serve.engine import Engine
 from weft.serve.measurement.ballast import Ballast
 from weft.serve.measurement.measure_products import DTYPES, START_BYTES, START_SIDE, Timings
 from weft.serve.model.paged_model import PagedModel
 from weft.serve.model.recurrent import FusedGRU, FusedLSTM, Multiply, RecurrentRows
 from weft.serve.scheduling.request import Request, Sampling
+from weft.serve.spec import EngineOptions
 from weft.serve.weights.cpu_products import CpuWeight
 from weft.serve.weights.packed_linear import PackedLinear, pack_head, pack_model
 from weft.serve.weights.weight_formats import FORMATS, AfterProduct

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from weft.errors import ConfigError, PlanError
+from weft.errors import ConfigError
 from weft.models import GPT2, Decoder
 from weft.models.recurrent import RecurrentModel
 from weft.plan import Plan
@@ -19,7 +18,6 @@ from weft.serve.attention.batch import PagedBatch, PageShare
 from weft.serve.attention.layer_cache import CacheFormat, LayerCache, PlainFormat
 from weft.serve.attention.model_identity import model_identity
 from weft.serve.attention.split_formats import split_format
-from weft.serve.head.graph_head import GraphHead
 from weft.serve.model.adapters import attach_adapters
 from weft.serve.model.cache_memory import CacheBytes, free_device_bytes, refuse_cache_blocks, refuse_swap_blocks
 from weft.serve.model.paged_model import PagedModel
@@ -27,61 +25,18 @@ from weft.serve.model.ranks import ServingRanks
 from weft.serve.model.recurrent import RecurrentRows
 from weft.serve.model.split_layers import ModelAxes
 from weft.serve.model.step_inputs import PageLayout, StepInputs
-from weft.serve.model.streamed_model import StreamedModel, Streaming, stream_model
+from weft.serve.model.streamed_model import StreamedModel, stream_model
 from weft.serve.parallel.rank_part import cuts_of, own_key_heads, own_layers
-from weft.serve.scheduling.grammar import Grammars
+from weft.serve.refusals import ServingCase, refuse, refuse_following
 from weft.serve.scheduling.request import TokenLogprobs
-from weft.serve.scheduling.speculation import MAX_DRAFTS, EarlyLayers
+from weft.serve.scheduling.speculation import MAX_DRAFTS
+from weft.serve.spec import EngineOptions
 from weft.serve.weights.packed_linear import PackedLinear
 from weft.serve.weights.streamed_weights import StreamedWeights
 
 GPU_SHARE = 0.92  # of a GPU's free memory, for the cache
 CPU_SHARE = 0.25
 _SCORED_ROWS = 256  # of a text whose logits are computed at a time
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Sizes of an engine. None means: from the model, or from the free memory."""
-
-    block_size: int = 16  # tokens a block of the key-value cache; of a block's page on each rank of `context`
-    num_blocks: int | None = None
-    max_running: int = 64  # requests computed at once
-    max_waiting: int = 1024
-    token_budget: int = 512  # tokens a step
-    prefix_cache: bool = True
-    context_length: int | None = None
-    vocab_size: int | None = None  # token ids below this are generated
-    dtype: torch.dtype | None = None
-    device: torch.device | str | None = None
-    overlap: bool | None = None  # read tokens after the next step is launched; None: on GPUs
-    graphs: bool = True  # CUDA graphs of decodes
-    swap_blocks: int = 0  # of host memory, for requests sent back to the queue; without room, they compute again
-    adapters: Mapping[str, Path] = field(default_factory=dict)  # folders of PEFT by the names that requests choose
-    grammars: Grammars | None = None  # compiles the schemas of requests; None: requests with schemas are refused
-    speculate: Literal["ngram"] | EarlyLayers | nn.Module | None = None  # what drafts tokens
-
-    stream_weights: int = 0  # blocks whose weights are copied ahead from host memory; 0: all stay on the device
-    resident_blocks: int = 0  # of the blocks of each rank, whose weights stay on the device while others are streamed
-    cache: CacheFormat | None = None  # how keys and values are kept; None: as they are
-    head: GraphHead | None = None  # finds the likeliest tokens by graph search; None: by all logits
-
-    @staticmethod
-    def of_texts(longest: int, cache: CacheFormat | None = None) -> EngineOptions:
-        """For texts of at most so many tokens, one after the other, and no requests."""
-        num_blocks = -(-longest // EngineOptions.block_size)
-        return EngineOptions(num_blocks=num_blocks, max_running=1, context_length=longest, cache=cache)
-
-    @property
-    def num_rows(self) -> int:
-        """Requests that run at once: all their decodes fit the token budget."""
-        return min(self.max_running, self.token_budget)
-
-    def __post_init__(self) -> None:
-        for name in ("block_size", "num_blocks", "max_running", "token_budget", "context_length", "vocab_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} = {value} of the engine is not positive; give 1 or more")
 
 
 class ModelPart:
@@ -100,9 +55,11 @@ class ModelPart:
     ) -> None:
         parameter = next(model.parameters())
         self.device = torch.device(options.device or parameter.device)
-        if isinstance(model, RecurrentModel):
-            _refuse_recurrent(options, ranks)
-        _refuse_streaming(options, ranks)
+        self._case = _case(model, options, ranks, self.device)
+        refuse(self._case)
+        if options.stream_weights and ranks is not None:
+            is_told = (ranks.readers is not None) == (ranks.mesh.plan.data > 1)
+            assert is_told, "the ranks must know that weights are streamed"
         model, self.streamed = _in_place(model, options, self.device, ranks)
         self.ranks = ranks
         self.load = load
@@ -110,7 +67,7 @@ class ModelPart:
         has_shares = ranks is not None and ranks.readers is not None  # of each block's weights
         with nullcontext() if self.streamed is None or has_shares else self.streamed.values():
             _refuse_cache(options, model, ranks)
-        _refuse_head(options, model, ranks, self.device)
+        _refuse_head(options, model, self.device)
         self._head = options.head
         axes = ModelAxes() if ranks is None else ranks.axes
         if isinstance(model, RecurrentModel):
@@ -120,10 +77,6 @@ class ModelPart:
             self.paged = PagedModel(model, self.context_length, axes, form, self.device, self.streamed)
         self._arrange_weights()
         linears = [linear for block in self.paged.blocks for linear in block.linears]
-        if options.adapters and any(isinstance(linear, PackedLinear) for linear in linears):
-            raise ConfigError("adapters cannot be added to weights in fewer bits; leave out --weights or --adapter")
-        if options.adapters and ranks is not None:
-            raise ConfigError("adapters are chosen by requests on one rank only; merge the adapter, or use one rank")
         self.adapters = attach_adapters(model, linears, options.adapters)
         num_blocks = options.num_blocks or self._blocks_that_fit(options)
         if self.paged.keeps_pages:
@@ -224,12 +177,7 @@ class ModelPart:
     def refuse_weights(self, model: nn.Module) -> None:
         """Raise ConfigError if a model is another one than this."""
         own = self.paged.model
-        if self.streamed is not None:
-            raise ConfigError("weights in host memory cannot be replaced while they are served; start another engine")
-        if isinstance(own, RecurrentModel):
-            raise ConfigError("weights of a recurrent model are packed when they are read; start another engine")
-        if self._head is not None:
-            raise ConfigError("--head graph is of the weights in use; leave it out to take newer ones while serving")
+        refuse_following(self._case)
         if getattr(model, "config", None) != own.config or _names(own) != _names(model):
             raise ConfigError(
                 f"the new weights are of {getattr(model, 'config', type(model).__name__)}, the engine serves "
@@ -295,44 +243,34 @@ def _in_place(
     if isinstance(model, StreamedModel):
         return model.model, model.weights
     model = model.to(dtype=options.dtype or next(model.parameters()).dtype).eval()
-    streaming = Streaming.of(options.stream_weights, options.resident_blocks, ranks)
-    if streaming is None:
+    if not options.stream_weights:
         return model.to(device), None
-    streamed = stream_model(model, device, streaming)
+    streamed = stream_model(model, device, options, ranks)
     return streamed.model, streamed.weights
 
 
-def _refuse_streaming(options: EngineOptions, ranks: ServingRanks | None) -> None:
-    """Raise ConfigError for options that do not go with weights in host memory."""
-    if options.stream_weights < 0:
-        raise ConfigError(f"stream_weights = {options.stream_weights} is negative; give the blocks to copy ahead, or 0")
-    if options.stream_weights and options.adapters:
-        raise ConfigError("weights are streamed without adapters; leave out --stream-weights or these")
-    if options.stream_weights and ranks is not None:
-        refuse_shared_reading(ranks.mesh.plan)
-        assert (ranks.readers is not None) == (ranks.mesh.plan.data > 1), (
-            "the ranks must know that weights are streamed"
-        )
-
-
-def refuse_shared_reading(plan: Plan) -> None:
-    """Raise PlanError if replicas of a plan cannot read weights from host memory together."""
-    if plan.data > 1 and plan.pipe.degree > 1:
-        raise PlanError(
-            f"plan.data = {plan.data} replicas read weights in host memory together, step by step, and the stages of "
-            f"plan.pipe = {plan.pipe.degree} are in different steps; use one of the two, or leave out --stream-weights"
-        )
+def _case(model: nn.Module, options: EngineOptions, ranks: ServingRanks | None, device: torch.device) -> ServingCase:
+    """What the table of refusals is asked for an engine."""
+    num_streamed = options.stream_weights or int(isinstance(model, StreamedModel))
+    cache = None if isinstance(options.cache, PlainFormat) else options.cache
+    given = replace(options, cache=cache, stream_weights=num_streamed)
+    whole, draft = model.model if isinstance(model, StreamedModel) else model, options.speculate
+    return ServingCase.of(
+        given,
+        plan=Plan() if ranks is None else ranks.mesh.plan,
+        on_ranks=ranks is not None,
+        model="recurrent" if isinstance(whole, RecurrentModel) else "attention",
+        draft="recurrent" if isinstance(draft, RecurrentModel) else None,
+        device=device.type,
+        cache=cache,
+        has_codes=any(isinstance(one, PackedLinear) for name, one in whole.named_modules() if name != "lm_head"),
+    )
 
 
 def _refuse_cache(options: EngineOptions, model: nn.Module, ranks: ServingRanks | None) -> None:
     """Raise ConfigError for a format of the cache that does not go with the model or other options."""
     if options.cache is None:
         return
-    if options.cache.identity and ranks is not None and ranks.readers is not None:
-        raise ConfigError(
-            f"replicas that read weights in host memory together have shares of each block, and cannot compare them "
-            f"with the file of --cache {options.cache.name}; leave out plan.data, --stream-weights or --cache"
-        )
     if options.cache.identity and isinstance(model, Decoder | GPT2):
         parts = () if ranks is None else (cuts_of(model, ranks.place), ranks.add_up)
         if options.cache.identity != model_identity(model, *parts):
@@ -359,30 +297,10 @@ def _own_format(options: EngineOptions, model: nn.Module, ranks: ServingRanks | 
     return found.part(own_layers(model.config, ranks.place), own_key_heads(model.config, ranks.place))
 
 
-def _refuse_recurrent(options: EngineOptions, ranks: ServingRanks | None) -> None:
-    """Raise ConfigError for what a recurrent model has no place for."""
-    given = {
-        "a plan of several ranks": ranks is not None,
-        "--speculate": options.speculate is not None,
-        "--cache": options.cache is not None and not isinstance(options.cache, PlainFormat),
-        "--stream-weights": options.stream_weights > 0,
-        "--swap-blocks": options.swap_blocks > 0,
-        "--adapter": bool(options.adapters),
-    }
-    wrong = next((name for name, is_given in given.items() if is_given), None)
-    if wrong is not None:
-        raise ConfigError(
-            f"{wrong} does not go with a recurrent model, which keeps one state for each request and no keys and "
-            f"values; leave it out"
-        )
-
-
-def _refuse_head(options: EngineOptions, model: nn.Module, ranks: ServingRanks | None, device: torch.device) -> None:
+def _refuse_head(options: EngineOptions, model: nn.Module, device: torch.device) -> None:
     """Raise ConfigError for a graph of the head that does not go with the model or other options."""
     if options.head is None:
         return
-    if ranks is not None:
-        raise ConfigError("--head graph needs one rank, which has the whole output matrix; serve without a plan")
     num_tokens = min(options.vocab_size or 1 << 62, int(getattr(model.config, "vocab_size", 0)))
     if options.head.num_tokens != num_tokens:
         raise ConfigError(

@@ -10,7 +10,7 @@ import json
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from weft.cluster.small_choice import STRATEGIES, SYMMETRIC, SmallChoice, Strate
 from weft.comm import Axis, Pending, all_reduce, broadcast, receive, send
 from weft.comm.small_measure import measured_choice
 from weft.comm.symmetric_sums import with_symmetric_memory
-from weft.errors import ConfigError
 from weft.mesh import Mesh
 from weft.serve.model.split_layers import ModelAxes
 from weft.serve.model.step_inputs import StepInputs
@@ -218,17 +217,6 @@ class ServingRanks:
             if stage + 1 == self.stage:
                 before = channel
         return before, after
-
-
-def sums_of(name: str) -> Sums:
-    """What --sums names. Raises ConfigError."""
-    for one in (*STRATEGIES, "measured"):
-        if name.replace("-", "_") == one:
-            return cast(Sums, one)
-    raise ConfigError(
-        f"--sums {name} is unknown; give library, one-shot, two-shot, symmetric-one-shot, symmetric-two-shot or "
-        f"measured"
-    )
 
 
 def _with_sums(axis: Axis, sums: Sums, device: torch.device, say: Callable[[str], None]) -> Axis:
