@@ -9,17 +9,14 @@ that too; `training_share`, the time that was not spent on recoveries, does not.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
+import harness
 
 from weft.chaos.report import by_kind
 from weft.chaos.storm import FaultRecord
@@ -63,7 +60,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.options(__doc__, "chaos-cpu.json")
     parser.add_argument("--steps", type=int, default=1000)
     options = parser.parse_args()
     rates: dict[str, Any] = {}
@@ -76,7 +73,6 @@ def main() -> None:
             rates[mtbf] = summary(runs)
             undisturbed = runs[0]["undisturbed"]
     result = {
-        "hardware": f"CPU ({platform.machine()}), {os.cpu_count()} cores, shared and noisy; torch {torch.__version__}",
         "run": "examples/quickstart.toml shrunk, 4 processes (data 2 × shard 2), a copy in memory every step",
         "overrides": [one for one in overrides if not one.startswith("folder=")],
         "undisturbed_seconds": undisturbed["seconds"],
@@ -85,7 +81,7 @@ def main() -> None:
         "wrong_results": sum(one["wrong_results"] for one in rates.values()),
         "rates": rates,
     }
-    (ROOT / "benchmarks" / "results" / "chaos-cpu.json").write_text(json.dumps(result, indent=2) + "\n")
+    harness.write(options.out, result, device="cpu")
     print(json.dumps(result, indent=2))
 
 

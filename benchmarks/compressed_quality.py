@@ -9,17 +9,14 @@ Aim: a loss within 2 % of AdamW's at no more than an eighth of its bytes over `d
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
+import harness
 
 from weft.recording.rank_file import read_recording
 
@@ -55,10 +52,9 @@ def train(run_file: Path, folder: Path, steps: int, overrides: list[str]) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = harness.options(__doc__, "compressed-quality-cpu.json")
     parser.add_argument("--run-file", type=Path, default=ROOT / "examples" / "quickstart.toml")
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     rows: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as text:
@@ -70,16 +66,12 @@ def main() -> None:
             row["within_aim"] = row["loss_above_adamw"] <= AIM_LOSS and row["bytes_of_adamw"] <= AIM_BYTES
             print(name, row, flush=True)
     result = {
-        "benchmark": "compressed_quality",
         "aim": {"loss_above_adamw": AIM_LOSS, "bytes_of_adamw": AIM_BYTES},
         "run_file": arguments.run_file.name,
         "steps": arguments.steps,
         "optimizers": rows,
-        "hardware": f"{platform.machine()} CPU, {os.cpu_count()} cores",
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "compressed-quality-cpu.json").write_text(json.dumps(result, indent=2) + "\n")
+    harness.write(arguments.out, result, device="cpu")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -37,6 +36,7 @@ from statistics import fmean, median
 from time import thread_time as clock
 from typing import Any
 
+import harness
 import torch
 from serve_cpu import LLAMA_200M
 from serve_gpu import TINY
@@ -44,7 +44,6 @@ from torch import nn
 
 from weft.architectures import GPT2Config, LanguageConfig, RecurrentConfig
 from weft.cluster.decode_rates import DecodeRates
-from weft.cluster.topology import cpu_model
 from weft.models import DecoderConfig, build
 from weft.models.recurrent import RecurrentModel
 from weft.planner.serving_cpu import predict_decode
@@ -57,7 +56,6 @@ from weft.serve.scheduling.request import Request, Sampling
 from weft.serve.weights.packed_linear import pack_head, pack_model
 from weft.serve.weights.weight_formats import FORMATS
 
-RESULT = Path(__file__).parent / "results" / "cpu-planned.json"
 LLAMA_60M = DecoderConfig(
     vocab_size=16384,
     hidden_size=512,
@@ -303,10 +301,7 @@ def write(found: dict[str, list[tuple[float, float]]], given: argparse.Namespace
         kept = json.loads(given.out.read_text())["rows"]
         rows = [row for row in kept if row["what"] not in found] + rows
     result = {
-        "benchmark": "cpu_planned",
-        "cpu": cpu_model(),
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "threads": torch.get_num_threads(),
         "rounds": max(len(row["errors_of_rounds"]) for row in rows),
         "is_real_time": given.real_time or given.quiet,
@@ -315,20 +310,18 @@ def write(found: dict[str, list[tuple[float, float]]], given: argparse.Namespace
         "within_10_percent": sum(abs(row["error"]) <= 0.1 for row in rows),
         "rows": rows,
     }
-    given.out.write_text(json.dumps(result, indent=1) + "\n")
+    harness.write(given.out, result, device="cpu")
 
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="a tiny model; results are printed, not written")
+    parser = harness.options(__doc__, "cpu-planned.json", harness.NOT_WRITTEN)
     parser.add_argument("--real-time", action="store_true", help="nothing interrupts what is timed (root)")
     parser.add_argument("--quiet", action="store_true", help="time when others rest, and nothing interrupts (root)")
     parser.add_argument("--least", type=float, nargs=2, default=(), help="the least times of the probes of --quiet")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--searches", action="store_true", help="measure searches anew; other rows stay as they were")
-    parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--measure-machine", metavar="FILE", help="only measure the machine, and write its figures")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)

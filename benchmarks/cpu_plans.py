@@ -12,10 +12,8 @@ assumed one. The result has the load of the machine, and whether other processes
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -23,9 +21,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
+import harness
 
-from weft.cluster.topology import cpu_model
 from weft.planner.predict import predict, run_cluster
 from weft.run_file import load_run
 
@@ -99,10 +96,9 @@ def one_round(folder: Path, steps: int) -> tuple[dict[str, dict[str, float]], st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.options(__doc__, "cpu-plans.json")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     before = os.getloadavg()
     with tempfile.TemporaryDirectory() as text:
@@ -113,7 +109,6 @@ def main() -> None:
         medians = {key: statistics.median(one[key] for one in of_plan) for key in of_plan[0]}
         rows[name] = {**medians, "measured_table_errors": [one["measured_table_error"] for one in of_plan]}
     result = {
-        "benchmark": "cpu_plans",
         "aim": AIM,
         "rounds": arguments.rounds,
         "plans": rows,
@@ -124,11 +119,8 @@ def main() -> None:
         "machine_file": rounds[-1][1],
         "load_average": {"before": before, "after": os.getloadavg()},
         "is_real_time": os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR),
-        "hardware": f"{cpu_model()}, {os.cpu_count()} cores",
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "cpu-plans.json").write_text(json.dumps(result, indent=2) + "\n")
+    harness.write(arguments.out, result, device="cpu")
     print(json.dumps({key: value for key, value in result.items() if key != "machine_file"}, indent=2))
 
 

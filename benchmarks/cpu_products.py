@@ -8,13 +8,11 @@ a time is the least of three rounds. Next to it is torch's product with the floa
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,7 +20,6 @@ from torch import Tensor
 from weft.serve.weights.cpu_products import CpuWeight, arranged, why_dequantised
 from weft.serve.weights.weight_formats import decoded_product, weight_format
 
-RESULT = Path(__file__).parent / "results" / "cpu-products.json"
 SHAPES = ((1024, 1536), (1024, 5632), (2816, 1024), (1024, 32000))  # inputs, outputs
 FORMATS = ("fp16", "int8-row", "int8", "int4")
 ROWS = (1, 2, 4, 8, 16, 64, 256)
@@ -70,13 +67,12 @@ def times(num_in: int, num_out: int, num_rows: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.options(__doc__, "cpu-products.json")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=RESULT)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     capability = torch.backends.cpu.get_cpu_capability()
-    result: dict[str, Any] = {"torch": torch.__version__, "capability": capability, "threads": given.threads}
+    result: dict[str, Any] = {"capability": capability, "threads": given.threads}
     for num_in, num_out in SHAPES:
         for num_rows in ROWS:
             name = f"{num_rows} x {num_in} @ {num_in} x {num_out}"
@@ -87,7 +83,7 @@ def main() -> None:
         chosen = {size: arrange(name, form.encode(torch.ones(16, size))).max_rows for size in sizes}
         result[f"most rows with codes, {name}"] = chosen
         print(f"most rows with codes, {name}", chosen)
-    given.out.write_text(json.dumps(result, indent=1) + "\n")
+    harness.write(given.out, result, device="cpu")
 
 
 if __name__ == "__main__":

@@ -12,13 +12,14 @@ benchmarks/results/curvature-cpu.json.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import harness
 
 from weft.commands.app import app
 from weft.commands.jobs import command_fork_server
@@ -27,7 +28,6 @@ from weft.run_file import load_run
 from weft.train.curvature_forecast import forecast_curvature
 from weft.train.local_job import start_ranks
 
-RESULT = Path(__file__).parent / "results" / "curvature-cpu.json"
 INTERVAL, NUM_INTERVALS = 5, 5
 RUN = """
 name = "{name}"
@@ -87,14 +87,12 @@ def measure(fork_server: ForkServer, run_file: Path, overrides: list[str], numbe
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true")
+    parser = harness.options(__doc__, "curvature-cpu.json", harness.NOT_WRITTEN)
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     width = 32 if options.tiny else options.width
-    found: dict[str, Any] = {"benchmark": "curvature", "width": width, "inverse_every": INTERVAL, "rows": {}}
+    found: dict[str, Any] = {"width": width, "inverse_every": INTERVAL, "rows": {}}
     known = json.loads(options.out.read_text())["rows"] if options.out.exists() and not options.tiny else {}
     began = time.monotonic()
     start = command_fork_server(lambda arguments: app(arguments, standalone_mode=False))
@@ -117,14 +115,14 @@ def main() -> None:
             words = f"step {step:.1f} ms, loss {row['loss']:.4f}, lags {row['lags']}, skipped {row['skipped']}"
             print(f"{time.monotonic() - began:6.1f} s  {name}: {words}", flush=True)
             if not options.tiny:
-                options.out.write_text(json.dumps(found, indent=1) + "\n")
+                harness.write(options.out, found, device="cpu")
         given = ["plan.data=1", "train.kfac.mode=inline", f"train.kfac.inverse_every={INTERVAL}"]
         forecast = forecast_curvature(run := load_run(run_file, given), found["rows"]["AdamW, 1 rank"]["step_seconds"])
         assert forecast is not None
         found["forecast"] = asdict(forecast)
         print(forecast.line(run, False))
         if not options.tiny:
-            options.out.write_text(json.dumps(found, indent=1) + "\n")
+            harness.write(options.out, found, device="cpu")
 
 
 if __name__ == "__main__":

@@ -11,15 +11,13 @@ differences over norms, against the plain functions, and for a whole layer again
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
-import triton
 from torch import Tensor, nn
 
 from weft.models.expert_rows import RowOrder, align_groups, sort_by_expert, through_experts
@@ -89,18 +87,7 @@ class Layer:
 
 def milliseconds(call: Callable[[], object]) -> float:
     """Mean device time of a call."""
-    for _ in range(3):
-        call()
-    if not torch.cuda.is_available():
-        return float("nan")
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start.record()
-    for _ in range(CALLS):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / CALLS
+    return 1e3 * harness.gpu_seconds(call, CALLS, warm=3)
 
 
 def error(found: Tensor, expected: Tensor) -> float:
@@ -280,7 +267,7 @@ def layers(layer: Layer, compiles: bool) -> Iterator[tuple[str, float]]:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.options(__doc__)
     parser.add_argument("--tiny", action="store_true", help="try the benchmark itself, also on a CPU")
     parser.add_argument("--only", nargs="*", default=["products", "rows", "layers"])
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=["8x2", "64x8"])
@@ -303,10 +290,7 @@ def main() -> None:
             except RuntimeError as problem:
                 print(f"{name} {part}: {str(problem).strip().splitlines()[0][:300]}", flush=True)
     if arguments.out:
-        name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-        versions = {"torch": torch.__version__, "triton": triton.__version__}
-        whole = {"benchmark": "expert_fp8", "device": name, "versions": versions, "milliseconds": found}
-        arguments.out.write_text(json.dumps(whole, indent=1) + "\n")
+        harness.write(arguments.out, {"milliseconds": found}, ("torch", "triton"), device)
 
 
 if __name__ == "__main__":

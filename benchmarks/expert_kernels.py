@@ -11,15 +11,13 @@ One run on one machine, which is named in it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from pathlib import Path
 
+import harness
 import torch
 
-RESULT = Path(__file__).parent / "results" / "expert-kernels-h200.json"
 NUM_EXPERTS, WARM_CALLS, NUM_CALLS = 4, 5, 30
 DEPTHS, WEIGHTS = (256, 512, 1024, 2048, 4096), ((6144, 4096), (2048, 6144), (3584, 5120), (6144, 32768))
 FEW_WEIGHTS = ((4096, 28672), (14336, 4096), (2048, 2816), (1408, 2048), (4096, 4096), (2048, 8192), (7168, 4096),
@@ -30,15 +28,7 @@ ROWS = ((1024, 8, 6144), (2048, 2, 6144), (2048, 8, 3584))  # tokens, experts of
 
 def microseconds(call: Callable[[], object], num_calls: int = NUM_CALLS) -> float:
     """Mean device time of a call."""
-    for _ in range(WARM_CALLS):
-        call()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(num_calls):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / num_calls * 1e3
+    return 1e6 * harness.gpu_seconds(call, num_calls, WARM_CALLS)
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -113,15 +103,15 @@ def few_rows(inputs: int, outputs: int) -> list[dict[str, float]]:
 
 def main() -> None:
     """The command."""
+    given = harness.options(__doc__, "expert-kernels-h200.json").parse_args()
     found = {
-        "device": torch.cuda.get_device_name(),
         "tflops": [{"rows": depth, "weight": shape, **matmuls(depth, *shape)} for depth in DEPTHS for shape in WEIGHTS],
         "microseconds": [
             {"tokens": one[0], "chosen": one[1], "hidden": one[2], **row_operations(*one)} for one in ROWS
         ],
         "few_rows": [one for shape in FEW_WEIGHTS for one in few_rows(*shape)],
     }
-    RESULT.write_text(json.dumps(found, indent=1) + "\n")
+    harness.write(given.out, found, device="cuda")
 
 
 if __name__ == "__main__":

@@ -19,17 +19,16 @@ bf16 matmuls. `predicted` is the planner's memory of weft's tensors. Writes benc
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import os
-import platform
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
+from harness import run_apart
 from one_gpu import (
     PEAK_FLOPS,
     Case,
@@ -39,7 +38,6 @@ from one_gpu import (
     batches,
     matmul_ceiling,
     predicted_bytes,
-    run_apart,
     time_steps,
     weft_contender,
 )
@@ -51,7 +49,7 @@ from weft.models.expert_rows import fill_slots, sort_by_expert
 from weft.models.row_operations import gated_gradient, spread_rows, sum_rows, take_rows
 from weft.models.wide_linear import wide_gradients, wide_product
 
-RESULT = Path(__file__).parent / "results" / "experts-h200.json"
+RESULT = harness.RESULTS / "experts-h200.json"
 PARTS = {"weft": "weft-bf16", "weft-fp8": "weft-fp8", "transformers": "", "transformers-eager": ""}
 NUM_KERNELS = 25
 
@@ -230,20 +228,16 @@ def show(shape: str, part: str, one: dict[str, Any]) -> str:
 
 def write(path: Path, steps: int, ceiling: dict[str, Any], results: dict[str, dict[str, Any]]) -> None:
     whole = {
-        "benchmark": "experts_gpu",
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
-        "num_cpu_cores": os.cpu_count(),
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "triton")},
         "ceiling": ceiling,
         "peak_flops": PEAK_FLOPS,
         "steps": steps,
         "results": results,
     }
-    path.write_text(json.dumps(whole, indent=1) + "\n")
+    harness.write(path, whole, ("torch", "transformers", "triton"))
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.options(__doc__)
     parser.add_argument("--only", nargs="*", choices=PARTS, default=["weft", "weft-fp8", "transformers"])
     parser.add_argument("--shapes", nargs="*", choices=CASES, default=["8x2", "64x8"])
     parser.add_argument("--tiny", action="store_true", help="try the benchmark itself, also on a CPU")

@@ -10,7 +10,6 @@ empty one and --no-warm-up. Prompts are random tokens, so the prefix cache has n
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import os
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import harness
 import torch
 
 from weft.models import DecoderConfig, build, initialise, save_folder
@@ -36,16 +36,13 @@ SIZES = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = harness.options(__doc__, tiny="a tiny model")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--starts", type=int, default=3, help="of the three starts, the first so many")
     parser.add_argument("more", nargs="*", help="options of weft serve, after --")
     given = parser.parse_args()
-    gpu = torch.cuda.get_device_name() if given.device == "cuda" else "CPU"
-    found: dict[str, Any] = {"benchmark": "first_tokens", "device": gpu, "torch": torch.__version__}
-    found["options"] = given.more
+    found: dict[str, Any] = {"options": given.more}
     with tempfile.TemporaryDirectory() as folder:
         source = write_model(Path(folder) / "model", TINY if given.tiny else SIZES)
         first, other = Path(folder) / "kernels", Path(folder) / "more kernels"
@@ -55,7 +52,7 @@ def main() -> None:
             found[name] = start(source, more, kernels)
             print(name, json.dumps(found[name], indent=1), flush=True)
     if given.out is not None:
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+        harness.write(given.out, found, device=given.device)
 
 
 def write_model(folder: Path, sizes: dict[str, int]) -> Path:

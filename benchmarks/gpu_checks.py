@@ -11,18 +11,16 @@ differs. Without a GPU it checks what a CPU can. Writes benchmarks/results/gpu-c
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -41,7 +39,6 @@ from weft.schema import build_dataclass
 from weft.step.train_step import train_step
 
 ROUNDED = 2**-7  # of bf16
-RESULT = Path(__file__).parent / "results" / "gpu-checks.json"
 Row = dict[str, Any]
 
 
@@ -207,20 +204,17 @@ CHECKS = {"goldfish": goldfish, "pools": pools, "averages": averages, "weights":
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.options(__doc__, "gpu-checks.json")
     parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS))
-    parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor()
-    found: Row = {"benchmark": "gpu_checks", "device": name, "torch": torch.__version__}
+    found: Row = {}
     for check in options.only:
         found[check] = []
         for row in CHECKS[check](device):
             found[check].append(row)
             print(check, json.dumps(row), flush=True)
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(found, indent=1) + "\n")
+            harness.write(options.out, found, device=device)
     wrong = sum(not row["is_right"] for check in options.only for row in found[check])
     print(f"{wrong} wrong of {sum(len(found[check]) for check in options.only)}")
     sys.exit(1 if wrong else 0)

@@ -13,11 +13,10 @@ Nothing is fitted: the V100 has its one calibration.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
+
+import harness
 
 from weft.cluster.hardware import load
 from weft.data.formats import ImageShape
@@ -32,7 +31,6 @@ BATCHES = (2, 4, 8)  # of one image nothing is left to overlap
 NUM_TILES = 4
 PUBLISHED = {"layer": 2.67, "pipeline": 1.68}
 BEST = "spatial + bidirectional"
-RESULT = Path(__file__).parent / "results" / "hy-fi.json"
 
 
 @dataclass(frozen=True)
@@ -103,8 +101,8 @@ def factors(found: list[Row]) -> dict[str, tuple[float, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help=f"also write {RESULT.name}")
+    parser = harness.options(__doc__, "hy-fi.json")
+    parser.add_argument("--json", action="store_true", help="also write --out")
     arguments = parser.parse_args()
     found = rows()
     for row in found:
@@ -115,8 +113,8 @@ def main() -> None:
         published = f"   published: up to {PUBLISHED[kind]:.2f}" if kind in PUBLISHED else ""
         print(f"{BEST} over {kind}: predicted {least:.2f} to {most:.2f}{published}")
     if arguments.json:
-        value = {"benchmark": "hy_fi", "cluster": CLUSTER, "predicted": up_to, "published": PUBLISHED}
-        RESULT.write_text(json.dumps({**value, "rows": [asdict(row) for row in found]}, indent=2) + "\n")
+        value = {"cluster": CLUSTER, "predicted": up_to, "published": PUBLISHED}
+        harness.write(arguments.out, {**value, "rows": [asdict(row) for row in found]}, device="cpu")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -25,11 +24,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from queue import Empty, Queue
 from tempfile import TemporaryFile
 from threading import Thread
 
+import harness
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -45,7 +44,6 @@ from weft.step.cuda_graph import Graph
 from weft.step.objective import CLASSIFICATION
 from weft.step.train_step import train_step
 
-RESULT = Path(__file__).parent / "results" / "images-h200.json"
 MODELS = ("resnet50", "amoebanet-d-18-208")
 SIZES = (2048, 4096, 8192)
 STRIDE, LARGEST = 1024, 32768
@@ -239,7 +237,7 @@ def largest(name: str, side: str, start: int, tiny: list[str]) -> dict[str, obje
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.options(__doc__, "images-h200.json")
     parser.add_argument("--tiny", action="store_true", help="small images on the CPU; writes nothing")
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES)
@@ -247,7 +245,6 @@ def main() -> None:
     parser.add_argument("--compile-seconds", type=int, default=COMPILE_SECONDS, help="for each case")
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--trains", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     device, tiny = ("cpu", ["--tiny"]) if options.tiny else ("cuda", [])
     if options.measure:
@@ -258,9 +255,7 @@ def main() -> None:
         name, side, size = options.trains
         print(json.dumps(trains(name, side, int(size), device)))
         return
-    found: dict[str, object] = {"benchmark": "images_gpu", "torch": torch.__version__}
-    if device == "cuda":
-        found["hardware"] = {"device": torch.cuda.get_device_name(), "cpu": platform.machine()}
+    found: dict[str, object] = {}
     if options.tiny:
         print(json.dumps(compare(MODELS[0], 64, tiny)))
         return
@@ -271,8 +266,7 @@ def main() -> None:
         for side in () if options.no_largest else ("plain", "weft"):
             found[f"{name} largest {side}"] = row = largest(name, side, SIZES[0], tiny)
             print(name, "largest", side, json.dumps(row), flush=True)
-        options.out.parent.mkdir(exist_ok=True, parents=True)
-        options.out.write_text(json.dumps(found, indent=2) + "\n")
+        harness.write(options.out, found, device=device)
 
 
 if __name__ == "__main__":

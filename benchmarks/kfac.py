@@ -9,15 +9,13 @@ count.
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 
+import harness
 import torch
 from moments import BATCH, SEQUENCE, VOCABULARY, batch, chain
 from torch import Tensor
@@ -104,7 +102,7 @@ def best(configs: Sequence[TrainConfig], steps: int, above: float) -> TrainConfi
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.options(__doc__)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--above", type=float, default=0.3)
@@ -114,8 +112,6 @@ def main() -> None:
     adamw = best(ADAMW, args.steps, args.above)
     kfac = best([replace(adamw, kfac=one) for one in KFAC], args.steps, args.above)
     found = {
-        "machine": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
         "above": args.above,
         "adamw": {"learning_rate": adamw.learning_rate},
         "kfac": None if kfac.kfac is None else asdict(kfac.kfac),
@@ -127,7 +123,7 @@ def main() -> None:
     for name, curves in found["runs"].items():  # type: ignore[attr-defined]
         print(name, [(one["steps"], one["seconds"], one["seconds_per_step"]) for one in curves])
     if args.out is not None:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        harness.write(args.out, found, device="cpu")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ its streamed blocks at the rate that the same memory is copied with nothing else
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import time
@@ -21,8 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
-from serve_gpu import LLAMA_8B, TINY, synchronize
+from harness import synchronize
+from serve_gpu import LLAMA_8B, TINY
 from torch import Tensor
 
 from weft.cluster.hardware import load
@@ -36,7 +37,6 @@ from weft.serve.scheduling.request import Request, Sampling
 from weft.serve.spec import EngineSizes
 from weft.serve.weights.streamed_weights import StreamedWeights
 
-RESULT = Path(__file__).parent / "results" / "larger-than-gpu.json"
 LARGE = replace(LLAMA_8B, hidden_size=8192, intermediate_size=28672, num_hidden_layers=92, num_attention_heads=64)
 SMALL = replace(LLAMA_8B, hidden_size=1024, intermediate_size=2048, num_hidden_layers=7, num_attention_heads=8)
 PROMPT, OUTPUT, AHEAD = 16, 12, 2
@@ -151,21 +151,17 @@ def measure(config: DecoderConfig, device: torch.device, num_resident: int, numb
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes; results are printed, not written")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = harness.options(__doc__, "larger-than-gpu.json", harness.NOT_WRITTEN, device=True)
     parser.add_argument("--layers", type=int, help="blocks of the model")
     parser.add_argument("--resident", type=int, nargs="+", default=[46, 72], help="blocks that stay on the device")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--out", type=Path, default=RESULT)
     given = parser.parse_args()
     device = torch.device(given.device)
     large, small = (replace(TINY, num_hidden_layers=7),) * 2 if given.tiny else (LARGE, SMALL)
     large = replace(large, num_hidden_layers=given.layers or large.num_hidden_layers)
     check_bits(small, device)
     print("a small model gives the same bits", flush=True)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    results: dict[str, Any] = {"device": name, "torch": torch.__version__, "runs": []}
+    results: dict[str, Any] = {"runs": []}
     if device.type == "cuda":
         results["device_bytes"] = torch.cuda.mem_get_info()[1]
     for num_resident in (2, 5) if given.tiny else given.resident:
@@ -175,7 +171,7 @@ def main() -> None:
             torch.cuda.reset_peak_memory_stats()
         results["runs"].append(measure(large, device, num_resident, tuple(given.requests)))
         if not given.tiny:
-            given.out.write_text(json.dumps(results, indent=1) + "\n")
+            harness.write(given.out, results, device=device)
 
 
 if __name__ == "__main__":

@@ -17,19 +17,19 @@ experts' bytes. Writes benchmarks/results/lean-gpu.json after every part.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import harness
 import torch
+from harness import call_seconds, synchronize
 from lean_gpu_checks import TINY_EXPERTS, check_kernels
-from serve_gpu import LLAMA_8B, TINY, copy_rate, random_model, synchronize
+from serve_gpu import LLAMA_8B, TINY, copy_rate, random_model
 from torch import Tensor, nn
 
 from weft.models import Decoder, DecoderConfig, build
@@ -49,7 +49,6 @@ from weft.serve.weights.group_codes import joined_ranges
 from weft.serve.weights.packed_linear import PackedLinear, make_room, pack_model
 from weft.serve.weights.weight_formats import FORMATS
 
-RESULT = Path(__file__).parent / "results" / "lean-gpu.json"
 GREEDY = Sampling(temperature=0)
 EARLY = 16  # one of so many layers drafts
 PARTS = ("four_bits", "loki", "weights", "experts", "speculation", "llama_70b_int4", "streaming")
@@ -86,15 +85,7 @@ def seconds_of(compute: Callable[[], Tensor], device: torch.device, number: int 
     """Seconds of a function, recorded as a CUDA graph: the least of three times `number` calls."""
     compute()
     replay: Callable[[], Any] = GraphRecorder()(compute)[1] if device.type == "cuda" else compute
-    best = float("inf")
-    for _ in range(3):
-        synchronize(device)
-        begin = time.perf_counter()
-        for _ in range(number):
-            replay()
-        synchronize(device)
-        best = min(best, (time.perf_counter() - begin) / number)
-    return best
+    return call_seconds(replay, device, number, repeats=3, of=min)
 
 
 @torch.inference_mode()
@@ -394,13 +385,10 @@ def measure_speculation(config: Any, sizes: Sizes, device: torch.device) -> dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes; results are printed, not written")
+    parser = harness.options(__doc__, "lean-gpu.json", harness.NOT_WRITTEN, device=True)
     parser.add_argument("--check", action="store_true", help="compare kernels with plain functions")
     parser.add_argument("--sweep", action="store_true", help="time ways to launch the kernel of 4-bit attention")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", nargs="+", choices=PARTS)
-    parser.add_argument("--out", type=Path, default=RESULT)
     given = parser.parse_args()
     device = torch.device(given.device)
     sizes, config = (SMALL, TINY) if given.tiny else (LARGE, LLAMA_8B)
@@ -408,11 +396,11 @@ def main() -> None:
         check_kernels(device) if given.check else sweep_four_bits(sizes, device)
         return
     rate = copy_rate(device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    results: dict[str, Any] = {"device": name, "torch": torch.__version__, "copy_bytes_per_second": rate}
+    results: dict[str, Any] = {"copy_bytes_per_second": rate}
     if given.out.exists() and not given.tiny:
-        before = json.loads(given.out.read_text())
-        results = {**before, **results} if before["device"] == name else results
+        before, head = json.loads(given.out.read_text()), harness.facts(device=device)
+        if before["device"] == head["device"]:
+            results = {**{key: value for key, value in before.items() if key not in (*head, "torch")}, **results}
     measures: dict[str, Callable[[], Any]] = {
         "four_bits": lambda: measure_four_bits(sizes, device),
         "loki": lambda: measure_loki(sizes, device),
@@ -430,7 +418,7 @@ def main() -> None:
             results[key] = measure()
             print(f"{key} ({time.perf_counter() - begin:.0f} s): {json.dumps(results[key], indent=1)}", flush=True)
             if not given.tiny:
-                given.out.write_text(json.dumps(results, indent=1) + "\n")
+                harness.write(given.out, results, device=device)
 
 
 if __name__ == "__main__":

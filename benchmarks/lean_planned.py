@@ -9,12 +9,12 @@ Predictions know the model, the device and the workload, and for drafts the shar
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 from lean_gpu import EXPERT_SHAPES
 from serve_gpu import LLAMA_8B, LLAMA_40B, many_lengths
@@ -136,6 +136,7 @@ def rows() -> list[Row]:
 
 
 def main() -> None:
+    given = harness.options(__doc__, "lean-planned.json").parse_args()
     found = [
         {"what": what, "predicted": predicted, "measured": value, "error": predicted / value - 1}
         for what, predicted, value in rows()
@@ -145,14 +146,7 @@ def main() -> None:
             f"{row['what']:75} {row['predicted']:9,.4g} {row['measured']:9,.4g} {row['error']:+.0%}" for row in found
         )
     )
-    head = {
-        "benchmark": "lean_planned",
-        "date": time.strftime("%Y-%m-%d"),
-        "command": "python benchmarks/lean_planned.py",
-    }
-    (RESULTS / "lean-planned.json").write_text(
-        json.dumps({**head, "cluster": "h200:1x1", "rows": found}, indent=1) + "\n"
-    )
+    harness.write(given.out, {"cluster": "h200:1x1", "rows": found}, device="cpu")
 
 
 if __name__ == "__main__":

@@ -11,17 +11,16 @@ compiles kernels, is not counted. Writes benchmarks/results/lean-prompts.json.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest.mock import patch
 
+import harness
 import torch
-from serve_gpu import LLAMA_8B, TINY, random_model, synchronize
+from harness import synchronize
+from serve_gpu import LLAMA_8B, TINY, random_model
 from torch import nn
 
 from weft.serve.attention import four_bit_prompt_kernel
@@ -32,7 +31,6 @@ from weft.serve.cache_formats import DEFAULT_BLOCK_SIZE
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.scheduling.request import Request, Sampling
 
-RESULT = Path(__file__).parent / "results" / "lean-prompts.json"
 HEADS = (32, 8, 128)
 FORMS: tuple[CacheFormat, ...] = (PlainFormat(), FourBitFormat(), FourBitFormat(32), FourBitFormat(128))
 PLAIN_FUNCTIONS = "int4, plain functions"
@@ -136,11 +134,8 @@ def sweep(sizes: tuple[tuple[int, int], ...], device: torch.device) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes; results are printed, not written")
+    parser = harness.options(__doc__, "lean-prompts.json", harness.NOT_WRITTEN, device=True)
     parser.add_argument("--sweep", action="store_true", help="time ways to launch the kernel")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=RESULT)
     given = parser.parse_args()
     device = torch.device(given.device)
     sizes = ((2048, 2048), (2048, 8192), (2048, 32768), (5, 32768), (2048, 131072))
@@ -149,13 +144,12 @@ def main() -> None:
     if given.sweep:
         sweep(sizes[:3], device)
         return
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    results: dict[str, Any] = {"device": name, "torch": torch.__version__, "heads": HEADS}
+    results: dict[str, Any] = {"heads": HEADS}
     results["layers"] = measure_layers(sizes, device)
     lengths, budget = ((200,), 64) if given.tiny else ((8192, 32768), 2048)
     results["engine"] = measure_engine(TINY if given.tiny else LLAMA_8B, lengths, budget, device)
     if not given.tiny:
-        given.out.write_text(json.dumps(results, indent=1) + "\n")
+        harness.write(given.out, results, device=device)
 
 
 if __name__ == "__main__":

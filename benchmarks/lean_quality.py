@@ -16,16 +16,14 @@ Speculative decoding changes no token; its acceptance and CPU time are measured 
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 from torch import Tensor, nn
 
@@ -128,10 +126,9 @@ def speculation(read: Callable[[], nn.Module], rows: Tensor, width: int) -> dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.options(__doc__, "lean-quality-cpu.json")
     parser.add_argument("run", type=Path)
     parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/lean-quality-cpu.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
     _, tokenizer, width = load_for_generation(options.run)
@@ -173,9 +170,9 @@ def main() -> None:
         print(f"{name:28} {found[name]['perplexity']:.4f}  {weights:,} bytes of weights", flush=True)
     drafts = speculation(read, rows[:8], width)
     print("speculation", drafts)
-    about = {"machine": platform.machine(), "torch": torch.__version__, "tokens": rows.numel(), "context": width}
+    about = {"tokens": rows.numel(), "context": width}
     result = {"about": about, "found": found, "speculation": drafts, "explained": explained.mean(1).tolist()}
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    harness.write(options.out, result, device="cpu")
 
 
 if __name__ == "__main__":

@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 import time
-from pathlib import Path
 
+import harness
 import torch
 import torch.distributed as dist
 
-RESULT = Path(__file__).parent / "results" / "megatron-host.json"
 NUM_LAYERS, HEADS, SEQUENCE, NUM_STEPS, WARM_STEPS = 8, 8, 128, 40, 10
 
 
@@ -79,6 +77,7 @@ def measure(hidden: int) -> dict[str, float]:
 
 
 def main() -> None:
+    given = harness.options(__doc__, "megatron-host.json").parse_args()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29577", RANK="0", WORLD_SIZE="1")
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     dist.init_process_group("nccl")
@@ -96,15 +95,12 @@ def main() -> None:
     forward = statistics.mean(case["forward_seconds"] for case in found.values())
     backward = statistics.mean(case["backward_seconds"] for case in found.values())
     result = {
-        "device": torch.cuda.get_device_name(),
-        "host": f"{platform.machine()}, {os.cpu_count()} cores",
-        "torch": torch.__version__,
         "megatron_core": megatron.core.__version__,
         "layers": found,
         "layer_seconds": forward,
         "host_backward": backward / forward,
     }
-    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    harness.write(given.out, result, device="cuda")
     print(json.dumps(result, indent=2))
     dist.destroy_process_group()
 

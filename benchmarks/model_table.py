@@ -8,14 +8,13 @@ processes, all gradients, three steps.
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 import time
 import warnings
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import transformers
 from zoo import Entry, zoo
@@ -98,7 +97,7 @@ def _general(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.options(__doc__)
     parser.add_argument("--only", help="names of models, with commas")
     parser.add_argument("--plans", help="names of plans, with commas")
     arguments = parser.parse_args()
@@ -115,8 +114,7 @@ def main() -> None:
             print(f"{entry.name:14} {plan:10} {row[plan]['outcome']:8} {row[plan].get('why', '')[:150]!r}", flush=True)
         order = [one.name for one in zoo() if one.name in rows]
         result = {
-            "benchmark": "model_table", "machine": platform.machine(), "torch": torch.__version__,
-            "models": {name: rows[name] for name in order},
+            **harness.facts(device="cpu"), "models": {name: rows[name] for name in order},
         }  # fmt: skip
         RESULTS.write_text(json.dumps(result, indent=1) + "\n")
         PAGE.write_text(page(result))

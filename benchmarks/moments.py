@@ -6,19 +6,16 @@ fp32, bf16 and 8 bits, and with 8-bit codes rounded fairly as roots, which raise
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
+import harness
 import torch
 from torch import Tensor
 
-import weft
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, build, initialise
 from weft.optim import AdamW, rounding, update
@@ -90,7 +87,7 @@ def train(plan: Plan, steps: int, seed: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = harness.options(__doc__)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--out", type=Path)
@@ -107,9 +104,8 @@ def main() -> None:
         last = [sum(losses[-50:]) / len(losses[-50:]) for losses in found]
         results[name] = {"mean_of_last_50": last, "every_20th": [losses[::20] for losses in found]}
         print(f"{name:20} mean of the last 50 losses {last}", flush=True)
-    told = {"benchmark": "moments", "machine": platform.machine(), "torch": torch.__version__, "weft": weft.__version__}
     if given.out is not None:
-        given.out.write_text(json.dumps({**told, "steps": given.steps, "results": results}, indent=1) + "\n")
+        harness.write(given.out, {"steps": given.steps, "results": results}, device="cpu")
 
 
 if __name__ == "__main__":

@@ -17,10 +17,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
-import os
-import platform
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +26,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
+from harness import run_apart
 from plain_llama import PlainLlama, chunk_loss, plain_step
 from torch import Tensor, nn
 
@@ -392,21 +391,6 @@ def _wait(device: torch.device) -> None:
 # --- all of them
 
 
-def run_apart(arguments: Sequence[str], timeout_seconds: float, file: str = __file__) -> dict[str, Any]:
-    """This file, or another, in another process, which answers with its last line."""
-    command = [sys.executable, str(Path(file).resolve()), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"took longer than {timeout_seconds:.0f} s"}
-    lines = done.stdout.strip().splitlines()
-    if done.returncode == 0 and lines:
-        answer: dict[str, Any] = json.loads(lines[-1])
-        return answer
-    reason = done.stderr.strip().splitlines()
-    return {"error": reason[-1] if reason else f"ended with {done.returncode}"}
-
-
 def is_installed(name: str) -> bool:
     package = {"transformers-eager": "transformers"}.get(name, name)
     return name.startswith(("weft", "plain")) or importlib.util.find_spec(package) is not None
@@ -440,21 +424,16 @@ def compare_losses(names: Sequence[str], found: dict[str, Any]) -> None:
 def write(path: Path, steps: int, ceiling: dict[str, Any], results: dict[str, dict[str, Any]]) -> None:
     packages = ("torch", "transformers", "accelerate", "lightning", "deepspeed", "triton")
     whole = {
-        "benchmark": "one_gpu",
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
-        "num_cpu_cores": os.cpu_count(),
-        "versions": {name: importlib.metadata.version(name) for name in packages if importlib.util.find_spec(name)},
         "ceiling": ceiling,
         "peak_flops": PEAK_FLOPS,
         "steps": steps,
         "results": results,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(whole, indent=1) + "\n")
+    harness.write(path, whole, packages)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.options(__doc__)
     parser.add_argument("--only", nargs="*", choices=CONTENDERS)
     parser.add_argument("--shapes", nargs="*", choices=CASES)
     parser.add_argument("--short", action="store_true", help="what takes no more than four minutes on an H200")
@@ -492,7 +471,7 @@ def main() -> None:
     passed += ["--text", str(arguments.text.resolve())] if arguments.text else []
     results: dict[str, dict[str, Any]] = {}
     side = CEILING_SIDE if torch.cuda.is_available() else 256
-    ceiling = run_apart([*passed, "--worker", "ceiling", str(side)], arguments.timeout)
+    ceiling = run_apart([*passed, "--worker", "ceiling", str(side)], arguments.timeout, __file__)
     if not arguments.losses:
         print(f"matmul {side}³: {ceiling.get('flops_per_second', 0) / 1e12:.1f} TFLOP/s")
         widths = {"tokens/s": 12, "MFU": 8, "ceiling": 9, "GPU GiB": 10, "predicted": 11, "host GiB": 10, "first s": 9}
@@ -501,7 +480,7 @@ def main() -> None:
     for shape in arguments.shapes:
         results[shape] = {}
         for name in (name for name in arguments.only if (shape, name) not in arguments.skip):
-            one = run_apart([*passed, "--worker", name, shape], arguments.timeout)
+            one = run_apart([*passed, "--worker", name, shape], arguments.timeout, __file__)
             results[shape][name] = one
             if arguments.out:  # what is known, should the rest be stopped
                 write(arguments.out, arguments.steps, ceiling, results)

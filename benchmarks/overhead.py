@@ -8,14 +8,13 @@ machine. The result is the ratio of the median step times. Aim: at most 1.03.
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
+import harness
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -85,11 +84,11 @@ class Alternate:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.options(__doc__)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=harness.RESULTS, help="the folder to write to")
     arguments = parser.parse_args()
     sequences, length = BATCHES[arguments.device]
     with tempfile.TemporaryDirectory() as folder:
@@ -106,9 +105,7 @@ def main() -> None:
         train(run, RankInfo(), alternate)
     warm = min(10, arguments.steps // 4)
     weft, plain = (statistics.median(times[warm:]) for times in (alternate.weft_seconds, alternate.bare_seconds))
-    cuda = arguments.device == "cuda"
     result = {
-        "benchmark": "overhead",
         "ratio": weft / plain,
         "aim": 1.03,
         "weft_step_seconds": weft,
@@ -117,14 +114,10 @@ def main() -> None:
         "precision": arguments.precision,
         "batch": [sequences, length],
         "model": MODELS[arguments.device],
-        "hardware": torch.cuda.get_device_name()
-        if cuda
-        else f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "threads": torch.get_num_threads(),
     }
     name = f"overhead-{arguments.device}-{arguments.precision}.json"
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / name).write_text(json.dumps(result, indent=2) + "\n")
+    harness.write(arguments.out / name, result, device=arguments.device)
     print(json.dumps(result, indent=2))
 
 

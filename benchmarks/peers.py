@@ -12,17 +12,15 @@ those of all threads of all ranks: what a step costs whatever else runs on the m
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import torch.distributed as dist
 from side_by_side import (
@@ -217,13 +215,11 @@ def show(one: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.options(__doc__, "peers-cpu.json")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--cases", nargs="*", help="only layouts whose names start so; printed, not written")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "peers-cpu.json")
     arguments = parser.parse_args()
     result: dict[str, Any] = {
-        "benchmark": "peers",
         "aims": AIMS,
         "conventions": CONVENTIONS | COUNTED,
         "layouts": LAYOUTS,
@@ -240,8 +236,7 @@ def main() -> None:
             print(show(results[-1]), flush=True)
     if not arguments.cases:
         result |= {"load_average_after": os.getloadavg()[0], "results": results}
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+        harness.write(arguments.out, result, device="cpu")
 
 
 if __name__ == "__main__":

@@ -11,14 +11,12 @@ at most 1.0. Bytes are counted as in `peers.py`. Writes benchmarks/results/peers
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -209,13 +207,11 @@ class _Exchange(torch.autograd.Function):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.options(__doc__, "peers-experts-cpu.json")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--cases", nargs="*", help="only layouts whose names start so; printed, not written")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "peers-experts-cpu.json")
     arguments = parser.parse_args()
     result: dict[str, Any] = {
-        "benchmark": "peers_experts",
         "aims": AIMS,
         "conventions": CONVENTIONS | COUNTED,
         "model": to_table(CONFIG),
@@ -231,7 +227,7 @@ def main() -> None:
             print(show(results[-1]), flush=True)
     if not arguments.cases:
         result |= {"load_average_after": os.getloadavg()[0], "results": results}
-        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+        harness.write(arguments.out, result, device="cpu")
 
 
 if __name__ == "__main__":

@@ -12,16 +12,14 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any, Literal
 
+import harness
 import pipeline_memory
 import sleeping
 import torch
@@ -146,13 +144,11 @@ def show(one: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.options(__doc__, "pipeline-cpu.json")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--peers", nargs="*", help="only peers whose layouts start so; printed, not written")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "pipeline-cpu.json")
     arguments = parser.parse_args()
     result: dict[str, Any] = {
-        "benchmark": "pipeline",
         "aims": AIMS,
         "conventions": {
             "peers": CONVENTIONS | COUNTED,
@@ -174,8 +170,7 @@ def main() -> None:
         print(line, flush=True)
     if arguments.peers is None:
         result |= {"load_average_after": os.getloadavg()[0], **sections}
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+        harness.write(arguments.out, result, device="cpu")
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ weft/planner, one calibration for each device in weft/clusters, facts about fram
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -20,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+import harness
 import torch
 from published_memory import predict_memory_bytes
 from published_models import Model
@@ -35,7 +34,6 @@ from weft.profiling import Profile, profile
 from weft.profiling.workload import Workload, workload
 
 PUBLISHED = Path(__file__).parent / "published"
-RESULT = Path(__file__).parent / "results" / "planner-accuracy.json"
 ALLOWED_REGRET = 0.05
 COMPUTED = 1e-7  # of a row: no clock repeats a training step so well
 
@@ -263,18 +261,17 @@ def _predict(case: Case, path: Path) -> Result:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.options(__doc__, "planner-accuracy.json")
     parser.add_argument("--table", type=Path, help="a CSV file in a format of benchmarks/published, or a folder")
     parser.add_argument("--rows", action="store_true", help="print every row")
-    parser.add_argument("--json", action="store_true", help=f"write {RESULT.name}")
+    parser.add_argument("--json", action="store_true", help="write --out")
     options = parser.parse_args()
     where = options.table or PUBLISHED
     paths = sorted(where.glob("*.csv")) if where.is_dir() else [where]
     results = [_predict(case, path) for path in paths for case in read(path)]
     found = report(results, options.rows)
     if options.json:
-        RESULT.parent.mkdir(exist_ok=True)
-        RESULT.write_text(json.dumps(found, indent=2, default=str) + "\n")
+        harness.write(options.out, found, device="cpu")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
-import platform
 import re
 import statistics
 import subprocess
@@ -27,6 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 from torch import Tensor
 
@@ -43,7 +43,7 @@ from weft.planner.model import planned_model
 from weft.run_tables import TrainConfig
 from weft.step.train_step import train_step
 
-RESULT = Path(__file__).parent / "results" / "planner-h200.json"
+RESULT = harness.RESULTS / "planner-h200.json"
 WARM_STEPS, STEPS = 2, 5
 TINY_SEQUENCE = 64
 TINY = DecoderConfig(vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
@@ -256,9 +256,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-def write(path: Path, rows: list[dict[str, Any]], first: list[dict[str, Any]] | None, hardware: dict[str, str]) -> None:
+def write(path: Path, rows: list[dict[str, Any]], first: list[dict[str, Any]] | None, hardware: dict[str, Any]) -> None:
     """`first`: the errors as they came out when the rows were measured."""
-    found = {"benchmark": "planner_h200", **hardware, "summary": summary(rows), "cases": rows}
+    found = {**hardware, "summary": summary(rows), "cases": rows}
     found |= {"first_errors": first} if first is not None else {}
     path.parent.mkdir(exist_ok=True, parents=True)
     text = re.sub(r"\[[^][{}]*\]", lambda one: " ".join(one.group().split()), json.dumps(found, indent=1))
@@ -270,13 +270,11 @@ def errors_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
+    parser = harness.options(__doc__, "planner-h200.json", "a tiny model on the CPU")
     parser.add_argument("--predict", action="store_true", help="only predict, for the rows in the result file")
     parser.add_argument("--only", default="", help="cases whose label has this text")
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--gate", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     if options.case is not None:
         case = CASES[options.case]
@@ -293,16 +291,11 @@ def main() -> None:
                 rows.append(compared(case, row["measured"], False))
                 print(show(rows[-1]), flush=True)
         print(summary(rows))
-        write(
-            options.out,
-            rows,
-            known.get("first_errors"),
-            {key: known[key] for key in ("device", "cpu", "torch", "note") if key in known},
-        )
+        head = ("benchmark", "date", "command", "device", "cpu", "cpu_cores", "torch", "versions", "note")
+        write(options.out, rows, known.get("first_errors"), {key: known[key] for key in head if key in known})
         return
     cases = [case for case in CASES if options.only in case.label]
-    name = "CPU" if options.tiny else torch.cuda.get_device_name()
-    hardware = {"device": name, "cpu": platform.processor() or platform.machine(), "torch": torch.__version__}
+    hardware = harness.facts(device="cpu" if options.tiny else "cuda")
     with tempfile.TemporaryDirectory() as folder:
         running = [start(case, options.tiny, Path(folder) / "gate") for case in cases[:1]]
         for index, case in enumerate(cases):

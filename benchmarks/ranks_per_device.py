@@ -16,7 +16,6 @@ benchmarks/results/ranks-per-device-h200.json.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -29,6 +28,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness
+
+from weft.cluster.local_gpus import gpus
 from weft.commands.app import app
 from weft.commands.jobs import command_fork_server
 from weft.commands.tune import LONGER, Measurement, choose, measure, measure_rounds, near_fastest
@@ -37,7 +39,7 @@ from weft.launch.mps import CONTROL
 from weft.run_file import Run, load_run
 from weft.run_tables import Roles
 
-RESULT = Path(__file__).parent / "results" / "ranks-per-device-h200.json"
+RESULT = harness.RESULTS / "ranks-per-device-h200.json"
 ROUNDS = 2  # after the first measurement, as `weft tune` does, and in the second
 COMMON = """
 name = "{name}"
@@ -123,18 +125,9 @@ class Report:
     def say(self, words: str) -> None:
         """Print a line with the time since the start, and write all that is known."""
         print(f"{time.monotonic() - self.began:6.1f} s  {words}", flush=True)
-        whole = {"benchmark": "ranks_per_device", **machine(), "rows": self.rows, "choices": self.choices}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps({**whole, "left_out": self.left_out}, indent=1) + "\n")
-
-
-def machine() -> dict[str, Any]:
-    import torch
-
-    from weft.cluster.local_gpus import gpus
-
-    name = gpus()[0].name if gpus() else "CPU"
-    return {"device": name, "cpu_cores": os.cpu_count(), "torch": torch.__version__}
+        whole = {"rows": self.rows, "choices": self.choices}
+        device = {"device": gpus()[0].name} if gpus() else {}  # asked of a child: this process may not use CUDA
+        harness.write(self.path, {**device, **whole, "left_out": self.left_out}, device="cpu")
 
 
 def read_run(name: str, folder: Path, tiny: bool) -> tuple[Run, int]:
@@ -192,11 +185,9 @@ def without_mps() -> Iterator[None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true")
+    parser = harness.options(__doc__, "ranks-per-device-h200.json", "small models; needs --out")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--seconds", type=float, default=190.0)
-    parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     if options.tiny and options.out == RESULT:
         parser.error("--tiny needs --out: its numbers say nothing")

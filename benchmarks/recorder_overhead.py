@@ -11,15 +11,13 @@ less. A third result is the CPU time of the recorder alone for one call, in a lo
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import torch.nn.functional as F
 
@@ -86,9 +84,8 @@ def seconds_of_a_call(calls: int = 20_000) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.options(__doc__, "recorder-overhead-cpu.json")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     call_seconds = seconds_of_a_call()
     found = run_local(lambda index: rank(index, arguments.steps), 2, 1800.0)
@@ -102,7 +99,6 @@ def main() -> None:
 
     off, calls = median("wall", "off"), found[0]["calls_per_step"]
     result = {
-        "benchmark": "recorder_overhead",
         "aim": AIM,
         "wall_ratio": over("wall", "recorded"),
         "wall_noise": over("wall", "again"),
@@ -115,11 +111,9 @@ def main() -> None:
         "recorder_seconds_per_call": call_seconds,
         "steps_measured": arguments.steps - 3 * warm,
         "load_average": os.getloadavg(),
-        "hardware": f"{platform.machine()} CPU, {os.cpu_count()} cores, 2 ranks with one thread",
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "ranks": "2, with one thread",
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "recorder-overhead-cpu.json").write_text(json.dumps(result, indent=2) + "\n")
+    harness.write(arguments.out, result, device="cpu")
     print(json.dumps(result, indent=2))
 
 

@@ -11,23 +11,20 @@ the bytes of the weights at the best rate of a matrix-vector product of the same
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+import harness
 import torch
 from torch import nn
 
 from weft.architectures.recurrent import RecurrentConfig
-from weft.cluster.topology import cpu_model
 from weft.models.recurrent import RecurrentModel
 from weft.serve.model.recurrent import FusedGRU, FusedLSTM, RecurrentRows, State
 
-RESULT = Path(__file__).parent / "results" / "recurrent-cpu.json"
 LAYERS, PROMPT = 2, 64
 Call = Callable[[], Any]
 
@@ -116,14 +113,11 @@ def measured(kind: str, size: int, number: int) -> dict[str, Any]:
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="small sizes; results are printed, not written")
+    parser = harness.options(__doc__, "recurrent-cpu.json", harness.NOT_WRITTEN)
     given = parser.parse_args()
     torch.set_num_threads(1)
     results: dict[str, Any] = {
-        "cpu": cpu_model(),
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__,
         "layers": LAYERS,
         "prompt_tokens": PROMPT,
     }
@@ -133,7 +127,7 @@ def main() -> None:
             results[f"{kind} {size}"] = one
             print(kind, size, json.dumps(one), flush=True)
     if not given.tiny:
-        RESULT.write_text(json.dumps(results, indent=1) + "\n")
+        harness.write(given.out, results, device="cpu")
 
 
 if __name__ == "__main__":

@@ -8,14 +8,11 @@ waits for. Writes benchmarks/results/sampling-gpu.json.
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from statistics import median
 from typing import Any
 
+import harness
 import torch
 from torch import Tensor
 
@@ -25,7 +22,6 @@ from weft.serve.head.sampling_kernel import draw_by_kernel
 from weft.serve.scheduling.request import Request, Sampling
 from weft.serve.scheduling.scheduler import ActiveRequest
 
-RESULT = Path(__file__).parent / "results" / "sampling-gpu.json"
 NUM_TOKENS, REQUESTS = 128256, (1, 16, 64, 256)
 SETTINGS = {
     "top_p 0.9": Sampling(temperature=0.7, top_p=0.9),
@@ -37,14 +33,7 @@ SETTINGS = {
 
 def seconds_of(call: Callable[[], Any]) -> float:
     call()
-    found = []
-    for _ in range(11):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        found.append(time.perf_counter() - begin)
-    return median(found)
+    return harness.call_seconds(call, torch.device("cuda"))
 
 
 def measured(logits: Tensor, settings: sampling.SamplingRows, positions: Tensor) -> dict[str, float]:
@@ -65,6 +54,7 @@ def measured(logits: Tensor, settings: sampling.SamplingRows, positions: Tensor)
 
 @torch.inference_mode()
 def main() -> None:
+    given = harness.options(__doc__, "sampling-gpu.json").parse_args()
     device, rows = torch.device("cuda"), []
     torch.manual_seed(0)
     for number in REQUESTS:
@@ -75,8 +65,7 @@ def main() -> None:
             settings = sampling._settings_of(members, NUM_TOKENS, device)
             rows.append({"requests": number, "filters": name, **measured(logits, settings, positions)})
             print(rows[-1], flush=True)
-    result = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__, "tokens": NUM_TOKENS}
-    RESULT.write_text(json.dumps({**result, "rows": rows}, indent=1) + "\n")
+    harness.write(given.out, {"tokens": NUM_TOKENS, "rows": rows}, device=device)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,7 @@ by the same cores). Both are in the block's time. Aim: at most 2 % of the steps 
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
 import statistics
 import tempfile
 import time
@@ -21,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
 
+import harness
 import torch
 
 from weft.launch.environment import RankInfo
@@ -70,7 +68,7 @@ def measure(run: Run) -> list[dict[str, list[float]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.options(__doc__, "save-stall-cpu.json")
     parser.add_argument("--blocks", type=int, default=24)
     parser.add_argument("--length", type=int, default=4, help="steps in a block")
     options = parser.parse_args()
@@ -89,7 +87,6 @@ def main() -> None:
     extra = statistics.median(pairs)
     spread = statistics.quantiles(pairs, n=4)
     result = {
-        "hardware": f"CPU ({platform.machine()}), {os.cpu_count()} cores, shared and noisy; torch {torch.__version__}",
         "run": "examples/quickstart.toml, 4 processes",
         "num_pairs_of_blocks": len(pairs),
         "steps_per_block": options.length,
@@ -102,7 +99,7 @@ def main() -> None:
         "steps_between_saves": every,
         "aim": MAX_SHARE,
     }
-    (ROOT / "benchmarks" / "results" / "save-stall-cpu.json").write_text(json.dumps(result, indent=2) + "\n")
+    harness.write(options.out, result, device="cpu")
     print(json.dumps(result, indent=2))
 
 

@@ -14,25 +14,22 @@ With --cpu-time, seconds are those that the process had a core. Writes benchmark
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 from serve_gpu import TINY, random_model
 from torch import nn
 
-from weft.cluster.topology import cpu_model
 from weft.models import DecoderConfig
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.scheduling.request import Request, Sampling
 from weft.serve.weights.packed_linear import pack_head, pack_model
 from weft.serve.weights.weight_formats import FORMATS
 
-RESULT = Path(__file__).parent / "results" / "serve-cpu.json"
 LLAMA_200M = DecoderConfig(
     vocab_size=32000,
     hidden_size=1024,
@@ -158,15 +155,13 @@ def model_results(config: DecoderConfig, given: argparse.Namespace, clock: Clock
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes; results are printed, not written")
+    parser = harness.options(__doc__, "serve-cpu.json", harness.NOT_WRITTEN)
     parser.add_argument("--model", choices=MODELS, help="one model alone; results are printed, not written")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument(
         "--cpu-time", action="store_true", help="seconds that the process had a core; needs --threads 1"
     )
     parser.add_argument("--no-transformers", action="store_true")
-    parser.add_argument("--out", type=Path, default=RESULT)
     given = parser.parse_args()
     if given.cpu_time and given.threads != 1:
         parser.error("--cpu-time adds up the seconds of all threads; give --threads 1 too")
@@ -174,16 +169,14 @@ def main() -> None:
     clock: Clock = time.process_time if given.cpu_time else time.perf_counter
     models = {"tiny": TINY} if given.tiny else MODELS if given.model is None else {given.model: MODELS[given.model]}
     results: dict[str, Any] = {
-        "cpu": cpu_model(),
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__,
         "threads": given.threads,
         "seconds": "of a core" if given.cpu_time else "of the clock",
     }
     number = 8 if given.tiny else 96
     results["models"] = {name: model_results(config, given, clock, number) for name, config in models.items()}
     if not given.tiny and given.model is None:
-        given.out.write_text(json.dumps(results, indent=1) + "\n")
+        harness.write(given.out, results, ("torch", "transformers"), "cpu")
 
 
 if __name__ == "__main__":

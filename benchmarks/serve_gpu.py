@@ -12,14 +12,13 @@ benchmarks/results/serve-gpu.json.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 import torch
 
@@ -27,7 +26,6 @@ from weft.models import Decoder, DecoderConfig, build
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.scheduling.request import Request, Sampling
 
-RESULT = Path(__file__).parent / "results" / "serve-gpu.json"
 PEAK = 989e12  # dense bf16 FLOP/s of an H100 or H200
 LLAMA_8B = DecoderConfig(
     vocab_size=128256,
@@ -71,11 +69,6 @@ def random_model(config: DecoderConfig, device: torch.device) -> Decoder:
     return model
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def copy_rate(device: torch.device) -> float:
     """Bytes read and written a second by a copy."""
     size = 2**31 if device.type == "cuda" else 2**26
@@ -83,11 +76,11 @@ def copy_rate(device: torch.device) -> float:
     target = torch.empty_like(source)
     best = 0.0
     for _ in range(5):
-        synchronize(device)
+        harness.synchronize(device)
         begin = time.perf_counter()
         for _ in range(4):
             target.copy_(source)
-        synchronize(device)
+        harness.synchronize(device)
         best = max(best, 8 * size / (time.perf_counter() - begin))
     return best
 
@@ -159,11 +152,11 @@ def measure_transformers(config: DecoderConfig, device: torch.device, num_in: in
     prompt = torch.arange(num_in, device=device)[None]
 
     def seconds(number: int) -> float:
-        synchronize(device)
+        harness.synchronize(device)
         begin = time.perf_counter()
         exact = {"min_new_tokens": number, "max_new_tokens": number, "do_sample": False, "pad_token_id": 0}
         peer.generate(prompt, attention_mask=torch.ones_like(prompt), cache_implementation="static", **exact)
-        synchronize(device)
+        harness.synchronize(device)
         return time.perf_counter() - begin
 
     for _ in range(2):
@@ -224,21 +217,17 @@ def measure_large(options: dict[str, Any], device: torch.device, rate: float, is
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="a tiny model; results are printed, not written")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = harness.options(__doc__, "serve-gpu.json", harness.NOT_WRITTEN, device=True)
     parser.add_argument("--token-budget", type=int, default=2048)
     parser.add_argument("--max-running", type=int, default=256)
     choices = ("batch_1", "transformers", "prefill", "many", "large", "throughput")
     parser.add_argument("--only", nargs="+", choices=choices)
-    parser.add_argument("--out", type=Path, default=RESULT)
     given = parser.parse_args()
     device = torch.device(given.device)
     model = random_model(TINY if given.tiny else LLAMA_8B, device)
     options = {"token_budget": given.token_budget, "max_running": given.max_running, "prefix_cache": False}
     rate = copy_rate(device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    results: dict[str, Any] = {"device": name, "torch": torch.__version__, "copy_bytes_per_second": rate, **options}
+    results: dict[str, Any] = {"copy_bytes_per_second": rate, **options}
     lengths = (16, 32) if given.tiny else (128, 512)
     measures: dict[str, Callable[[], Any]] = {
         "batch_1": lambda: measure_batch_1(model, options, rate, *lengths),
@@ -255,7 +244,7 @@ def main() -> None:
             results[key] = measure()
             print(f"{key} ({time.perf_counter() - begin:.0f} s): {json.dumps(results[key], indent=1)}", flush=True)
             if not given.tiny:
-                given.out.write_text(json.dumps(results, indent=1) + "\n")
+                harness.write(given.out, results, ("torch", "transformers"), device)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,16 @@ table is a run of 1,000 requests with lengths like ShareGPT's (see `serve_gpu.py
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 from collections import defaultdict
 from typing import Any
 
+import harness
 import numpy as np
 import torch
-from serve_gpu import LLAMA_8B, TINY, many_lengths, random_model, synchronize
+from harness import synchronize
+from serve_gpu import LLAMA_8B, TINY, many_lengths, random_model
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -152,9 +153,7 @@ def steps_by_kind(model: nn.Module, options: dict[str, Any], waits: Waits, is_ti
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script itself")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = harness.options(__doc__, tiny="a tiny model, to try the script itself", device=True)
     parser.add_argument("--token-budget", type=int, default=2048)
     parser.add_argument("--max-running", type=int, nargs="+", default=[256])
     parser.add_argument("--only", choices=("kernels", "kinds"))

@@ -8,13 +8,13 @@ NCCL must let ranks share a GPU (2.30 or later); Gloo carries collectives otherw
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import time
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 
 from weft.comm.small_measure import measured_seconds
@@ -38,14 +38,14 @@ NUM_WARM, NUM_STEPS = 8, 40
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = harness.options(__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--hidden", type=int, default=2048)
     given = parser.parse_args()
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    found: dict[str, Any] = {"benchmark": "serve_shared_gpu", "layers": given.layers, "hidden": given.hidden}
+    found: dict[str, Any] = {"layers": given.layers, "hidden": given.hidden}
     with shared_gpu_service(os.environ, print) as variables:
         os.environ.update(variables)
         found["MPS"] = bool(variables)
@@ -67,9 +67,7 @@ def main() -> None:
                 )
                 show(found)
     if given.out is not None:  # the GPU is named last, as ranks are forked from a process that has not used it
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-        found |= {"device": device, "torch": torch.__version__}
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+        harness.write(given.out, found)
 
 
 def show(found: dict[str, Any]) -> None:

@@ -11,7 +11,6 @@ ranks. A configuration that is refused is recorded by its error's kind.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import random
@@ -23,6 +22,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 from torch import nn
 
@@ -221,7 +221,7 @@ def choose_without_clocks() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.options(__doc__)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--record", type=Path, help="the file to write")
     where.add_argument("--compare", type=Path, help="a file that --record wrote")

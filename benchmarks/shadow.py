@@ -6,13 +6,12 @@ without shadows by turns in one run, against the simulated timeline. Aim: at mos
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import harness
 import sleeping
 import torch
 import torch.distributed as dist
@@ -68,7 +67,7 @@ def measure(schedule: Literal["gpipe", "1f1b"], num_steps: int) -> dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.options(__doc__, "shadow-cpu.json")
     parser.add_argument("--steps", type=int, default=8, help="pairs of steps")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -82,17 +81,16 @@ def main() -> None:
             flush=True,
         )
     result = {
-        "benchmark": "shadow",
         "aim": f"at most {AIM_POINTS:g} points above the prediction",
         "conventions": CONVENTIONS,
-        "ranks": sleeping.RANKS,
+        "num_ranks": sleeping.RANKS,
         "micro_batches": sleeping.MICRO_BATCHES,
         "seconds": vars(sleeping.SECONDS),
         "pairs_of_steps": options.steps,
         **environment(),
         "schedules": found,
     }
-    (ROOT / "benchmarks" / "results" / "shadow-cpu.json").write_text(json.dumps(result, indent=2) + "\n")
+    harness.write(options.out, result, device="cpu")
 
 
 if __name__ == "__main__":

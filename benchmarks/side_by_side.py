@@ -8,7 +8,6 @@ goes first too, so that both meet the same weather on a noisy machine. A step ta
 from __future__ import annotations
 
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -139,7 +138,6 @@ def random_batches(vocab_size: int, shape: tuple[int, int], seed: int) -> Iterat
 def environment() -> dict[str, Any]:
     """Where and when numbers were taken."""
     return {
-        "hardware": f"{platform.machine()} CPU, {os.cpu_count()} cores, 1 thread a rank, Gloo",
+        "ranks": "one thread each, over Gloo",
         "load_average_before": os.getloadavg()[0],
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }

@@ -11,13 +11,9 @@ microseconds, of calls recorded as CUDA graphs. Writes benchmarks/results/split-
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
 from collections.abc import Callable
-from pathlib import Path
-from statistics import median
 
+import harness
 import torch
 from torch import Tensor
 
@@ -26,7 +22,6 @@ from weft.serve.attention.paged_attention import attend
 from weft.serve.attention.split_attention import add_up, attend_own_pages
 from weft.serve.attention.split_attention_kernel import add_up_by_kernel
 
-RESULT = Path(__file__).parent / "results" / "split-attention-gpu.json"
 PAGE, DEGREE, REPEATS = 16, 2, 15
 
 
@@ -40,17 +35,7 @@ def microseconds(function: Callable[[], Tensor], device: torch.device) -> float:
         with torch.cuda.graph(graph):
             function()
         run = graph.replay
-    times = []
-    for _ in range(REPEATS):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(10):
-            run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - begin) / 10 * 1e6)
-    return round(median(times[3:]), 1)
+    return round(1e6 * harness.call_seconds(run, device, 10, REPEATS, left_out=3), 1)
 
 
 def row(num_queries: int, length: int, heads: tuple[int, int, int], device: torch.device) -> dict[str, float]:
@@ -93,9 +78,8 @@ def row(num_queries: int, length: int, heads: tuple[int, int, int], device: torc
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--tiny", action="store_true")
-    is_tiny = parser.parse_args().tiny
+    given = harness.options(__doc__, "split-attention-gpu.json", harness.NOT_WRITTEN).parse_args()
+    is_tiny = given.tiny
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     heads = (4, 2, 16) if is_tiny else (32, 8, 128)
     cases = [(1, 90), (20, 90)] if is_tiny else [(q, n) for n in (8192, 32768, 131072) for q in (1, 2048)]
@@ -103,9 +87,8 @@ def main() -> None:
     for num_queries, length in cases:
         rows.append(row(num_queries, length, heads, device))
         print(rows[-1], flush=True)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     if not is_tiny:
-        RESULT.write_text(json.dumps({"device": name, "torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+        harness.write(given.out, {"rows": rows}, device=device)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,13 @@ Writes benchmarks/results/vocabulary-search-cpu.json.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sysconfig
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
@@ -30,7 +29,7 @@ from weft.serve.calibration.graph_index import NUM_LIKELY
 from weft.serve.head.graph_head import GraphHead, with_chosen_beam
 from weft.serve.head.vocabulary_graph import VocabularyGraph, build_graph, search
 
-RESULT = Path(__file__).parent / "results" / "vocabulary-search-cpu.json"
+RESULT = harness.RESULTS / "vocabulary-search-cpu.json"
 VOCAB, WIDTH, SEQUENCE, BATCH, NUM_STATES = 32768, 512, 256, 64, 2000
 BEAMS = (64, 256, 1024, 4096)
 NUM_CURVE, NUM_CHOOSING, NUM_CHECKED = 150, 200, 300  # hidden states
@@ -159,7 +158,7 @@ def curve(weight: Tensor, states: Tensor, graph: VocabularyGraph) -> list[dict[s
 @torch.no_grad()
 def measure(weight: Tensor, states: Tensor, about: dict[str, Any], degrees: list[int]) -> dict[str, Any]:
     dense = dense_milliseconds(weight, states, max(NUMBERS))
-    result: dict[str, Any] = {"matrix": list(weight.shape), "trained": about, "torch": torch.__version__}
+    result: dict[str, Any] = {"matrix": list(weight.shape), "trained": about}
     result |= {"threads": 1, "seconds": "of a core", "dense_milliseconds": dense, "curves": {}}
     print("dense", dense)
     some, others = states[::2], states[1::2]
@@ -195,7 +194,7 @@ def measure(weight: Tensor, states: Tensor, about: dict[str, Any], degrees: list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.options(__doc__)
     parser.add_argument("what", choices=["train", "measure"])
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--out", type=Path, default=Path("head"))
@@ -216,7 +215,7 @@ def main() -> None:
         return
     if given.folder is None:
         parser.error("give the folder that train wrote, or --random")
-    RESULT.write_text(json.dumps(measure(*read(given.folder), given.degrees), indent=1) + "\n")
+    harness.write(RESULT, measure(*read(given.folder), given.degrees), device="cpu")
 
 
 if __name__ == "__main__":

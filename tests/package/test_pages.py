@@ -95,3 +95,12 @@ def test_user_pages_are_short() -> None:
     lengths = {page.name: page.read_text(encoding="utf-8").count("\n") for page in (ROOT / "docs").glob("*.md")}
     assert {name: length for name, length in lengths.items() if length > 100 and name not in REFERENCE} == {}
     assert (ROOT / "README.md").read_text(encoding="utf-8").count("\n") <= 90
+
+
+def test_benchmarks_share_one_harness() -> None:
+    """What a result says of its day, command and hardware, and the options that all have, is in harness.py alone."""
+    own = {"harness.py", "measured.py"}  # the second needs no torch
+    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if path.name not in own:
+            assert not re.search(r"ArgumentParser\(|get_device_name\(|platform\.machine\(", text), path.name
