@@ -88,7 +88,8 @@ class Cost:
 class SearchSpace(NamedTuple):
     """What a search for plans divides: the devices that are left, and samples. `asked` are fields that it must keep.
 
-    `num_experts` is the largest number that divides the experts of every layer; 1 if the model has none.
+    `num_experts` is the largest number that divides the experts of every layer; 1 if the model has none. `plan` has the
+    settings of the strategies before this one, with which some of its own may not go.
     """
 
     num_devices: int
@@ -96,6 +97,7 @@ class SearchSpace(NamedTuple):
     sequence: int = 1
     asked: frozenset[str] = frozenset()
     num_experts: int = 1
+    plan: Plan = Plan()
 
 
 class Buffer(NamedTuple):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
+from reshard_for_tests import build_on, check, differences, load_under, save_under
 from runs_for_tests import (
     DEEP,
     LAYOUTS,
@@ -23,96 +23,27 @@ from runs_for_tests import (
     write_run_file,
 )
 from sampled_for_tests import some_soak
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from weft.checkpoint import Checkpoint, Piece, Region, Saver, TensorEntry, latest, save, steps
+from weft.checkpoint import Checkpoint, Piece, Region, TensorEntry, latest, save, steps
 from weft.errors import CheckpointError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.models import build, initial_value
 from weft.optim import saved_state as state
-from weft.optim.saved_state import load_state, make_optimizer, pieces_to_save
-from weft.parallel.apply import parallelize
-from weft.parallel.model_state import named_pieces
+from weft.optim.saved_state import load_state
 from weft.run_file import Run
 from weft.sharding.layout import ParameterPart
-from weft.step.examples import example_inputs
-from weft.step.train_step import train_step
-from weft.train.batches import prepare_data
 
 pytestmark = pytest.mark.processes
 
 TOLERANCE = 1e-4
 ALL_LAYOUTS = LAYOUTS | MODEL_LAYOUTS | PIPE_LAYOUTS
 CURVES = LAYOUTS | {"4 pipe (gems)": PIPE_LAYOUTS["4 pipe (gems)"]}
-KINDS = ("exp_avg", "exp_avg_sq", "parameter", "step")
 
 
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run_file(tmp_path_factory.mktemp("reshard"), DEEP)
-
-
-def build_on(run: Run, mesh: Mesh, seed: int) -> tuple[nn.Module, Optimizer]:
-    with torch.device("meta"):
-        model = build(run.model)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    values = partial(_first_value, run, shapes, seed)
-    split = parallelize(model, run.plan, mesh, values, partial(example_inputs, run))
-    return split, make_optimizer(split, run.train)
-
-
-def _first_value(run: Run, shapes: dict[str, torch.Size], seed: int, name: str) -> Tensor:
-    return initial_value(run.model, name, shapes[name], seed)
-
-
-def own_values(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[ParameterPart, str, Tensor]]:
-    """Everything that this rank holds: which part, kind, value."""
-    for part, piece in named_pieces(model):
-        held = {"parameter": piece.detach(), **optimizer.state[piece]}
-        assert tuple(sorted(held)) == KINDS
-        for kind, value in held.items():
-            yield part, kind, value.flatten()
-
-
-def differences(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer) -> tuple[list[str], int]:
-    """Which of this rank's values are not the checkpoint's, bit for bit, and how many parameter elements it has."""
-    wrong, num_elements = [], 0
-    for part, kind, value in own_values(model, optimizer):
-        name, cut = part.parameter.name, part.parameter.cut
-        stored = checkpoint.read(name, kind)
-        if kind != "step":
-            stored = (stored if cut is None else cut.take(stored)).flatten()[part.start : part.stop]
-        is_first = not part.parameter.copy and (cut is None or cut.is_first)
-        num_elements += value.numel() if kind == "parameter" and is_first else 0
-        if not torch.equal(stored.flatten(), value) or stored.dtype != value.dtype:
-            wrong.append(f"{kind} {name}[{part.start}:]")
-    return wrong, num_elements
-
-
-def save_under(run: Run) -> None:
-    """Three real steps, a save, and a comparison of what lies on disk with what each rank holds."""
-    data = prepare_data(run)
-
-    def rank(index: int) -> tuple[list[str], int]:
-        mesh = Mesh(run.plan)
-        model, optimizer = build_on(run, mesh, seed=1)
-        for step in range(3):
-            train_step(model, optimizer, data.batches(run, step, mesh["batch"], mesh.device), mesh)
-        saver = Saver(run.folder / "checkpoints", mesh.rank, run.plan.num_ranks, "token")
-        saver.save(3, pieces_to_save(model, optimizer, mesh), {})
-        saver.wait(published=True)
-        return differences(Checkpoint(run.folder / "checkpoints" / "step-00000003"), model, optimizer)
-
-    check(run, run_local(rank, run.plan.num_ranks))
-
-
-def check(run: Run, answers: list[tuple[list[str], int]]) -> None:
-    assert [wrong for wrong, _ in answers] == [[]] * run.plan.num_ranks
-    whole = sum(parameter.numel() for parameter in build(run.model).parameters())
-    replicas = run.plan.data * run.plan.context.degree
-    assert sum(count for _, count in answers) == whole * replicas  # all of it, on every replica
 
 
 class Saved(dict[str, Path]):
@@ -123,9 +54,7 @@ class Saved(dict[str, Path]):
         self._run_file = run_file
 
     def __missing__(self, name: str) -> Path:
-        run = make_run(self._run_file, f"saved {name}", *ALL_LAYOUTS[name])
-        save_under(run)
-        self[name] = run.folder / "checkpoints" / "step-00000003"
+        self[name] = save_under(make_run(self._run_file, f"saved {name}", *ALL_LAYOUTS[name]))
         return self[name]
 
 
@@ -144,21 +73,7 @@ ALWAYS = [f"{target}, saved by half 1" for target in HALVES[0][::6]]
 def test_state_is_equal_to_the_bit_whoever_saved_it(run_file: Path, saved: Saved, case: str) -> None:
     target, sources = LOADS[case]
     paths = [saved[name] for name in sources]
-    run = make_run(run_file, "unused", *ALL_LAYOUTS[target])
-
-    def rank(index: int) -> list[tuple[list[str], int]]:
-        model, _ = build_on(run, Mesh(run.plan), seed=2)
-        found = []
-        for path in paths:
-            for _, piece in named_pieces(model):
-                piece.detach().fill_(torch.nan)  # so that what is not loaded differs
-            optimizer, checkpoint = make_optimizer(model, run.train), Checkpoint(path)
-            load_state(checkpoint, model, optimizer)
-            found.append(differences(checkpoint, model, optimizer))
-        return found
-
-    for answers in zip(*run_local(rank, run.plan.num_ranks), strict=True):
-        check(run, list(answers))
+    load_under(make_run(run_file, "unused", *ALL_LAYOUTS[target]), paths)
 
 
 def test_mixed_precision_loads_its_master_state_from_a_float32_run(run_file: Path, saved: Saved) -> None:

@@ -218,7 +218,7 @@ class Search(ABC):
         question, asked = self.question, frozenset(one.name for one in self.question.constraints)
         samples: Literal["sequences", "images"] = "sequences" if question.shape is None else "images"
         room = self.num_devices // plan.num_ranks
-        space = SearchSpace(room, samples, question.sequence, asked, self.model.num_experts)
+        space = SearchSpace(room, samples, question.sequence, asked, self.model.num_experts, plan)
         for fields in strategies[0].settings(space):
             for allowed in self._allowed(strategies[0], fields):
                 yield from self._settings(replace(plan, **allowed) if allowed else plan, strategies[1:])
