@@ -172,6 +172,7 @@ def test_a_killed_loader_is_nothing_to_recover_from(tmp_path: Path, run_file: Pa
     assert ranks.signals == [(14, signal.SIGKILL)]
     ranks.storm.rank_exited(RankExit(3, -9))
     ranks.storm.rank_started_again(3, 15)
+    assert by_kind(ranks.storm.records)["role"]["faults"] == 1
     ranks.at(2.5, 3, 3)
     assert ranks.signals[1:] == [(12, signal.SIGKILL)]  # the job is not over, so the next fault comes
     first = ranks.storm.records[0]
@@ -494,6 +495,23 @@ def test_faults_change_nothing_of_experts(weft: Weft, tmp_path: Path) -> None:
     assert left.status == 0, left.err
     assert (left.json["equal"], left.json["differ"]) == (True, [])
     assert [fault["kind"] for fault in left.json["faults"]] == ["kill", "nan"]
+
+
+@pytest.mark.soak
+def test_ranks_of_all_roles_are_killed_and_nothing_changes(weft: Weft, run_file: Path, tmp_path: Path) -> None:
+    """Curvature, loader, a training rank, curvature, loader, validator; evaluations are further apart than the time-out
+    of collectives.
+    """
+    roles = ["roles.loader=1", "roles.validator=1", "roles.curvature=1", "train.timeout_seconds=5"]
+    kfac = ['train.kfac={mode="sub-grid", damping=1e-2, inverse_every=3}', "plan.exact=false"]
+    kinds = ["role", "role", "kill", "role", "role", "role"]
+    left = chaos(weft, run_file, tmp_path / "run", kinds, *roles, *kfac, "train.evaluate_every=90", "--json")
+    assert left.status == 0, left.err
+    found = left.json
+    assert (found["equal"], found["differ"]) == (True, [])
+    assert [fault["kind"] for fault in found["faults"]] == kinds
+    assert {rank for fault in found["faults"] for rank in fault["ranks"] if fault["kind"] == "role"} == {2, 3, 4}
+    assert found["restarts"] == 1  # for the training rank
 
 
 @pytest.mark.soak

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # as docu
 from weft.checkpoint import Piece, Region
 from weft.comm import Axis, Ledger, Traffic
 from weft.errors import LaunchError, LostRankError
+from weft.roles import links
 from weft.roles.batch_queue import BatchLayout, BatchQueue, serve_batches, serve_trainers
-from weft.roles.links import RoleLink, announce, digest, meet_trainers
+from weft.roles.links import RoleLink, TrainingEndedError, announce, digest, meet_trainers
 from weft.roles.snapshots import SnapshotSender, describe, in_order, serve_snapshots, whole_tensors
 
 TIMEOUT = timedelta(seconds=60)
@@ -178,6 +180,65 @@ def test_a_rank_that_never_comes_is_lost() -> None:
     link = RoleLink(HashStore(), "loader", 0, 0, Ledger(), timedelta(seconds=1))
     with pytest.raises(LostRankError, match="loader 0 did not come within 1 s"):
         link.connect(OWN)
+
+
+class Polls(HashStore):
+    """A store that says when somebody has looked for keys a few times in vain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_polls, self.are_many = 0, threading.Event()
+
+    def clone(self) -> Polls:
+        return self
+
+    def check(self, keys: list[str]) -> bool:
+        found = super().check(keys)
+        self.num_polls += not found
+        if self.num_polls > 4:
+            self.are_many.set()
+        return bool(found)
+
+
+def test_a_rank_waits_for_training_ranks_as_long_as_training_lasts() -> None:
+    """A validator that starts again is met at the next evaluation only, which may be later than any time-out."""
+    made, ended = list[str](), list[str]()
+    store = Polls()
+
+    def run(role: str) -> None:
+        try:
+            announce(store, role, 0, OWN, Ledger(), timedelta(0))(0)
+        except TrainingEndedError as error:
+            ended.append(str(error))
+
+    def channel(own: Any, key: str, *rest: Any) -> None:
+        made.append(key)
+
+    with patch.object(links, "PairChannel", channel):
+        threads = [threading.Thread(target=run, args=(role,)) for role in ("validator", "loader")]
+        for thread in threads:
+            thread.start()
+        assert store.are_many.wait(60)
+        assert made == []
+        RoleLink(store, "validator", 0, 0, Ledger(), TIMEOUT).connect(OWN)
+        threads[0].join(60)
+        assert made == ["role/validator/0/start/1/0"] * 2
+        links.end_roles(store)
+        threads[1].join(60)
+    assert ended == ["training has ended"]
+    serve_trainers(announce(store, "loader", 0, OWN, Ledger(), TIMEOUT), [make, make])  # which come no more
+
+
+def test_a_training_rank_waits_a_third_of_the_time_out_for_a_rank_that_starts_again() -> None:
+    """Meanwhile, other training ranks wait for it in a collective with the time-out."""
+    store, timeouts = HashStore(), list[timedelta]()
+    for start in (1, 2):
+        store.set(f"role/loader/0/start/{start}", OWN)
+    with patch.object(links, "PairChannel", lambda *given: timeouts.append(given[-1])):
+        for timeout in (timedelta(minutes=10), timedelta(seconds=3)):
+            for start in (1, 2):
+                RoleLink(store, "loader", 0, 0, Ledger(), timeout).connect(OWN, start)
+    assert [one.total_seconds() for one in timeouts] == [600, 30, 3, 1]
 
 
 # --- snapshots

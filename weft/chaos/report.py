@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from weft.chaos.storm import HARMLESS, KINDS, FaultRecord, Storm
+from weft.chaos.storm import HARMLESS, KINDS, ROLE, FaultRecord, Storm
 from weft.checkpoint import Checkpoint
 from weft.planner.goodput import goodput
 
@@ -69,7 +69,7 @@ def by_kind(records: Sequence[FaultRecord]) -> dict[str, dict[str, Any]]:
     of the other recoveries.
     """
     table: dict[str, dict[str, Any]] = {}
-    for kind in (*KINDS, "all"):
+    for kind in (*KINDS, ROLE, "all"):
         ones = [one for one in records if kind in ("all", one.kind)]
         times = [one.seconds for one in ones if one.seconds is not None and not one.cut_short]
         if ones:

@@ -214,6 +214,11 @@ def read_failures(folder: Path, num_ranks: int) -> dict[int, Failure]:
     return dict(sorted(found.items(), key=lambda item: item[1].at))
 
 
+def forget_failure(folder: Path, rank: int) -> None:
+    """Delete the error that a rank recorded, as the others go on without that rank."""
+    _failure_path(folder, rank).unlink(missing_ok=True)
+
+
 @dataclass(frozen=True)
 class LostRank:
     """A lost rank without which the others continue. `at` is when they were told (time.monotonic)."""

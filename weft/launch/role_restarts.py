@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from weft.health.lost_ranks import describe_failures
-from weft.health.rank_status import read_failures, read_page
+from weft.health.rank_status import forget_failure, read_failures, read_page
 
 
 class RoleRestarts:
@@ -63,5 +63,6 @@ class RoleRestarts:
             self.num_lost += 1
             failure = read_failures(self._folder, rank + 1).get(rank)
             why = "" if failure is None else f": {failure.message}"
+            forget_failure(self._folder, rank)  # a later failure has another cause
             messages.append(f"weft: {what}{why}. It does not train, so training goes on without it")
         return messages

@@ -13,6 +13,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
@@ -23,7 +24,7 @@ from torch import Tensor
 from weft.comm.channel import PairChannel, PendingMessage
 from weft.errors import LostRankError
 from weft.inspection.nested_tensors import tensors_in
-from weft.roles.links import RoleLink, find_returned
+from weft.roles.links import RoleLink, TrainingEndedError, find_returned
 from weft.step.batch import Batch
 
 END = -1  # asked for in place of a batch when a training rank needs no more
@@ -180,7 +181,8 @@ def serve_trainers(connect: Callable[[int], PairChannel], makers: Sequence[Make]
 
     def serve(trainer: int, make: Make) -> None:
         try:
-            serve_batches(connect(trainer), make)
+            with suppress(TrainingEndedError):
+                serve_batches(connect(trainer), make)
             ends.put(None)
         except BaseException as error:  # this process ends, and the training ranks meet the same error themselves
             ends.put(error)

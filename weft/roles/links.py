@@ -1,13 +1,15 @@
 """Connects training ranks with ranks of other roles, also with one that was lost and started again.
 
-A rank of another role announces each of its starts in the job's store, and then waits for every training rank. A
-training rank connects at the beginning, and again when it finds a newer start. Nobody waits for a rank that was lost.
+A rank of another role announces each of its starts in the job's store, and then waits for every training rank, as long
+as training lasts: a training rank connects at the beginning, and again when it finds a newer start, which may be hours
+later. Nobody waits for a rank that was lost.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -17,6 +19,15 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # as document
 from weft.comm.channel import PairChannel
 from weft.comm.ledger import Ledger
 from weft.errors import LaunchError, LostRankError
+
+# How long a training rank waits for a rank that has started again: other training ranks may wait for it meanwhile.
+RETURN_TIMEOUT = timedelta(seconds=30)
+_END_KEY = "role/end"
+_POLL_SECONDS = 0.25
+
+
+class TrainingEndedError(LostRankError):
+    """Training has ended, so a rank of another role has nothing more to do."""
 
 
 def digest(beliefs: Mapping[str, str]) -> str:
@@ -53,8 +64,10 @@ class RoleLink:
                 f"{self.name} has read another run file or other data than training rank {self._trainer}; start all "
                 f"ranks with the same run file, code and data"
             )
+        self._store.set(_coming_key(key, self._trainer), "1")
+        timeout = self._timeout if start == 1 else min(self._timeout / 3, RETURN_TIMEOUT)
         self.channel = PairChannel(
-            self._store, f"{key}/{self._trainer}", 0, self.role, self.name, self._ledger, self._timeout
+            self._store, f"{key}/{self._trainer}", 0, self.role, self.name, self._ledger, timeout
         )
         return self.channel
 
@@ -86,7 +99,8 @@ def find_returned(links: Iterable[RoleLink], own_digest: str, say: Callable[[str
 def announce(
     store: Store, role: str, number: int, own_digest: str, ledger: Ledger, timeout: timedelta
 ) -> Callable[[int], PairChannel]:
-    """Announces this start of a rank. Returns a function that waits for a training rank, and connects to it.
+    """Announces this start of a rank. Returns a function that waits for a training rank, and connects to it. It raises
+    TrainingEndedError if training ends before.
 
     Call it for each training rank in a thread of its own. They come in any order, and one may come only after another
     has got what it asked for: it may be in a collective that waits for that other.
@@ -97,6 +111,7 @@ def announce(
 
     def connect(trainer: int) -> PairChannel:
         own = store.clone()  # type: ignore[attr-defined]  # waits of one connection do not hold up the others
+        _wait_for_trainer(own, _coming_key(key, trainer))
         return PairChannel(own, f"{key}/{trainer}", 1, role, f"training rank {trainer}", ledger, timeout)
 
     return connect
@@ -105,10 +120,33 @@ def announce(
 def meet_trainers(
     store: Store, role: str, number: int, num_training: int, own_digest: str, ledger: Ledger, timeout: timedelta
 ) -> list[PairChannel]:
-    """Announces this start of a rank and connects to every training rank. Returns the channels in order of rank."""
+    """Announces this start of a rank and connects to every training rank. Returns the channels in order of rank. Raises
+    TrainingEndedError if training ends before.
+    """
     connect = announce(store, role, number, own_digest, ledger, timeout)
     with ThreadPoolExecutor(num_training) as threads:
         return list(threads.map(connect, range(num_training)))
+
+
+def end_roles(store: Store) -> None:
+    """Tells ranks of other roles that wait for a training rank that training has ended."""
+    store.set(_END_KEY, "1")
+
+
+def _wait_for_trainer(store: Store, coming: str) -> None:
+    """Returns when a training rank has set the key `coming`. Raises TrainingEndedError if it will not."""
+    try:
+        while not store.check([coming]):
+            if store.check([_END_KEY]):
+                raise TrainingEndedError("training has ended")
+            time.sleep(_POLL_SECONDS)
+    except RuntimeError as error:  # also torch's DistError
+        raise TrainingEndedError(f"the job's store is gone ({error})") from error
+
+
+def _coming_key(start: str, trainer: int) -> str:
+    """The key by which a training rank says that it connects to a start of a rank."""
+    return f"{start}/{trainer}/comes"
 
 
 def _start_key(role: str, number: int, start: int) -> str:

@@ -19,6 +19,7 @@ from weft.launch.role_ranks import TRAIN, JobRank, job_rank
 from weft.resilience.bad_numbers import Bad, Guard, Policy
 from weft.resilience.corruption import checks_of
 from weft.resilience.takeover import take_over_losses
+from weft.roles.links import end_roles
 from weft.run_file import Run
 from weft.step.cuda_graph import Graph, own_stream
 from weft.step.task import task_of
@@ -120,6 +121,8 @@ def _train(run: Run, rank: JobRank, data: TrainingData, reporter: Reporter, step
             stop.close()  # last, because a signal must not end a rank that is still writing
             results.close()
             evaluation.mark(state.step)
+            if store is not None and mesh.is_first:
+                end_roles(store)
         is_finished = stop.is_early or state.step >= run.train.steps
         return Outcome(state.step, is_finished, results.loss, evaluation.means.get("loss"))
 

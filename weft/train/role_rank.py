@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
+from torch.distributed import Store  # type: ignore[attr-defined]  # as documented
 
 from weft.comm import Ledger
 from weft.launch.role_ranks import JobRank
 from weft.mesh import UnconnectedMesh
 from weft.roles.batch_queue import serve_trainers
 from weft.roles.curvature import CURVATURE, serve_curvature
-from weft.roles.links import announce, meet_trainers
+from weft.roles.links import TrainingEndedError, announce, meet_trainers
 from weft.roles.snapshots import serve_snapshots
 from weft.run_file import Run
 from weft.step.batch import Batch
@@ -31,8 +33,14 @@ def serve_role(run: Run, rank: JobRank, data: TrainingData, ledger: Ledger | Non
     """Does the work of a rank that does not train, until the training ranks end. Counts what it sends in `ledger`."""
     store = job_store(run, rank)
     assert store is not None, "a rank without training has a role"
-    num_training, ledger = run.plan.num_ranks, ledger or Ledger()
+    ledger = ledger or Ledger()
     own = role_digest(run, data)
+    with suppress(TrainingEndedError):
+        _serve(run, rank, data, store, own, ledger)
+
+
+def _serve(run: Run, rank: JobRank, data: TrainingData, store: Store, own: str, ledger: Ledger) -> None:
+    num_training = run.plan.num_ranks
     if rank.role == "validator":
         channels = meet_trainers(store, rank.role, rank.number, num_training, own, ledger, timeout_of(run))
         _ignore_signals()
