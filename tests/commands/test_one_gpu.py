@@ -11,6 +11,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import harness
 import one_gpu
 
 NAMES = ("weft", "weft-fp8", "weft-weights", "plain", "transformers")
@@ -64,4 +65,4 @@ def test_all_contenders_see_the_same_batches(tmp_path: Path) -> None:
 def test_a_contender_that_fails_says_why() -> None:
     with ExitStack() as stack, pytest.raises(KeyError):
         one_gpu.make_step("weft-nothing", one_gpu.CASES["tiny"], torch.device("cpu"), stack)
-    assert "error" in one_gpu.run_apart(["--worker", "weft", "no-such-shape"], 60)
+    assert "error" in harness.run_apart(["--worker", "weft", "no-such-shape"], 60, one_gpu.__file__)
