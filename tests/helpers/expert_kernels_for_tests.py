@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
 import interpreter_for_tests  # noqa: F401  # before Triton
@@ -122,8 +120,4 @@ def routes() -> dict[str, dict[str, float]]:
     return found
 
 
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    cases = {"experts": experts, "more_experts": lambda: experts(MORE), "routes": routes}
-    print(json.dumps({name: cases[name]() for name in sys.argv[1:]}))
+CASES = {"experts": experts, "more_experts": lambda: experts(MORE), "routes": routes}

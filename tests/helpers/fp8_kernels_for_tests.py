@@ -1,8 +1,5 @@
 """Triton's kernels for operands in fp8 beside the plain functions that they stand for, by Triton's interpreter.
 
-Run as a program, because Triton's interpreter is chosen when it is imported. It prints, as JSON, what the two differ
-by in each case.
-
 The interpreter's casts to fp8 are not those of a GPU: a number that is rounded up to a power of two becomes half of it,
 and the smallest ones are cut off. So results in fp8 are compared as codes: `steps` is the largest difference of two
 codes, apart from these. `benchmarks/expert_fp8.py` compares them on a GPU.
@@ -10,7 +7,6 @@ codes, apart from these. `benchmarks/expert_fp8.py` compares them on a GPU.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import interpreter_for_tests  # noqa: F401  # before Triton
@@ -85,8 +81,8 @@ def products() -> dict[str, list[float]]:
     return found
 
 
-def main() -> None:
-    torch.manual_seed(0)
+def operands() -> dict[str, list[float]]:
+    """Of the functions that prepare operands."""
     fp8_row_kernel._TILE, fp8_row_kernel._GROUP_BLOCK = 16, 32
     found = {}
     for name, args in calls().items():
@@ -95,8 +91,7 @@ def main() -> None:
         found[name] = [difference(*pair) for pair in pairs]
     turned = fp8_rows.turn_rows(torch.randn(32, 8), None, 1, torch.ones(32), 2)
     found["other order"] = [difference(turned.float().flip(2).to(fp8_rows.DTYPE), turned)]
-    print(json.dumps([found, products()]))
+    return found
 
 
-if __name__ == "__main__":
-    main()
+CASES = {"operands": operands, "products": products}

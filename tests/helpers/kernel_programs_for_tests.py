@@ -1,35 +1,59 @@
-"""What kernels and the plain functions beside them differ by, as programs under Triton's interpreter find it.
+"""What kernels and the plain functions beside them differ by, as Triton's interpreter on a CPU finds it.
 
-The interpreter is chosen when Triton is imported, so each program, a helper too, runs in a process of its own.
+The interpreter is chosen when Triton is imported, so the cases, which are functions of other helpers, run in a process
+of their own. It imports Triton once for all cases of a session, and forks for each of them, as they change constants.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 CLOSE, BF16_STEP = 4e-6, 2**-7
-# The cases of one test file, which one process computes.
-TOGETHER = ("updates", "losses", "labels", "takes", "offsets", "pools", "rows")
-
-
-def differences(case: str, program: str = "kernels_for_tests.py") -> dict[str, dict[str, float]]:
-    """By what the kernels of a case differ from the plain functions, by name."""
-    found: dict[str, dict[str, float]] = output_of(program, *(TOGETHER if case in TOGETHER else (case,)))[case]
-    return found
+LIMIT_SECONDS = 300.0
+PROGRAM = """
+import importlib, json, os, sys, traceback
+import interpreter_for_tests, torch
+torch.set_num_threads(1)
+for line in sys.stdin:
+    module, case = line.split()
+    cases = importlib.import_module(module).CASES
+    if os.fork():
+        os.wait()
+        continue
+    torch.manual_seed(0)
+    try:
+        answer = {"found": cases[case]()}
+    except BaseException:
+        answer = {"error": traceback.format_exc()}
+    print(json.dumps(answer), flush=True)
+    os._exit(0)
+"""
 
 
 @cache
-def output_of(name: str, *cases: str) -> Any:
-    """The JSON in the last line that a program among the helpers prints."""
-    program = Path(__file__).with_name(name)
+def _interpreter() -> subprocess.Popen[str]:
+    """A process that ends with this one, which holds the other end of its input."""
     paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(program), *cases]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=paths)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    command = [sys.executable, "-c", PROGRAM]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=paths)
+
+
+@cache
+def differences(case: str, module: str = "kernels_for_tests") -> dict[str, Any]:
+    """By what the kernels of a case in a module's CASES differ from the plain functions, by name."""
+    process = _interpreter()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(f"{module} {case}\n")
+    process.stdin.flush()
+    assert select.select([process.stdout], [], [], LIMIT_SECONDS)[0], f"{case} took more than {LIMIT_SECONDS:.0f} s"
+    answer = json.loads(process.stdout.readline())
+    assert "found" in answer, answer["error"]
+    found: dict[str, Any] = answer["found"]
+    return found

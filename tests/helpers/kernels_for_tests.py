@@ -1,14 +1,11 @@
 """Triton's kernels beside the plain functions that they stand for, on a CPU by Triton's interpreter.
 
-Run as a program, because Triton's interpreter is chosen when it is imported: `python kernels_for_tests.py CASE...`
-prints, as JSON, what the two differ by in each case.
+`kernel_programs_for_tests.py` runs the functions of CASES in a process with the interpreter.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -631,7 +628,3 @@ CASES = {
     "packed": packed,
     "serving": serving,
 }
-
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    print(json.dumps({case: CASES[case]() for case in sys.argv[1:]}))

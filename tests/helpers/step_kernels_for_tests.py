@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-
 import interpreter_for_tests  # noqa: F401  # before Triton
 import torch
 from torch import Tensor
@@ -129,8 +126,4 @@ def shares() -> dict[str, dict[str, float]]:
     return found
 
 
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    cases = {"whole": whole, "chosen_tokens": chosen_tokens, "shares": shares}
-    print(json.dumps({name: cases[name]() for name in sys.argv[1:]}))
+CASES = {"whole": whole, "chosen_tokens": chosen_tokens, "shares": shares}

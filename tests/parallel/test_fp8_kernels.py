@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from kernel_programs_for_tests import output_of
+from kernel_programs_for_tests import differences
 
 pytestmark = pytest.mark.processes
 
 pytest.importorskip("triton")  # which has packages for Linux alone
 
 
-def differences() -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """What kernels and plain functions differ by: those that prepare operands, and products."""
-    operands, products = output_of("fp8_kernels_for_tests.py")
-    return operands, products
-
-
 def test_operands_are_prepared_as_by_the_plain_functions() -> None:
-    found = dict(differences()[0])
+    found = dict(differences("operands", "fp8_kernels_for_tests"))
     assert len(found) == 10
     assert found.pop("other order")[0] > 8
     for name in ("turn_rows in place", "turn_rows gathered"):  # bytes are moved
@@ -29,7 +23,7 @@ def test_operands_are_prepared_as_by_the_plain_functions() -> None:
 
 
 def test_products_are_those_of_the_plain_functions() -> None:
-    _, found = differences()
+    found = differences("products", "fp8_kernels_for_tests")
     assert len(found) == 2
     for name, (right, of_other_rows) in found.items():
         assert right <= 2**-7, name  # the interpreter's casts to bf16 drop bits

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.mark.parametrize(("case", "number"), [("experts", 5), pytest.param("more_experts", 10, marks=pytest.mark.soak)])
 def test_products_with_codes_of_chosen_experts_are_those_with_decoded_weights(case: str, number: int) -> None:
-    found = differences(case, "expert_kernels_for_tests.py")
+    found = differences(case, "expert_kernels_for_tests")
     assert len(found) == number
     assert {name.partition(" torch")[0] for name in found} == {"tiles", "few rows", "token"}
     for name, parts in found.items():
@@ -23,7 +23,7 @@ def test_products_with_codes_of_chosen_experts_are_those_with_decoded_weights(ca
 
 
 def test_routers_and_the_order_of_rows_are_those_of_plain_functions() -> None:
-    found = differences("routes", "expert_kernels_for_tests.py")
+    found = differences("routes", "expert_kernels_for_tests")
     assert len(found) == 3
     for name, parts in found.items():
         assert parts.pop("experts") == parts.pop("order") == 0, name

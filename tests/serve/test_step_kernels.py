@@ -6,11 +6,11 @@ import pytest
 from kernel_programs_for_tests import BF16_STEP, differences
 
 pytestmark = pytest.mark.processes
-PROGRAM = "step_kernels_for_tests.py"
+MODULE = "step_kernels_for_tests"
 
 
 def test_attention_in_one_kernel_is_rotation_and_attention() -> None:
-    found = differences("whole", PROGRAM)
+    found = differences("whole", MODULE)
     assert len(found) == 8
     for name, parts in found.items():
         assert parts.pop("not rotated") > 0.03, name  # the control
@@ -20,13 +20,13 @@ def test_attention_in_one_kernel_is_rotation_and_attention() -> None:
 
 
 def test_the_kernel_finds_the_first_of_the_likeliest_tokens() -> None:
-    found = differences("chosen_tokens", PROGRAM)
+    found = differences("chosen_tokens", MODULE)
     assert len(found) == 3
     assert all(parts == {"differ": 0, "bad": 0, "first": 0} for parts in found.values())
 
 
 def test_kernels_attend_to_the_pages_of_a_rank() -> None:
-    found = differences("shares", PROGRAM)
+    found = differences("shares", MODULE)
     assert len(found) == 3
     for name, parts in found.items():
         assert parts.pop("without a rank") > 0.03, name  # the control
