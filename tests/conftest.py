@@ -38,7 +38,7 @@ def _prepare_torch() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """How long an example takes depends on what else the machine does, and is no reason to fail. Which are tried comes
-    from the test alone, so that what has passed passes again; -m soak draws others.
+    from the test alone, so that what has passed passes again; -m soak draws more and others.
     """
     is_controller = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
     if not is_controller:  # which runs no test: it starts its workers seconds earlier
@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
         derandomize="soak" not in config.option.markexpr,
-        max_examples=30 if config.option.markexpr == "not processes" else 100,  # the first 30 of them in `make check`
+        max_examples=200 if "soak" in config.option.markexpr else 30,
         print_blob=True,
     )
     settings.load_profile("weft")
@@ -119,6 +119,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _mark_sampled(items)
     if "soak" in config.option.markexpr:
+        for item in items:
+            if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+                item.add_marker("soak")  # with more examples, and others
         return
     _leave_out(config, items, [item for item in items if item.get_closest_marker("soak")])
     if config.option.markexpr == "not processes":

@@ -65,7 +65,7 @@ def regions(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
-@settings(max_examples=400)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(st.data())
 def test_overlap_is_the_intersection_of_index_sets(data: st.DataObject) -> None:
     shape = data.draw(shapes)
@@ -153,7 +153,7 @@ def grids(draw: st.DrawFn, shape: tuple[int, ...], ways: st.SearchStrategy[list[
     return draw(st.permutations(grid(shape, stacks, draw(ways))))
 
 
-@settings(max_examples=200)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(st.data())
 def test_covers_accepts_every_grid_and_refuses_it_with_a_piece_lost_or_doubled(data: st.DataObject) -> None:
     shape = data.draw(shapes)
@@ -165,7 +165,7 @@ def test_covers_accepts_every_grid_and_refuses_it_with_a_piece_lost_or_doubled(d
         assert not covers(shape, [*held, held[0]])
 
 
-@settings(max_examples=300)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(st.data())
 def test_covers_is_never_wrong_when_it_says_yes(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(0, 3), max_size=3).map(tuple))
@@ -174,7 +174,7 @@ def test_covers_is_never_wrong_when_it_says_yes(data: st.DataObject) -> None:
         assert sorted(index for part in parts for index in elements(part)) == list(range(prod(shape)))
 
 
-@settings(max_examples=300)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(st.data())
 def test_covers_of_whole_blocks_is_right_both_ways(data: st.DataObject) -> None:
     """A grid of blocks, of which some may be lost, doubled or replaced."""
@@ -1087,7 +1087,7 @@ def mutable(small: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return copy / "step-00000002", document(copy / "step-00000002")
 
 
-@settings(max_examples=400)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(data=st.data())
 def test_a_mutated_manifest_raises_nothing_but_checkpoint_errors(
     mutable: tuple[Path, dict[str, Any]], data: st.DataObject
@@ -1125,7 +1125,7 @@ def substance(content: dict[str, Any]) -> tuple[Any, ...]:
     return content["format"], content["step"], content["files"], tensors
 
 
-@settings(max_examples=200)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(raw=st.binary(max_size=200) | st.text().map(str.encode))
 def test_random_bytes_are_refused(mutable: tuple[Path, dict[str, Any]], raw: bytes) -> None:
     path, _ = mutable

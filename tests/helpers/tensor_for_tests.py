@@ -201,10 +201,12 @@ OWN: dict[str, Callable[[], nn.Module]] = {"vit": ViT, "chain": chain}
 ALL = SHIPPED | TRANSFORMERS | OWN
 
 
-def check(name: str, plan: Plan, clip: float | None = 1.0, make: Callable[[], nn.Module] | None = None) -> ProofReport:
+def check(
+    name: str, plan: Plan, clip: float | None = 1.0, make: Callable[[], nn.Module] | None = None, steps: int = 2
+) -> ProofReport:
     """Verify the named model under a plan."""
     batch = {"vit": image_batch, "chain": vector_batch}.get(name, token_batch)
-    return verify(make or ALL[name], batch, plan, clip=clip)
+    return verify(make or ALL[name], batch, plan, clip=clip, steps=steps)
 
 
 def failures(report: ProofReport) -> set[str]:

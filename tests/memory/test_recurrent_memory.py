@@ -60,7 +60,7 @@ def predicted_bytes(kind: str, name: str) -> int:
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 def test_predicted_peak_is_what_tensors_take(kind: str, name: str) -> None:
     assert predicted_bytes(kind, name) == pytest.approx(measured_bytes(kind, name), rel=LAW)
 

@@ -12,7 +12,7 @@ import pytest
 import runs_for_tests as runs
 import torch
 import torch._dynamo  # before ranks are forked
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from memory_for_tests import (
     QUICKSTART,
@@ -483,7 +483,6 @@ def test_predicted_peak_is_what_tensors_take() -> None:
     assert found.memory_bytes == pytest.approx(live.peak_bytes, rel=0.05)
 
 
-@settings(max_examples=100)
 @given(num_blocks=st.integers(1, 100), twentieths=st.integers(1, 20))
 def test_blocks_are_spread_and_the_last_is_streamed(num_blocks: int, twentieths: int) -> None:
     share = twentieths / 20

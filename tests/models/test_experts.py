@@ -273,7 +273,7 @@ def test_batches_without_tokens_take_a_step() -> None:
     ids=["data", "pipe", "pairs"],
 )
 def test_plans_with_few_targets_are_proved(plan: Plan, given: Any, objective: Objective | None) -> None:
-    verify(make, given, plan, objective=objective).require()
+    verify(make, given, plan, objective=objective, steps=2).require()
 
 
 @pytest.mark.processes
@@ -287,7 +287,7 @@ def test_plans_with_few_targets_are_proved(plan: Plan, given: Any, objective: Ob
     ids=lambda plan: plan.describe_axes(),
 )
 def test_plans_are_proved(plan: Plan) -> None:
-    verify(make, batch, plan).require()
+    verify(make, batch, plan, steps=2).require()
 
 
 def make_without_losses() -> weft.models.Decoder:
@@ -298,7 +298,7 @@ def make_without_losses() -> weft.models.Decoder:
 
 @pytest.mark.processes
 def test_sequences_are_split_where_routers_do_not_balance_over_them() -> None:
-    verify(make_without_losses, batch, Plan(context=Context(2))).require()
+    verify(make_without_losses, batch, Plan(context=Context(2)), steps=2).require()
     with pytest.raises(PlanError, match="context = 2 splits sequences, over whose tokens routers balance"):
         verify(make, batch, Plan(context=Context(2)))
 

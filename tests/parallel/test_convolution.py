@@ -239,9 +239,9 @@ def grid(x: int = 1, y: int = 1, shard: int = 1, data: int = 1, recompute: Recom
     return Plan(data=data, shard=Shard(shard, stage), tensor=TensorPlan(x, y), memory=Memory(recompute), **others)
 
 
-def check(name: str, plan: Plan, make: Callable[[], nn.Module] | None = None) -> ProofReport:
-    """Verify the named model under a plan: loss, gradients, three steps; bytes; state."""
-    return verify(make or MODELS[name], BATCHES.get(name, image_batch), plan)
+def check(name: str, plan: Plan, make: Callable[[], nn.Module] | None = None, steps: int = 2) -> ProofReport:
+    """Verify the named model under a plan: loss, gradients, two steps; bytes; state."""
+    return verify(make or MODELS[name], BATCHES.get(name, image_batch), plan, steps=steps)
 
 
 COVERING: dict[str, tuple[str, Plan]] = {
@@ -376,7 +376,7 @@ def test_finds_channels_that_are_cut_in_another_order(monkeypatch: Patch) -> Non
         return replace(found, intervals=other.intervals)
 
     monkeypatch.setattr(tensor_cuts._CutMaker, "cut", turned)
-    found = failures(check("GroupNorm", grid(2)))
+    found = failures(check("GroupNorm", grid(2), steps=1))
     assert "loss" in found
     assert without_traffic(found)
 
@@ -401,7 +401,7 @@ def test_finds_a_skipped_sum_of_partial_results(monkeypatch: Patch, name: str, p
         return value.clone()
 
     monkeypatch.setattr(tensor_ops._AllReduce, "forward", staticmethod(forward))
-    found = failures(check(name, plan))
+    found = failures(check(name, plan, steps=1))
     assert "loss" in found
     assert without_traffic(found)
 
@@ -415,7 +415,7 @@ def test_finds_results_that_recompute_is_thought_not_to_need(monkeypatch: Patch)
         return replace(found, layer_calls=calls, layers={name: own[-1] for name, own in calls.items()})
 
     monkeypatch.setattr(sys.modules[verify.__module__], "profile", last)
-    assert failures(check("GroupNorm", grid(2, recompute="full"))) == {"traffic: x all_gather"}
+    assert failures(check("GroupNorm", grid(2, recompute="full"), steps=1)) == {"traffic: x all_gather"}
 
 
 # --- bytes and memory by hand

@@ -132,7 +132,7 @@ def test_gemma_4_is_proved() -> None:
     config = Gemma4TextConfig(**sizes, **heads, **others, **experts, layer_types=kinds)
     tokens = torch.randint(0, 32, (4, 16))
     given = {"input_ids": tokens, "labels": tokens}
-    verify(lambda: Gemma4ForCausalLM(config), lambda step: given, Plan(expert=2)).require()
+    verify(lambda: Gemma4ForCausalLM(config), lambda step: given, Plan(expert=2), steps=2).require()
 
 
 @pytest.mark.processes

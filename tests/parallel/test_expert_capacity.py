@@ -55,7 +55,7 @@ def test_plans_are_proved(model: Any, plan: Plan) -> None:
     ids=lambda plan: plan.describe_axes() if isinstance(plan, Plan) else "",
 )
 def test_more_plans_are_proved(model: Any, plan: Plan) -> None:
-    verify(model, lambda index: tuple(one.repeat(2, 1) for one in batch(index)), plan).require()
+    verify(model, lambda index: tuple(one.repeat(2, 1) for one in batch(index)), plan, steps=2).require()
 
 
 @pytest.mark.processes

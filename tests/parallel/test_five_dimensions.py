@@ -1,6 +1,6 @@
 """Stages of a pipeline on tiles (Hy-Fi's five dimensions): data × pipe × tile, mirrored replicas, shard beside them.
 
-Each against the unsplit model in float64: loss, gradients, parameters and running statistics after three steps, and
+Each against the unsplit model in float64: loss, gradients, parameters and running statistics after two steps, and
 bytes. A sample that covers schedules, hand-overs and models runs always, the full product with `-m soak`.
 """
 
@@ -60,9 +60,9 @@ def over(pipe: Pipe, rows: int, columns: int, **others: Any) -> Plan:
     return Plan(pipe=pipe, tile=Tile(rows, columns, **options), **others)
 
 
-def check(name: str, plan: Plan) -> ProofReport:
+def check(name: str, plan: Plan, steps: int = 2) -> ProofReport:
     make, batch = MODELS[name]
-    return verify(make, batch, plan)
+    return verify(make, batch, plan, steps=steps)
 
 
 # --- the oracle
@@ -114,7 +114,7 @@ def test_running_statistics_are_compared() -> None:
 @pytest.mark.soak
 def test_finds_a_stage_that_takes_tiles_for_whole_images(monkeypatch: Patch) -> None:
     monkeypatch.setattr(stage_module, "set_layout", lambda tensor, place: tensor)
-    assert {"loss", "worst gradient"} <= failures(check("GroupNorm", over(Pipe(2), 1, 2)))
+    assert {"loss", "worst gradient"} <= failures(check("GroupNorm", over(Pipe(2), 1, 2), steps=1))
 
 
 def test_finds_a_halo_that_has_no_backward(monkeypatch: Patch) -> None:
@@ -124,7 +124,7 @@ def test_finds_a_halo_that_has_no_backward(monkeypatch: Patch) -> None:
         return original(self, gradient, [(peer, torch.zeros_like(more)) for peer, more in received])
 
     monkeypatch.setattr(HaloDim, "add_up", forgetful)
-    found = failures(check("GroupNorm", over(Pipe(2), 2, 1)))
+    found = failures(check("GroupNorm", over(Pipe(2), 2, 1), steps=1))
     assert "worst gradient" in found
     assert not any(what.startswith("traffic") for what in found)
 
@@ -132,7 +132,7 @@ def test_finds_a_halo_that_has_no_backward(monkeypatch: Patch) -> None:
 @pytest.mark.soak
 def test_finds_mirrored_stages_that_do_not_add_up(monkeypatch: Patch) -> None:
     monkeypatch.setattr(SharedParameters, "combine", lambda self: None)
-    assert "worst gradient" in failures(check("GroupNorm", over(Pipe(2, "bidirectional"), 1, 2)))
+    assert "worst gradient" in failures(check("GroupNorm", over(Pipe(2, "bidirectional"), 1, 2), steps=1))
 
 
 # --- what crosses, and what is said where
@@ -223,7 +223,7 @@ def test_code_on_the_images_alone_is_run_and_counted_by_every_stage_that_comes_t
             logits: Tensor = self.head(hidden.mean((2, 3)))
             return logits
 
-    verify(Pooled, images(8, 9, 4), over(Pipe(2), 1, 2)).require()
+    verify(Pooled, images(8, 9, 4), over(Pipe(2), 1, 2), steps=2).require()
 
 
 @pytest.mark.parametrize("hand_over", ["gather", "batch"])

@@ -175,4 +175,4 @@ def test_what_a_plan_must_say() -> None:
 
 
 def test_a_proof_is_of_the_exact_plan() -> None:
-    verify(made, shared.token_batch, replace(PLAN, data=2)).require()
+    verify(made, shared.token_batch, replace(PLAN, data=2), steps=2).require()

@@ -115,15 +115,15 @@ PENALTY = weft.Objective(lambda batch: torch.tensor(batch[1].numel()), penalised
 @pytest.mark.parametrize("plan", ["data", "stage 1"])
 @pytest.mark.parametrize("model", [ReadBefore, ReadWithoutGradient, BlockReadsAnother, DirectForward])
 def test_whole_parameters_are_read_anywhere(plan: str, model: Callable[[], nn.Module]) -> None:
-    weft.verify(model, batch, PLANS[plan]).require()
+    weft.verify(model, batch, PLANS[plan], steps=2).require()
 
 
 def test_a_penalty_in_the_objective_reads_whole_parameters() -> None:
-    weft.verify(Model, batch, PLANS["stage 1"], objective=PENALTY).require()
+    weft.verify(Model, batch, PLANS["stage 1"], objective=PENALTY, steps=2).require()
 
 
 def test_a_block_reads_its_own_parameters_in_stage_3() -> None:
-    weft.verify(ReadsItsOwn, batch, PLANS["stage 3"]).require()
+    weft.verify(ReadsItsOwn, batch, PLANS["stage 3"], steps=2).require()
 
 
 @pytest.mark.sampled(1)
@@ -205,7 +205,7 @@ def with_linears(kind: type[nn.Linear]) -> nn.Module:
 
 @pytest.mark.parametrize("name", ["data", "stage 1", "x", "pipe"])
 def test_a_parameter_that_its_forward_changes_is_exact_where_it_is_no_copy(name: str) -> None:
-    weft.verify(lambda: with_linears(Clamped), batch, PLANS[name]).require()
+    weft.verify(lambda: with_linears(Clamped), batch, PLANS[name], steps=2).require()
 
 
 @pytest.mark.parametrize("kind", [Clamped, Emptied])

@@ -66,13 +66,13 @@ def objective(total: Total) -> weft.Objective:
 @pytest.mark.parametrize("total", [entropy, squares, smoothed])
 def test_a_loss_of_the_users_own_sees_all_classes(total: Total) -> None:
     """Thirteen classes over two ranks are not even."""
-    weft.verify(Model, batch, weft.Plan(tensor=weft.Tensor(2)), objective=objective(total)).require()
+    weft.verify(Model, batch, weft.Plan(tensor=weft.Tensor(2)), objective=objective(total), steps=2).require()
 
 
 def test_logits_in_a_dict_and_beside_a_pipeline() -> None:
-    weft.verify(InADict, batch, weft.Plan(tensor=weft.Tensor(2)), objective=objective(entropy)).require()
+    weft.verify(InADict, batch, weft.Plan(tensor=weft.Tensor(2)), objective=objective(entropy), steps=2).require()
     plan = weft.Plan(tensor=weft.Tensor(2), pipe=weft.Pipe(2, split=("head",)), micro_batch=2)
-    weft.verify(Model, batch, plan, objective=objective(entropy)).require()
+    weft.verify(Model, batch, plan, objective=objective(entropy), steps=2).require()
 
 
 class BesideFeatures(Model):
@@ -87,7 +87,7 @@ def test_logits_of_any_name_beside_other_results() -> None:
         return entropy(output["classes"], batch[1]) + output["features"].square().sum()
 
     own = weft.Objective(lambda batch: torch.tensor(batch[1].numel()), of_batch)
-    weft.verify(BesideFeatures, batch, weft.Plan(tensor=weft.Tensor(2)), objective=own).require()
+    weft.verify(BesideFeatures, batch, weft.Plan(tensor=weft.Tensor(2)), objective=own, steps=2).require()
 
 
 def test_a_loop_of_the_users_own_sees_all_classes() -> None:

@@ -211,7 +211,7 @@ def image_batch(step: int) -> tuple[Tensor, Tensor]:
     "plan", [grid(2), grid(2, sequence=True, chunks=2), grid(2, 1, 2, sequence=True)], ids=Plan.describe_axes
 )
 def test_blocks_that_are_pairs_themselves(plan: Plan, recompute: Recompute) -> None:
-    verify(Once, image_batch, replace(plan, memory=Memory(recompute))).require()
+    verify(Once, image_batch, replace(plan, memory=Memory(recompute)), steps=2).require()
 
 
 class PostNorm(nn.Module):
@@ -240,12 +240,12 @@ def layers_alone() -> nn.Module:
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recompute_puts_together_again_only_what_backward_needs(recompute: Recompute) -> None:
-    verify(Normed, image_batch, grid(2, memory=Memory(recompute))).require()
-    verify(layers_alone, shared.token_batch, grid(2, memory=Memory(recompute))).require()
+    verify(Normed, image_batch, grid(2, memory=Memory(recompute)), steps=2).require()
+    verify(layers_alone, shared.token_batch, grid(2, memory=Memory(recompute)), steps=2).require()
 
 
 def test_a_block_that_is_called_twice() -> None:
-    verify(Repeated, shared.image_batch, grid(2)).require()
+    verify(Repeated, shared.image_batch, grid(2), steps=2).require()
 
 
 def test_two_forwards_before_one_backward() -> None:
@@ -280,9 +280,9 @@ def test_bf16_computes_about_the_same() -> None:
 # --- negative controls
 
 
-def broken(name: str, plan: Plan, make: Callable[[], nn.Module] | None = None) -> set[str]:
+def broken(name: str, plan: Plan, make: Callable[[], nn.Module] | None = None, steps: int = 1) -> set[str]:
     """What the report found wrong; something must be."""
-    found = failures(check(name, plan, make=make))
+    found = failures(check(name, plan, make=make, steps=steps))
     assert found
     return found
 
@@ -352,7 +352,7 @@ def test_finds_a_bias_that_every_rank_of_x_adds_before_the_sum(monkeypatch: Patc
         return tensor_ops.leave(value @ self.module.weight.t() + self.module.bias, self.x)
 
     monkeypatch.setattr(SplitLinear, "row", row)
-    found = broken("biased", grid(2))
+    found = broken("biased", grid(2), steps=2)  # biases begin at zero
     assert "loss" in found
     assert without_traffic(found)
 

@@ -42,13 +42,13 @@ def test_transformers_models(name: str) -> None:
     found = pair(make())
     kinds = Counter(split.kind for split in found.splits.values())
     assert (kinds["row"], kinds["gathered"], len(found.kept)) == EXPECTED[name]
-    verify(make, BATCHES.get(name, token_batch), X2).require()
+    verify(make, BATCHES.get(name, token_batch), X2, steps=2).require()
 
 
 @pytest.mark.parametrize("name", ["OPT", "BERT"])
 def test_beside_recompute(name: str) -> None:
     plan = Plan(tensor=TensorPlan(2), memory=Memory(recompute="full"))
-    verify(ARCHITECTURES[name], token_batch, plan).require()
+    verify(ARCHITECTURES[name], token_batch, plan, steps=2).require()
 
 
 # --- habits of a user's own model
@@ -144,13 +144,13 @@ def encoder_layer() -> nn.Module:
 
 @pytest.mark.parametrize("middle", [lstm, Channels, Matrix, Attention, encoder_layer, Twice])
 def test_what_is_left_whole_is_exact(middle: Callable[[], nn.Module]) -> None:
-    verify(lambda: Own(middle()), token_batch, X2).require()
+    verify(lambda: Own(middle()), token_batch, X2, steps=2).require()
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("is_tied", "is_added"), [(True, False), (False, True)])
 def test_a_bias_that_the_root_holds(is_tied: bool, is_added: bool) -> None:
-    verify(lambda: Biased(is_tied, is_added), token_batch, X2).require()
+    verify(lambda: Biased(is_tied, is_added), token_batch, X2, steps=2).require()
 
 
 def test_a_weight_that_is_read_outside_of_its_layer_is_refused() -> None:

@@ -71,8 +71,8 @@ class TiedBias(nn.Module):
 
 @pytest.mark.parametrize("model", [Attributes, Wrapped, TiedBias])
 def test_two_stages(model: Callable[[], nn.Module]) -> None:
-    weft.verify(model, batch, weft.Plan(pipe=weft.Pipe(2), micro_batch=2)).require()
+    weft.verify(model, batch, weft.Plan(pipe=weft.Pipe(2), micro_batch=2), steps=2).require()
 
 
 def test_three_stages_of_attributes() -> None:
-    weft.verify(Attributes, batch, weft.Plan(pipe=weft.Pipe(3), micro_batch=2)).require()
+    weft.verify(Attributes, batch, weft.Plan(pipe=weft.Pipe(3), micro_batch=2), steps=2).require()

@@ -67,7 +67,7 @@ def check(
 ) -> ProofReport:
     """Verify a model under a plan; micro-batches of one sample unless told."""
     plan = Plan(pipe=pipe, **{"micro_batch": 1, **others})
-    return verify(model_fn, batch, plan, objective=objective)
+    return verify(model_fn, batch, plan, objective=objective, steps=2)
 
 
 # --- schedules
@@ -273,14 +273,16 @@ MORE: dict[str, Plan] = {
 def test_beside_other_axes(plan: Plan) -> None:
     is_inside = plan.tensor.x * plan.tensor.y * plan.context.degree > 1  # these need attention
     model_fn, batch = (models.decoder, tokens(4)) if is_inside else (models.Shared, vectors(8))
-    verify(model_fn, batch, replace(plan, micro_batch=1), objective=CROSS_ENTROPY if is_inside else OBJECTIVE).require()
+    verify(
+        model_fn, batch, replace(plan, micro_batch=1), objective=CROSS_ENTROPY if is_inside else OBJECTIVE, steps=2
+    ).require()
 
 
 @pytest.mark.parametrize("pipe", [Pipe(2, "interleaved"), Pipe(2, "bidirectional"), Pipe(2, "gems")], ids=str)
 @pytest.mark.parametrize("offload", [0.4, pytest.param(1.0, marks=pytest.mark.soak)])
 @pytest.mark.sampled(3)
 def test_state_on_the_host_passes_one_set_of_slots_a_rank(pipe: Pipe, offload: float) -> None:
-    verify(models.decoder, tokens(4), Plan(pipe=pipe, memory=Memory(offload=offload), micro_batch=1)).require()
+    verify(models.decoder, tokens(4), Plan(pipe=pipe, memory=Memory(offload=offload), micro_batch=1), steps=2).require()
 
 
 @pytest.mark.parametrize("split", ["model.layers.0", "model.norm", "lm_head"])
@@ -295,7 +297,7 @@ def test_a_stage_without_blocks_beside_a_split_sequence(split: str) -> None:
 @pytest.mark.parametrize("plan", MORE.values(), ids=MORE.keys())
 @pytest.mark.parametrize("micro_batch", [1, 2])
 def test_every_schedule_beside_every_other_axis(plan: Plan, micro_batch: int) -> None:
-    verify(models.decoder, tokens(8), replace(plan, micro_batch=micro_batch)).require()
+    verify(models.decoder, tokens(8), replace(plan, micro_batch=micro_batch), steps=2).require()
 
 
 @pytest.mark.soak

@@ -204,7 +204,7 @@ def test_groups_of_an_axis_differ_in_it_alone(plan: Plan, name: str) -> None:
 
 
 @given(plans, names, st.integers(1, 12))
-@settings(max_examples=300)
+@settings(max_examples=3 * settings.default.max_examples)
 def test_rectangles_are_groups_with_the_same_places_in_equally_many_nodes(plan: Plan, name: str, size: int) -> None:
     shapes: set[tuple[int, int] | None] = set()
     for group in ranks_of(plan, name).tolist():

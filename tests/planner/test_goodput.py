@@ -56,7 +56,7 @@ def test_goodput_is_what_a_simulation_finds(
     assert goodput(interval, stall, 0.0, mtbf) > 1.005 * found  # negative control: the restart is seen
 
 
-@settings(max_examples=200)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(stall=st.floats(0.01, 1000), mtbf=st.floats(10, 1e7), restart=st.floats(0, 1000))
 def test_dalys_interval_is_near_the_best_one(stall: float, mtbf: float, restart: float) -> None:
     if stall > mtbf / 2:

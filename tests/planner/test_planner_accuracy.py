@@ -50,7 +50,7 @@ def mean_error(sample: list[Case]) -> float:
 
 def whole(name: str, rows: int, reached: float) -> Any:
     """All rows of a table."""
-    return pytest.param(name, slice(None), rows, reached, id=f"{name} whole", marks=pytest.mark.full)
+    return pytest.param(name, slice(None), rows, reached, id=f"{name} whole", marks=pytest.mark.soak)
 
 
 # A sample has rows of few shapes: a shape is traced in a fifth of a second, and its rows take no time.

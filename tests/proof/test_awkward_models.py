@@ -88,7 +88,7 @@ def test_a_model_whose_samples_depend_on_each_other_is_refused_where_the_batch_i
 
 @processes
 def test_it_is_proved_where_each_forward_has_the_whole_batch() -> None:
-    report = verify(Centred, vectors, X).require()
+    report = verify(Centred, vectors, X, steps=2).require()
     assert "worst result after the steps" in {check.what for check in report.checks}  # of this rank's classes
     assert not report.not_proved
 
@@ -97,7 +97,7 @@ def test_it_is_proved_where_each_forward_has_the_whole_batch() -> None:
 def test_a_fault_of_the_plan_is_not_taken_for_one_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.step.train_step.grad_norm", None)
     monkeypatch.setattr("weft.proof.rank.numbers", lambda found, expected, names=(): numbers([2.0], [1.0]))
-    assert "loss" in failed(verify(Chain, vectors, weft.Plan(data=2, micro_batch=1)))
+    assert "loss" in failed(verify(Chain, vectors, weft.Plan(data=2, micro_batch=1), steps=1))
 
 
 # --- numbers that are drawn
@@ -134,7 +134,7 @@ def test_drawn_blocks_are_the_stated_reason_where_their_traffic_differs() -> Non
 def test_a_model_that_draws_pythons_numbers_is_not_proved() -> None:
     """It is refused, or a check fails: this follows from what it draws."""
     try:
-        is_proved = verify(DrawingInPython, vectors, DATA).passed
+        is_proved = verify(DrawingInPython, vectors, DATA, steps=1).passed
     except PlanError:
         is_proved = False
     assert not is_proved
@@ -166,9 +166,9 @@ class CountedForwards(Chain):
 
 @processes
 def test_tracing_a_pipeline_leaves_buffers_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    verify(CountedForwards, vectors, PIPE).require()
+    verify(CountedForwards, vectors, PIPE, steps=2).require()
     monkeypatch.setattr(trace, "_other_buffers", lambda model, state, device: {})
-    assert "worst buffer after the steps" in failed(verify(CountedForwards, vectors, PIPE))
+    assert "worst buffer after the steps" in failed(verify(CountedForwards, vectors, PIPE, steps=1))
 
 
 # --- functions of autograd between blocks
@@ -226,12 +226,12 @@ class Inside(Chain):
 def test_a_function_of_autograd_between_blocks_is_refused_under_pipe(make: Callable[[], nn.Module]) -> None:
     with pytest.raises(PlanError, match=r"uses a torch.autograd.Function \('(Half|Reverse)'\) between blocks"):
         verify(make, vectors, PIPE)
-    verify(make, vectors, DATA).require()
+    verify(make, vectors, DATA, steps=2).require()
 
 
 @processes
 def test_a_function_of_autograd_inside_a_block_is_proved_under_pipe() -> None:
-    verify(Inside, vectors, PIPE).require()
+    verify(Inside, vectors, PIPE, steps=2).require()
 
 
 # --- logits and values that are trained
@@ -255,17 +255,17 @@ class LastPosition(Scaled):
 
 @processes
 def test_logits_of_which_a_part_is_left_out_are_gathered_under_x() -> None:
-    verify(LastPosition, lambda step: (tokens(step)[0], tokens(step)[1][:, 0]), X).require()
+    verify(LastPosition, lambda step: (tokens(step)[0], tokens(step)[1][:, 0]), X, steps=2).require()
 
 
 @processes
 def test_an_evaluation_that_changes_weights_comes_behind_their_comparison() -> None:
-    verify(MaxNorm, tokens, X).require()
+    verify(MaxNorm, tokens, X, steps=2).require()
 
 
 @processes
 def test_logits_that_a_trained_number_scales_have_its_whole_gradient_under_x() -> None:
-    verify(Scaled, tokens, X).require()
+    verify(Scaled, tokens, X, steps=2).require()
     with pytest.raises(PlanError, match="'mul' joins its logits with a value that is trained"):
         verify(ScaledVectors, vectors, X)
 
@@ -326,9 +326,9 @@ def _images(step: int) -> tuple[Tensor, Tensor]:
 def test_layers_take_their_input_by_name_under_x_and_y(tensor: weft.Tensor) -> None:
     make = partial(NamedInputs, is_gathered=tensor == weft.Tensor(x=2))
     assert profile(make()).pairing.splits["blocks.0.up"].kind == "column"
-    verify(make, tokens, weft.Plan(tensor=tensor)).require()
+    verify(make, tokens, weft.Plan(tensor=tensor), steps=2).require()
     if not tensor.sequence:
-        verify(NamedImages, _images, weft.Plan(tensor=tensor)).require()
+        verify(NamedImages, _images, weft.Plan(tensor=tensor), steps=2).require()
 
 
 # --- what is refused of every model
@@ -446,4 +446,4 @@ class InDict(Chain):
 
 @processes
 def test_blocks_in_a_dict_are_stages() -> None:
-    verify(InDict, vectors, PIPE).require()
+    verify(InDict, vectors, PIPE, steps=2).require()

@@ -108,7 +108,7 @@ class OwnGradient(Chain):
     ],
 )
 def test_it_is_proved_where_ranks_hold_whole_parameters(make: Callable[[], nn.Module], plan: weft.Plan) -> None:
-    verify(make, vectors, plan).require()
+    verify(make, vectors, plan, steps=2).require()
 
 
 @pytest.mark.processes

@@ -71,7 +71,7 @@ class CheckpointedTogether(Checkpointed):
     ],
 )
 def test_a_models_own_checkpoints_are_proved(make: Callable[[], nn.Module], plan: weft.Plan) -> None:
-    verify(make, vectors, plan, timeout_seconds=SECONDS).require()
+    verify(make, vectors, plan, timeout_seconds=SECONDS, steps=2).require()
 
 
 @pytest.mark.sampled(1)
@@ -121,7 +121,7 @@ def _total(model: nn.Module, batch: Any) -> Tensor:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("make", [ReturnsTuple, ReturnsOutput])
 def test_named_results_are_themselves_in_tiles(make: Callable[[], nn.Module]) -> None:
-    verify(make, image_batch, ROWS, objective=Objective(CROSS_ENTROPY.count, _total)).require()
+    verify(make, image_batch, ROWS, objective=Objective(CROSS_ENTROPY.count, _total), steps=2).require()
 
 
 # --- parameters of two modules, and of embeddings
@@ -164,7 +164,7 @@ class ScaledEmbedding(Scaled):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("make", "plan"), [(TiedBias, PIPE), (TiedBias, X), (MaxNorm, PIPE), (ScaledEmbedding, X)])
 def test_parameters_in_unusual_places_are_proved(make: Callable[[], nn.Module], plan: weft.Plan) -> None:
-    verify(make, tokens, plan).require()
+    verify(make, tokens, plan, steps=2).require()
 
 
 # --- blocks that are called in unusual ways
@@ -229,7 +229,7 @@ class Generated(Chain):
     [(States, STAGE_3), (States, PIPE), (WithoutGradient, X), (WithoutGradient, STAGE_3), (Generated, X)],
 )
 def test_blocks_that_are_called_in_unusual_ways_are_proved(make: Callable[[], nn.Module], plan: weft.Plan) -> None:
-    verify(make, vectors, plan).require()
+    verify(make, vectors, plan, steps=2).require()
 
 
 # --- forwards that change what they hold
@@ -311,7 +311,7 @@ def test_changes_that_a_plan_would_repeat_or_lose_are_refused(
 
 @pytest.mark.parametrize("make", [CountsInBlocks, Averages])
 def test_such_changes_are_proved_where_they_are_neither(make: Callable[[], nn.Module]) -> None:
-    verify(make, vectors, weft.Plan(shard=weft.Shard(2, 1), statistics="batch")).require()
+    verify(make, vectors, weft.Plan(shard=weft.Shard(2, 1), statistics="batch"), steps=2).require()
 
 
 def test_a_buffer_that_forwards_register_is_named() -> None:
@@ -364,6 +364,6 @@ class FewValues(nn.Module):
 
 
 def test_statistics_over_few_values_raise_no_false_alarm() -> None:
-    report = verify(FewValues, image_batch, PIPE).require()  # two samples at a time
+    report = verify(FewValues, image_batch, PIPE, steps=2).require()  # two samples at a time
     worst = next(check for check in report.checks if check.what == "worst gradient")
     assert ("the model's own noise there is" in worst.where) == (float(worst.found) > 1e-9)  # ARM CPUs round both alike

@@ -70,7 +70,7 @@ class ImageModel(nn.Module):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("norm", [ChannelNorm, ImageNorm])
 def test_a_norm_that_does_not_run_on_rows_of_features_is_proved_under_x(norm: type[nn.Module]) -> None:
-    verify(lambda: ImageModel(norm=norm), images, X).require()
+    verify(lambda: ImageModel(norm=norm), images, X, steps=2).require()
 
 
 # --- masks that are drawn
@@ -94,7 +94,7 @@ class Sampling(Block):
 
 @pytest.mark.processes
 def test_stochastic_depth_is_proved_as_if_nothing_were_dropped_and_this_is_said() -> None:
-    report = verify(lambda: ImageModel(Dropping), images, DATA).require()
+    report = verify(lambda: ImageModel(Dropping), images, DATA, steps=2).require()
     assert report.not_proved[0].startswith("random masks (bernoulli): the proof uses their mean, as if nothing")
     report = verify(lambda: ImageModel(Sampling), images, DATA)
     assert report.not_proved[-1].startswith("the model draws random numbers (test_image_models.py")

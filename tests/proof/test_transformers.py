@@ -67,12 +67,12 @@ def batch(step: int) -> dict[str, Any]:
 @pytest.mark.processes
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_dict_batch_uses_the_models_own_loss(plan: str) -> None:
-    weft.verify(llama, batch, PLANS[plan]).require()
+    weft.verify(llama, batch, PLANS[plan], steps=2).require()
 
 
 @pytest.mark.processes
 def test_experts_in_grouped_products_are_proved() -> None:
-    report = weft.verify(mixtral, batch, weft.Plan(shard=weft.Shard(2, 3))).require()
+    report = weft.verify(mixtral, batch, weft.Plan(shard=weft.Shard(2, 3)), steps=2).require()
     assert any(line.startswith("grouped products") for line in report.not_proved)
 
 
@@ -149,7 +149,7 @@ CONTEXT = weft.Plan(context=weft.Context(2), micro_batch=4)
 def test_a_dict_batch_under_context(make: Any) -> None:
     config: Any = make().config
     config.attention_dropout = 0.0
-    weft.verify(lambda: type(make())(config), plain_batch, CONTEXT).require()
+    weft.verify(lambda: type(make())(config), plain_batch, CONTEXT, steps=2).require()
 
 
 @pytest.mark.processes
@@ -159,7 +159,7 @@ def test_labels_that_are_not_moved_before_the_sequence_is_split_are_noticed(monk
 
     monkeypatch.setattr("weft.step.model_loss._ModelLoss.align", late)
     monkeypatch.setattr("weft.step.model_loss._is_cross_entropy", lambda *_: True)
-    assert not weft.verify(even_gradients, plain_batch, CONTEXT).passed
+    assert not weft.verify(even_gradients, plain_batch, CONTEXT, steps=1).passed
 
 
 def even_gradients() -> nn.Module:
@@ -202,7 +202,7 @@ class Smoothed(nn.Module):
 def test_a_loss_of_the_models_own_is_refused_where_ranks_hold_parts_of_logits(plan: weft.Plan) -> None:
     with pytest.raises(PlanError, match="the loss of Smoothed is not the cross-entropy of its logits"):
         weft.verify(Smoothed, plain_batch, plan)
-    weft.verify(Smoothed, plain_batch, weft.Plan(data=2)).require()
+    weft.verify(Smoothed, plain_batch, weft.Plan(data=2), steps=2).require()
 
 
 def vit() -> nn.Module:
@@ -221,7 +221,7 @@ def images(step: int) -> dict[str, Any]:
 
 @pytest.mark.processes
 def test_a_dict_of_images_in_tiles() -> None:
-    weft.verify(vit, images, weft.Plan(tile=weft.Tile(rows=2))).require()
+    weft.verify(vit, images, weft.Plan(tile=weft.Tile(rows=2)), steps=2).require()
 
 
 # --- two towers, three inputs
@@ -292,4 +292,4 @@ def test_what_clip_is_refused(objective: Objective | None, plan: weft.Plan, reas
     ],
 )
 def test_clip_is_proved(objective: Objective, plan: weft.Plan) -> None:
-    weft.verify(clip, captions, plan, objective=objective).require()
+    weft.verify(clip, captions, plan, objective=objective, steps=2).require()

@@ -67,7 +67,7 @@ def test_a_loss_of_several_calls_is_refused_where_its_bytes_are_not_predicted(
 @pytest.mark.parametrize("total", [siamese, contrast])
 def test_a_loss_of_several_calls_is_proved_over_data(total: Any) -> None:
     objective = Objective(CROSS_ENTROPY.count, total)
-    verify(Pair, models.vector_batch, Plan(data=2, micro_batch=2), objective=objective).require()
+    verify(Pair, models.vector_batch, Plan(data=2, micro_batch=2), objective=objective, steps=2).require()
 
 
 def test_a_fault_beside_unusual_calls_is_a_failure_and_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ class HeadTwice(Pair):
 
 
 def test_a_head_that_is_called_twice_is_refused_under_x_by_name() -> None:
-    verify(HeadTwice, models.vector_batch, Plan(data=2)).require()
+    verify(HeadTwice, models.vector_batch, Plan(data=2), steps=2).require()
     with pytest.raises(PlanError, match=r"one loss calls 'head' 2 times, and bytes are predicted for .* one call"):
         verify(HeadTwice, models.vector_batch, X)
 

@@ -334,7 +334,7 @@ def test_a_plan_with_shadows_is_proved_and_its_bytes_are_predicted(schedule: Any
             self.noise.p = 0.0
 
     plan = Plan(pipe=Pipe(3, schedule, shadow=True), micro_batch=2)
-    report = verify(Quiet, vectors(8), plan).require()
+    report = verify(Quiet, vectors(8), plan, steps=2).require()
     sent = {check.what for check in report.checks if check.what.startswith("traffic")}
     assert sent == {
         f"traffic: {name}" for name in ("pipe send", "shadow send", "state all_reduce", "losses all_reduce")

@@ -116,7 +116,7 @@ def attack(server: Server, number: int, seed: int) -> tuple[Watch, dict[int, int
 
 def test_others_are_answered_as_before_and_nothing_is_an_error_of_the_server(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
-        watch, statuses = attack(server, 120, seed=1)
+        watch, statuses = attack(server, 60, seed=1)
         assert watch.num_wrong == 0
         assert set(statuses) <= ALLOWED, statuses
         assert {200, 400} <= set(statuses)

@@ -63,8 +63,8 @@ def over(**others: Any) -> Plan:
     return Plan(statistics="batch", **others)
 
 
-def check(name: str, plan: Plan) -> ProofReport:
-    return verify(*MODELS[name], plan)
+def check(name: str, plan: Plan, steps: int = 2) -> ProofReport:
+    return verify(*MODELS[name], plan, steps=steps)
 
 
 CASES: dict[str, tuple[str, Plan]] = {
@@ -86,7 +86,7 @@ def test_equals_the_unsplit_model_on_the_whole_batch(name: str, plan: Plan) -> N
 
 
 def test_two_levels() -> None:
-    report = verify(*MODELS["vectors"], over(data=4, hierarchical=True), ranks_per_node=2).require()
+    report = verify(*MODELS["vectors"], over(data=4, hierarchical=True), ranks_per_node=2, steps=2).require()
     assert "traffic: batch/node all_gather" in {line.what for line in report.checks}
 
 
@@ -104,7 +104,7 @@ def test_finds_statistics_of_single_ranks(monkeypatch: Patch) -> None:
         return torch.var_mean(own, [dim for dim in range(own.dim()) if dim != 1], correction=0)[::-1]
 
     monkeypatch.setattr(norms, "_whole_moments", local)
-    found = failures(check("resnet", over(data=2)))
+    found = failures(check("resnet", over(data=2), steps=1))
     assert {"loss", "worst gradient", "worst buffer after the steps"} <= found
     assert not any(what.startswith("traffic") for what in found)
 
@@ -112,7 +112,7 @@ def test_finds_statistics_of_single_ranks(monkeypatch: Patch) -> None:
 def test_finds_gradients_of_single_ranks(monkeypatch: Patch) -> None:
     original = norms.all_reduce
     monkeypatch.setattr(norms, "all_reduce", lambda tensor, axis: original(tensor.clone(), axis))
-    found = failures(check("resnet", over(data=2)))
+    found = failures(check("resnet", over(data=2), steps=1))
     assert "worst gradient" in found
     assert not any(what.startswith("traffic") for what in found)
 

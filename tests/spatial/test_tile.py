@@ -42,9 +42,9 @@ pytestmark = pytest.mark.processes
 Patch = pytest.MonkeyPatch
 
 
-def check(name: str, plan: Plan) -> ProofReport:
+def check(name: str, plan: Plan, steps: int = 2) -> ProofReport:
     make, batch = MODELS[name]
-    return verify(make, batch, plan)
+    return verify(make, batch, plan, steps=steps)
 
 
 # --- the oracle
@@ -85,7 +85,7 @@ def test_more_equal_the_unsplit_model(name: str, plan: Plan) -> None:
 
 def test_two_levels() -> None:
     make, batch = MODELS["BatchNorm"]
-    report = verify(make, batch, over(2, 2, hierarchical=True), ranks_per_node=2).require()
+    report = verify(make, batch, over(2, 2, hierarchical=True), ranks_per_node=2, steps=2).require()
     assert "traffic: tile/node all_reduce" in {line.what for line in report.checks}
 
 
@@ -125,7 +125,7 @@ def test_statistics_over_tiles_and_data_need_a_word() -> None:
 
 def broken(name: str, plan: Plan) -> set[str]:
     """What the report found wrong, traffic aside; something must be."""
-    found = failures(check(name, plan))
+    found = failures(check(name, plan, steps=1))
     assert found
     assert not any(what.startswith("traffic") for what in found)
     return found
@@ -166,7 +166,7 @@ def test_finds_gradients_that_are_averaged_over_tiles(monkeypatch: Patch) -> Non
 
 def test_finds_gradients_that_are_not_summed(monkeypatch: Patch) -> None:
     monkeypatch.setattr(TileGradients, "apply", lambda self, model, plan, mesh, values: model)
-    assert "worst gradient" in failures(check("classic", over(1, 2)))
+    assert "worst gradient" in failures(check("classic", over(1, 2), steps=1))
 
 
 def test_finds_statistics_of_single_tiles(monkeypatch: Patch) -> None:
@@ -186,7 +186,7 @@ def test_finds_a_loss_that_counts_a_sample_for_each_tile(monkeypatch: Patch) -> 
     monkeypatch.setattr(
         sys.modules["weft.step.train_step"], "all_reduce", lambda tensor, axis: halo.exchange([], [], axis)
     )
-    assert {"loss", "worst gradient"} <= failures(check("classic", over(1, 2)))
+    assert {"loss", "worst gradient"} <= failures(check("classic", over(1, 2), steps=1))
 
 
 # --- bytes by hand
@@ -259,7 +259,7 @@ class ChangedInPlace(nn.Module):
 @pytest.mark.parametrize("hand_over", ["gather", "batch"])
 @pytest.mark.sampled(1)
 def test_an_image_that_was_changed_in_place_is_handed_over_again(hand_over: Any) -> None:
-    verify(ChangedInPlace, images(8, 8), over(1, 2, hand_over=hand_over)).require()
+    verify(ChangedInPlace, images(8, 8), over(1, 2, hand_over=hand_over), steps=2).require()
 
 
 def test_a_stream_of_no_more_pixels_is_handed_over_where_it_is_first_taken() -> None:
