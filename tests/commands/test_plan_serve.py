@@ -40,6 +40,7 @@ def held_bytes(model: nn.Module) -> int:
     return sum(one.numel() * one.itemsize for one in (*model.parameters(), *model.buffers()))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_folder_in_fewer_bits_is_priced_with_the_bytes_that_are_loaded(name: str, weft: Weft, tmp_path: Path) -> None:
     case, config = FOLDERS[name]

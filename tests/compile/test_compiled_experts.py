@@ -102,6 +102,7 @@ def num_graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("policy", ["full", pytest.param("selective", marks=pytest.mark.soak)])
 def test_blocks_with_experts_are_compiled_whole_under_recompute(name: str, policy: str) -> None:

@@ -64,7 +64,7 @@ def test_readme_commands_run(
         if arguments[1] == "serve":
             arguments += ["--help"]  # it would not end
         if "--model" in arguments:  # a smaller question of the same kind
-            arguments = [{"llama3-70b": "llama3-8b", "h100:32x8": "h100:1x8"}.get(one, one) for one in arguments]
+            arguments = [{"llama3-70b": "llama-1.2b", "h100:32x8": "h100:1x8"}.get(one, one) for one in arguments]
         monkeypatch.setattr(sys, "argv", arguments)
         with pytest.raises(SystemExit) as left:
             main()

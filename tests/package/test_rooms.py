@@ -8,8 +8,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,10 +34,15 @@ def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-@lru_cache
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports(delayed: bool) -> Graph:
     """What each module imports when it is imported; with `delayed`, what its functions import later, too."""
-    return {name: set(_imported(ast.parse(path.read_text()), delayed)) - {name} for name, path in MODULES.items()}
+    return {name: set(_imported(tree(path), delayed)) - {name} for name, path in MODULES.items()}
 
 
 def _imported(node: ast.AST, delayed: bool) -> Iterator[str]:
@@ -191,7 +196,7 @@ def test_few_files_stand_outside_of_rooms() -> None:
 
 def test_every_room_says_what_it_holds() -> None:
     for path in PACKAGE.rglob("__init__.py"):
-        assert ast.get_docstring(ast.parse(path.read_text())), path
+        assert ast.get_docstring(tree(path)), path
 
 
 def test_files_hold_one_idea() -> None:
@@ -204,6 +209,24 @@ def test_production_code_replaces_nothing_by_mocks() -> None:
 
 def test_one_class_name_has_one_meaning() -> None:
     """No two classes of weft/ share a name. A leading underscore makes no difference."""
-    nodes = [node for path in MODULES.values() for node in ast.walk(ast.parse(path.read_text()))]
+    nodes = [node for path in MODULES.values() for node in ast.walk(tree(path))]
     names = [node.name.lstrip("_") for node in nodes if isinstance(node, ast.ClassDef)]
     assert [name for name in sorted(set(names)) if names.count(name) > 1] == []
+
+
+def imports_of_tests(files: Mapping[str, str]) -> list[str]:
+    """Imports of a test file by another, or by a helper."""
+    pattern = re.compile(r"^ *(?:from|import) +(?:\w+\.)*(test_\w+)", re.MULTILINE)
+    return [f"{name} imports {one}" for name, text in files.items() for one in pattern.findall(text)]
+
+
+def test_tests_share_helpers_and_no_test_imports_another() -> None:
+    files = {path.name: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
+    assert len(files) > 200
+    assert imports_of_tests(files) == []
+    wrong = {
+        "test_a.py": "from test_b import case",
+        "c_for_tests.py": "def late():\n    import test_b",
+        "d.py": "import e",
+    }
+    assert imports_of_tests(wrong) == ["test_a.py imports test_b", "c_for_tests.py imports test_b"]
