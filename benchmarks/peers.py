@@ -94,7 +94,7 @@ class Case:
         return Comparison(self.name, self.peer, self.plan.num_ranks, self._sides, self._batches)
 
     def _sides(self) -> dict[str, Side]:
-        peer = Weft(self.apply) if isinstance(self.apply, Plan) else Peer(self, self.apply)
+        peer = Weft(self.apply) if isinstance(self.apply, Plan) else peer_of(self, self.apply)
         return {"weft": Weft(self.plan), "peer": peer}
 
     def _batches(self) -> Iterator[Batch]:
@@ -148,19 +148,17 @@ class Weft:
 class Peer:
     """The step that one would write by hand around torch's wrappers."""
 
-    def __init__(self, case: Case, apply: Callable[[Decoder], nn.Module]) -> None:
-        self.model = apply(make_model(CONFIG))
-        self.degree = case.num_batch_ranks
-        self.loss_context: Callable[[], AbstractContextManager[None]] = (
-            loss_parallel if case.splits_logits else nullcontext
-        )
+    def __init__(
+        self, model: nn.Module, kinds: list[list[nn.Parameter]], degree: int, splits_logits: bool = False
+    ) -> None:
+        """`degree` is of ranks with different samples; clipping and fused AdamW take one of `kinds` at a time."""
+        self.model, self.kinds, self.degree = model, kinds, degree
+        self.loss_context: Callable[[], AbstractContextManager[None]] = loss_parallel if splits_logits else nullcontext
         world = dist.get_world_size()
         inner = world // self.degree
         groups = [dist.new_group(list(range(start, world, inner))) for start in range(inner)]
         self.batch_group = groups[dist.get_rank() % inner]
-        # fused AdamW and clipping take one kind of tensor at a time: plain ones, or DTensors of one mesh.
-        self.kinds = [*_by_mesh(self.model.parameters()).values()]
-        self.optimizer = AdamW([{"params": kind} for kind in self.kinds], lr=LEARNING_RATE, fused=True)
+        self.optimizer = AdamW([{"params": kind} for kind in kinds], lr=LEARNING_RATE, fused=True)
 
     def step(self, batch: Batch) -> tuple[float, float]:
         num_targets = torch.tensor(float(batch[1].numel()), dtype=torch.float64)
@@ -192,6 +190,12 @@ class Peer:
         for kind in self.kinds:
             nn.utils.clip_grads_with_norm_(kind, CLIP, norm, foreach=True)
         return norm
+
+
+def peer_of(case: Case, apply: Callable[[Decoder], nn.Module]) -> Peer:
+    model = apply(make_model(CONFIG))
+    kinds = [*_by_mesh(model.parameters()).values()]  # plain tensors, or DTensors of one mesh
+    return Peer(model, kinds, case.num_batch_ranks, case.splits_logits)
 
 
 def _by_mesh(parameters: Iterable[nn.Parameter]) -> dict[DeviceMesh | None, list[nn.Parameter]]:

@@ -20,11 +20,10 @@ import harness
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from peers import BATCH, COUNTED, SEQUENCE, Weft, local, show
+from peers import BATCH, COUNTED, SEQUENCE, Peer, Weft, local, show
 from side_by_side import (
     CLIP,
     CONVENTIONS,
-    LEARNING_RATE,
     Comparison,
     Side,
     environment,
@@ -35,10 +34,8 @@ from side_by_side import (
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.optim import AdamW
-from torch_layouts import CountCalls, Totals
 
-from weft.models import Decoder, DecoderConfig, token_loss
+from weft.models import Decoder, DecoderConfig
 from weft.models.experts import SparseMLP
 from weft.plan import Plan, Shard
 from weft.schema import to_table
@@ -71,7 +68,7 @@ class Case:
         return Comparison(self.plan.describe_axes(), peer, self.plan.num_ranks, self._sides, self._batches)
 
     def _sides(self) -> dict[str, Side]:
-        return {"weft": Weft(self.plan, CONFIG), "peer": Peer(self.plan.expert)}
+        return {"weft": Weft(self.plan, CONFIG), "peer": ExpertPeer(self.plan.expert)}
 
     def _batches(self) -> Iterator[Batch]:
         return random_batches(CONFIG.vocab_size, (BATCH, SEQUENCE), dist.get_rank())
@@ -83,45 +80,27 @@ CASES = [Case(Plan(expert=2)), Case(Plan(expert=4)), Case(Plan(expert=2, shard=S
 # --- the peer
 
 
-class Peer:
+class ExpertPeer(Peer):
     """The step that one would write by hand around FSDP2."""
 
     def __init__(self, expert: int) -> None:
-        world = dist.get_world_size()
+        model, world = make_model(CONFIG), dist.get_world_size()
         mesh = init_device_mesh("cpu", (world // expert, expert), mesh_dim_names=("rest", "expert"))
-        self.model, self.world, self.experts = make_model(CONFIG), world, mesh["expert"].get_group()
-        shard_model(self.model, mesh)
-        named = dict(self.model.named_parameters())
-        self.of_experts = [one for name, one in named.items() if ".experts." in name]
-        self.others = [one for name, one in named.items() if ".experts." not in name]
-        kinds = [self.others, self.of_experts]
-        self.optimizer = AdamW([{"params": kind} for kind in kinds], lr=LEARNING_RATE, fused=True)
-
-    def step(self, batch: Batch) -> tuple[float, float]:
-        num_targets = torch.tensor(float(batch[1].numel()), dtype=torch.float64)
-        dist.all_reduce(num_targets)
-        total = token_loss(self.model(batch[0]), batch[1])[0]
-        (total * (self.world / num_targets.item())).backward()
-        loss = total.detach().double()
-        dist.all_reduce(loss)
-        norm = self._clip()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return (loss / num_targets).item(), norm.item()
-
-    def count(self, batch: Batch) -> Totals:
-        calls = CountCalls()
-        with calls:
-            self.step(batch)
-        return calls.tally.totals
+        self.experts = mesh["expert"].get_group()
+        shard_model(model, mesh)
+        named = dict(model.named_parameters())
+        others, of_experts = (
+            [one for name, one in named.items() if (".experts." in name) is own] for own in (False, True)
+        )
+        super().__init__(model, [others, of_experts], world)
 
     def _clip(self) -> Tensor:
-        gradients = [[one.grad for one in kind if one.grad is not None] for kind in (self.others, self.of_experts)]
+        gradients = [[one.grad for one in kind if one.grad is not None] for kind in self.kinds]
         torch._foreach_div_(gradients[1], self.experts.size())  # sums over `expert`, means over the rest: by FSDP2
         others, own = (local(nn.utils.get_total_norm(kind, foreach=True)).square() for kind in gradients)
         dist.all_reduce(own, group=self.experts)
         norm = (others + own).sqrt()
-        for kind in (self.others, self.of_experts):
+        for kind in self.kinds:
             nn.utils.clip_grads_with_norm_(kind, CLIP, norm, foreach=True)
         return norm
 

@@ -104,3 +104,10 @@ def test_benchmarks_share_one_harness() -> None:
         text = path.read_text(encoding="utf-8")
         if path.name not in own:
             assert not re.search(r"ArgumentParser\(|get_device_name\(|platform\.machine\(", text), path.name
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    assert [
+        page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md" and f"({page.name})" not in index
+    ] == []

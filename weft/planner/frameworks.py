@@ -57,7 +57,7 @@ CORE = replace(
 # copies in forward for kernels that do it in one pass, and twice that in backward; the rest is here. Rows that arrive
 # are sorted by `split` and `cat`, 1.45 copies. Gradients of experts are added up in fp32. Those of a stage are reduced
 # after its own last micro-batch (by its schedules); this holds for models without experts, too, but makes
-# the errors of Megatron-Core's table larger (docs/expert.md).
+# the errors of Megatron-Core's table larger (docs/measured/experts.md).
 CORE_EXPERTS = replace(CORE, row_copies=(5.5, 9.8), sort_copies=1.45, adds_expert_gradients=True, reduces_by_stage=True)
 # Megatron-Core's own FSDP (`custom_fsdp` of early 2025, later named Megatron FSDP; its guide and source): layers are
 # gathered one ahead, in forward and once for recompute and backward; gradients are reduced in fp32 after every

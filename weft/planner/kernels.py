@@ -89,7 +89,7 @@ ALIGNED_ELEMENTS = 8
 GROUPED_PRODUCTS = 0.89
 # The efficiency of fp8 matmuls relative to that of bf16 matmuls, each as a share of its own peak. Scaled per tensor:
 # 1,403 and 1,453 of 1,979 to 794 of 989 on H100 and H200. Scaled per row, torch uses another kernel: found on an H200,
-# 6.7B of 4 × 2,048 tokens (docs/planner.md).
+# 6.7B of 4 × 2,048 tokens (docs/measured/planner.md).
 FP8_PRODUCT = {"tensor": 0.9, "row": 0.72}
 # Bytes per element to cast an operand to fp8: read for its largest value (fused into the operation that made it), read
 # again, written. Backward casts the gradient and transposes both operands of forward; scaled per row, it also casts all
