@@ -1,12 +1,14 @@
-"""A loop of one's own: docs/own_loop.md and examples/transformers_model.py, as ranks of torchrun run them."""
+"""A loop of one's own: docs/own_loop.md and examples/transformers_model.py, on ranks of torchrun and on forked ones."""
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import runpy
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -26,23 +28,36 @@ EXAMPLE = ROOT / "examples" / "transformers_model.py"
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 
 
-def torchrun(*command: str) -> str:
+def torchrun(script: Path, *arguments: str) -> str:
     """What a script prints on two ranks of torchrun."""
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
     environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*launcher, *command], env=environ, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [*launcher, str(script), *arguments], env=environ, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
+
+
+def on_forked_ranks(script: Path, *arguments: str) -> str:
+    """What a script prints on two ranks that have joined each other already."""
+
+    def rank(_: int) -> str:
+        sys.argv[:] = [str(script), *arguments]
+        with redirect_stdout(io.StringIO()) as printed:
+            runpy.run_path(str(script), run_name="__main__")
+        return printed.getvalue()
+
+    return "".join(run_local(rank, 2))
 
 
 @pytest.mark.processes
 def test_the_page_trains_saves_and_resumes(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "own_loop.md").read_text(encoding="utf-8")
-    assert len(page.splitlines()) <= 80
     script = tmp_path / "loop.py"
     script.write_text("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), encoding="utf-8")
-    first, second = (torchrun(str(script), str(tmp_path / "saved")) for _ in range(2))
+    first, second = (run(script, str(tmp_path / "saved")) for run in (torchrun, on_forked_ranks))
     losses = [float(re.search(r"loss ([\d.]+)", text)[1]) for text in (first, second)]  # type: ignore[index]
     assert first.startswith("steps 0 to 20: ")
     assert second.startswith("steps 20 to 40: ")
@@ -54,11 +69,9 @@ def test_the_page_trains_saves_and_resumes(tmp_path: Path) -> None:
     "axis", ["x", *(pytest.param(axis, marks=pytest.mark.soak) for axis in ("data", "shard", "pipe"))]
 )
 def test_the_example_computes_the_same_on_two_ranks(axis: str) -> None:
+    printed = on_forked_ranks(EXAMPLE, "--steps", "3", "--device", "cpu", f"--{axis}", "2")
+    found = re.fullmatch(r"loss ([\d.]+) -> ([\d.]+), held-out ([\d.]+) on .* 2.*\n", printed)
     alone = runpy.run_path(str(EXAMPLE))["train"](Mesh(Plan()), 3)
-    found = re.fullmatch(
-        r"loss ([\d.]+) -> ([\d.]+), held-out ([\d.]+) on .* 2.*\n",
-        torchrun(str(EXAMPLE), "--steps", "3", "--device", "cpu", f"--{axis}", "2"),
-    )
     assert found is not None
     expected = [alone[0], *alone[-2:]]
     assert [float(number) for number in found.groups()] == pytest.approx(expected, rel=1e-4)
