@@ -34,7 +34,7 @@ from weft.serve.engine import Engine, EngineOptions
 from weft.serve.model.streamed_model import StreamedModel, stream_model
 from weft.serve.parallel.rank_part import PartValues, build_whole, read_part
 from weft.serve.scheduling.request import Request, Sampling
-from weft.serve.spec import EngineSizes
+from weft.serve.spec import EngineSizes, ServingSpec
 from weft.serve.weights.streamed_weights import StreamedWeights
 
 LARGE = replace(LLAMA_8B, hidden_size=8192, intermediate_size=28672, num_hidden_layers=92, num_attention_heads=64)
@@ -133,7 +133,9 @@ def measure(config: DecoderConfig, device: torch.device, num_resident: int, numb
     }
     print(json.dumps(found), flush=True)
     engine = Engine(streamed, options(device, max(numbers)))
-    planned = ServingModel(config, load("h200:1x1"), Plan(), "bf16", ahead=AHEAD, resident=num_resident)
+    planned = ServingModel(
+        config, load("h200:1x1"), Plan(), "bf16", spec=ServingSpec(stream_weights=AHEAD, resident_blocks=num_resident)
+    )
     for number in numbers:
         times, _ = serve(engine, number)
         seconds = (times[-2] - times[2]) / (len(times) - 4)  # without prompts

@@ -29,6 +29,7 @@ from weft.planner.serving_speculation import price_speculation
 from weft.serve.attention.four_bit_cache import FourBitFormat
 from weft.serve.attention.layer_cache import CacheFormat, PlainFormat
 from weft.serve.attention.loki_cache import LokiFormat
+from weft.serve.spec import ServingSpec
 
 RESULTS = Path(__file__).parent / "results"
 SHAREGPT = "1000 requests with lengths like ShareGPT's"
@@ -38,10 +39,12 @@ Row = tuple[str, float, float]  # what, predicted, measured
 def decodes(lean: dict[str, Any]) -> Iterator[Row]:
     """Tokens a second of one request, by weights."""
     for kind, measured in lean["weights"].items():
-        model = ServingModel(LLAMA_8B, load("h200:1x1"), Plan(), "bf16", None if kind == "bf16" else kind)
+        model = ServingModel(
+            LLAMA_8B, load("h200:1x1"), Plan(), "bf16", ServingSpec(weights=None if kind == "bf16" else kind)
+        )
         found = model.simulate([(16, 256)], model.cache_tokens).tokens_per_second
         yield f"one request, 8B, {kind}: tokens/s", found, measured["tokens_per_second"]
-    large = ServingModel(load_model("llama3-70b"), load("h200:1x1"), Plan(), "bf16", "int4")  # type: ignore[arg-type]
+    large = ServingModel(load_model("llama3-70b"), load("h200:1x1"), Plan(), "bf16", ServingSpec(weights="int4"))  # type: ignore[arg-type]
     found = large.simulate([(16, 128)], large.cache_tokens).tokens_per_second
     yield "one request, 70B, int4: tokens/s", found, lean["llama_70b_int4"]["tokens_per_second"]
 
@@ -79,7 +82,7 @@ def attention(lean: dict[str, Any]) -> Iterator[Row]:
 
 def streaming(lean: dict[str, Any]) -> Iterator[Row]:
     """Tokens a second with the weights of blocks in host memory."""
-    model = ServingModel(LLAMA_8B, load("h200:1x1"), Plan(), "bf16", ahead=2)
+    model = ServingModel(LLAMA_8B, load("h200:1x1"), Plan(), "bf16", spec=ServingSpec(stream_weights=2))
     for number in (1, 32):
         found = model.simulate([(16, 10)] * number, model.cache_tokens).tokens_per_second
         measured = lean["streaming"][f"{number} requests"]["tokens_per_second"]
@@ -90,7 +93,13 @@ def larger_than_gpu(_: dict[str, Any]) -> Iterator[Row]:
     """Tokens a second of a model that is larger than the GPU, with some blocks on it."""
     for run in json.loads((RESULTS / "larger-than-gpu.json").read_text())["runs"]:
         config = replace(load_model("llama3-70b"), num_hidden_layers=run["blocks"])
-        model = ServingModel(config, load("h200:1x1"), Plan(), "bf16", ahead=2, resident=run["resident_blocks"])  # type: ignore[arg-type]
+        model = ServingModel(
+            config,
+            load("h200:1x1"),
+            Plan(),
+            "bf16",
+            spec=ServingSpec(stream_weights=2, resident_blocks=run["resident_blocks"]),
+        )  # type: ignore[arg-type]
         for number in (1, 64):
             found = model.simulate([(16, 12)] * number, 1 << 16).tokens_per_second
             name = f"{run['blocks']} blocks of 70B, {run['resident_blocks']} on the GPU, {number} at once: tokens/s"
@@ -112,7 +121,9 @@ def experts(lean: dict[str, Any]) -> Iterator[Row]:
         for kind, measured in lean["experts"][shape].items():
             if kind == "experts_used":
                 continue
-            model = ServingModel(config, load("h200:1x1"), Plan(), "bf16", None if kind == "bf16" else kind)
+            model = ServingModel(
+                config, load("h200:1x1"), Plan(), "bf16", ServingSpec(weights=None if kind == "bf16" else kind)
+            )
             for number in (1, 16):
                 found = model.simulate([(16, 256)] * number, model.cache_tokens).tokens_per_second
                 one = measured[f"{number} requests"]["tokens_per_second"]
@@ -123,7 +134,9 @@ def prompts(_: dict[str, Any]) -> Iterator[Row]:
     """Seconds of prompts in steps of 2,048 tokens, by format of the cache."""
     config = replace(LLAMA_8B, max_position_embeddings=1 << 16)
     for cache in ("plain", "int4"):
-        model = ServingModel(config, load("h200:1x1"), Plan(), "bf16", cache=None if cache == "plain" else cache)
+        model = ServingModel(
+            config, load("h200:1x1"), Plan(), "bf16", spec=ServingSpec(cache=None if cache == "plain" else cache)
+        )
         for row in json.loads((RESULTS / "lean-prompts.json").read_text())["engine"]:
             found = model.simulate([(row["tokens"], 1)], model.cache_tokens).seconds
             yield f"a prompt of {row['tokens']:,} tokens, {cache} cache: s", found, row["seconds"][cache]

@@ -157,7 +157,7 @@ def test_a_cpu_that_was_not_measured_and_options_without_a_price_are_refused(
         (("--cache", "int4"), "--cache is not priced on a CPU"),
         (("--stream-weights", 2), "--stream-weights is not priced on a CPU"),
         (("--speculate", "ngram"), "--speculate is not priced on a CPU"),
-        (("--precision", "fp16"), "--precision fp16 is unknown on a CPU; give fp32 or bf16"),
+        (("--precision", "fp16"), "--precision fp16 is unknown; give fp32 or bf16"),
         (("--prompt", 2000, "--output", 49), "2000 and --output 49 are 2049 tokens, and mpt-125m is made for 2048 ("),
         (("--weights", ""), "--weights is given as empty text; give a value, or leave it out"),
         (("--weights", "int3"), "--weights int3 is unknown"),
@@ -183,7 +183,7 @@ def test_what_only_a_cpu_has_is_refused_for_gpus(weft: Weft, tmp_path: Path) -> 
     assert "--head int4 is for a CPU" in weft(*given, "llama3-8b", "--head", "int4").err
     assert "--precision fp32 is for a CPU" in weft(*given, "llama3-8b", "--precision", "fp32").err
     save_folder(tmp_path / "lstm", RecurrentModel(RecurrentConfig("lstm", 300, 64)))
-    assert "is an LSTM or GRU, priced on a CPU only" in weft(*given, tmp_path / "lstm").err
+    assert "LSTM and GRU models are priced on a CPU only" in weft(*given, tmp_path / "lstm").err
 
 
 def test_axes_of_another_model_are_refused(weft: Weft, tmp_path: Path) -> None:

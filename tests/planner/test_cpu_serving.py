@@ -139,7 +139,7 @@ def test_recurrent_layers_read_the_weights_of_their_gates_and_the_first_a_table(
             2 * LAYER_SECONDS[kind] + 2 * units
         )
     for given in (("int8", None), (None, "int8")):
-        with pytest.raises(ConfigError, match="LSTM and GRU models are served with their weights as they are"):
+        with pytest.raises(ConfigError, match="a recurrent model is served on one rank, with its weights as they are"):
             predict_decode(RecurrentConfig(), rates, "float32", 100, *given)
     graph = predict_decode(RecurrentConfig("gru", VOCAB, size), rates, "float32", 100, head=GRAPH)
     assert "the search for likely tokens" in graph.seconds_by_cause
@@ -230,7 +230,6 @@ def test_a_gpt2_has_four_products_and_layers_of_its_own() -> None:
 def test_what_has_no_price_and_what_does_not_fit_is_refused() -> None:
     rates = made_up_rates()
     for given, match in (
-        (("float16", 10), "--precision float16 is unknown on a CPU; give fp32 or bf16"),
         (("float32", 10, "int3"), "--weights int3 is unknown"),
         (("float32", 10, None, "fp8"), "--head fp8 is unknown"),
     ):

@@ -13,6 +13,7 @@ from weft.plan import Plan
 from weft.planner.kernels import LAUNCH_SECONDS
 from weft.planner.lean_kernels import expert_products, routing_seconds
 from weft.planner.serving import ServingModel
+from weft.serve.spec import ServingSpec
 from weft.serve.weights.weight_formats import FORMATS, weight_bytes
 
 LEAN = json.loads((Path(__file__).parents[2] / "benchmarks/results/lean-gpu.json").read_text())
@@ -36,7 +37,9 @@ def test_decodes_of_experts_are_predicted_as_measured_on_an_h200(shape: str, num
     config = DecoderConfig(**sizes, **EXPERTS[shape])  # type: ignore[arg-type]
     for kind in ("bf16", "int4", "fp8", "int8"):
         measured = LEAN["experts"][shape][kind]
-        model = ServingModel(config, load("h200:1x1"), Plan(), "bf16", None if kind == "bf16" else kind)
+        model = ServingModel(
+            config, load("h200:1x1"), Plan(), "bf16", ServingSpec(weights=None if kind == "bf16" else kind)
+        )
         found = model.simulate([(16, 256)] * number, model.cache_tokens).tokens_per_second
         assert found == pytest.approx(measured[f"{number} requests"]["tokens_per_second"], rel=0.1), kind
 

@@ -25,6 +25,7 @@ from weft.serve.attention.layer_cache import PlainFormat
 from weft.serve.attention.loki_cache import LokiFormat
 from weft.serve.calibration.loki_calibration import save
 from weft.serve.scheduling.speculation import MAX_DRAFTS
+from weft.serve.spec import ServingSpec
 from weft.serve.weights.weight_formats import weight_format
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -57,10 +58,10 @@ def test_one_request_and_a_long_prompt_are_predicted_as_measured_on_an_h200() ->
 def test_decodes_with_weights_in_fewer_bits_are_predicted_as_measured_on_an_h200() -> None:
     cluster = load("h200:1x1")
     for kind in ("int4", "fp8", "int8"):
-        model = ServingModel(LLAMA_8B, cluster, Plan(), "bf16", kind)
+        model = ServingModel(LLAMA_8B, cluster, Plan(), "bf16", ServingSpec(weights=kind))
         found = model.simulate([(16, 256)], model.cache_tokens).tokens_per_second
         assert found == pytest.approx(LEAN["weights"][kind]["tokens_per_second"], rel=0.1), kind
-    large = ServingModel(load_model("llama3-70b"), cluster, Plan(), "bf16", "int4")  # type: ignore[arg-type]
+    large = ServingModel(load_model("llama3-70b"), cluster, Plan(), "bf16", ServingSpec(weights="int4"))  # type: ignore[arg-type]
     found = large.simulate([(16, 128)], large.cache_tokens).tokens_per_second
     assert found == pytest.approx(LEAN["llama_70b_int4"]["tokens_per_second"], rel=0.1)
 
@@ -91,7 +92,8 @@ def test_drafts_over_chosen_tokens_are_decodes_without_a_graph(tmp_path: Path) -
     path = tmp_path / "axes"
     save(path, LokiFormat(torch.eye(128).expand(32, 8, 128, 128), identity="any"))
     plain, loki = (
-        ServingModel(LLAMA_8B, load("h200:1x1"), Plan(), "bf16", cache=one) for one in (None, f"loki={path}")
+        ServingModel(LLAMA_8B, load("h200:1x1"), Plan(), "bf16", spec=ServingSpec(cache=one))
+        for one in (None, f"loki={path}")
     )
     assert loki.draft_check_seconds(4, 8000) > loki.decode_seconds(8000)
     assert loki.cache_bytes(0) == 32 * 8 * 576
@@ -191,19 +193,20 @@ def test_context_is_tried_where_a_request_is_long_beside_the_weights() -> None:
 
 def test_weights_in_fewer_bits_hold_what_does_not_fit_in_sixteen() -> None:
     model, cluster, workload = load_model("llama3-70b"), load("h100:1x1"), ServingWorkload.of(1, 256, 64)
-    found = predict_serving(model, cluster, Plan(), workload, weights="int4")  # type: ignore[arg-type]
+    found = predict_serving(model, cluster, Plan(), workload, spec=ServingSpec(weights="int4"))  # type: ignore[arg-type]
     linears = 80 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
     rest = 2 * 128256 * 8192 + 161 * 8192  # embeddings, head and norms
     assert found.weight_bytes == linears * 9 // 16 + 2 * rest
     with pytest.raises(ConfigError, match="--weights int3 is unknown"):
-        predict_serving(model, cluster, Plan(), workload, weights="int3")  # type: ignore[arg-type]
+        predict_serving(model, cluster, Plan(), workload, spec=ServingSpec(weights="int3"))  # type: ignore[arg-type]
 
 
 def test_weights_in_fewer_bits_are_decoded_for_each_step_without_bf16() -> None:
     """The kernels take inputs of 16 bits, and a V100 serves in 32."""
     config = replace(LLAMA_8B, num_hidden_layers=2)
     plain, lean, rows = (
-        ServingModel(config, load("v100-32:1x1"), Plan(), "fp32", one) for one in (None, "int4", "fp8")
+        ServingModel(config, load("v100-32:1x1"), Plan(), "fp32", ServingSpec(weights=one))
+        for one in (None, "int4", "fp8")
     )
     kernels, shape = plain.kernels, (4096, 14336)
     for count in (1, 16, 65):
@@ -217,34 +220,36 @@ def test_other_caches_are_not_priced_without_bf16() -> None:
     """Their kernels take 16 bits: in 32, plain functions decode and attend, which takes many times as long."""
     config, workload = replace(LLAMA_8B, num_hidden_layers=2), ServingWorkload.of(1, 16, 4)
     for cache in ("int4", "int4-128"):
-        predict_serving(config, load("a100-80:1x1"), Plan(), workload, "bf16", cache=cache)
+        predict_serving(config, load("a100-80:1x1"), Plan(), workload, "bf16", spec=ServingSpec(cache=cache))
         with pytest.raises(
             ConfigError, match=f"--cache {cache} is not priced in fp32, in which a V100 SXM 32GB serves"
         ):
-            search_serving(config, load("v100-32:1x1"), workload, "fp32", cache=cache)
+            search_serving(config, load("v100-32:1x1"), workload, "fp32", spec=ServingSpec(cache=cache))
 
 
 def test_experts_in_fewer_bits_are_priced_by_the_bytes_of_the_chosen_ones() -> None:
     config, cluster, workload = load_model("mixtral-8x7b"), load("h200:1x1"), ServingWorkload.of(1, 256, 64)
-    found = predict_serving(config, cluster, Plan(), workload, weights="int4")  # type: ignore[arg-type]
+    found = predict_serving(config, cluster, Plan(), workload, spec=ServingSpec(weights="int4"))  # type: ignore[arg-type]
     packed = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 8 * 3 * 4096 * 14336)
     rest = 2 * 32000 * 4096 + 65 * 4096 + 32 * 8 * 4096  # embeddings, head, norms and routers
     assert found.weight_bytes == packed * 9 // 16 + 2 * rest
     plain = ServingModel(config, cluster, Plan(), "bf16")  # type: ignore[arg-type]
-    lean = ServingModel(config, cluster, Plan(), "bf16", "int4")  # type: ignore[arg-type]
+    lean = ServingModel(config, cluster, Plan(), "bf16", ServingSpec(weights="int4"))  # type: ignore[arg-type]
     read = 32 * 2 * 3 * 4096 * 14336  # by one token, of two experts a layer
     saved = [model._step(0, 1, 0, (), 1).floor_seconds for model in (plain, lean)]
     bandwidth = cluster.node.device.memory_bandwidth_bytes_per_second
     assert bandwidth is not None
     attention = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024)
     assert saved[0] - saved[1] == pytest.approx((read + attention) * (2 - 9 / 16) / bandwidth)
-    halves = predict_serving(config, load("h200:1x2"), Plan(expert=2), workload, weights="int4")  # type: ignore[arg-type]
+    halves = predict_serving(config, load("h200:1x2"), Plan(expert=2), workload, spec=ServingSpec(weights="int4"))  # type: ignore[arg-type]
     assert halves.weight_bytes == found.weight_bytes - 32 * 4 * 3 * 4096 * 14336 * 9 // 16
 
 
 def test_a_cache_of_four_bits_holds_more_tokens() -> None:
     workload, cluster = ServingWorkload.of(4, 512, 32), load("h200:1x1")
-    plain, lean = (predict_serving(LLAMA_8B, cluster, Plan(), workload, cache=cache) for cache in (None, "int4"))
+    plain, lean = (
+        predict_serving(LLAMA_8B, cluster, Plan(), workload, spec=ServingSpec(cache=cache)) for cache in (None, "int4")
+    )
     assert plain.cache_bytes_per_token == 32 * 8 * 512
     assert lean.cache_bytes_per_token == 32 * 8 * 144
     assert 3.3 < lean.cache_tokens / plain.cache_tokens < 512 / 144  # tails take some
@@ -260,7 +265,9 @@ def test_what_does_not_fit_is_refused_and_layouts_use_all_devices() -> None:
 
 def test_weights_in_host_memory_are_priced_by_the_link() -> None:
     cluster, workload = load("h200:1x1"), ServingWorkload.of(32, 64, 16)
-    plain, streamed = (predict_serving(LLAMA_8B, cluster, Plan(), workload, ahead=ahead) for ahead in (0, 2))
+    plain, streamed = (
+        predict_serving(LLAMA_8B, cluster, Plan(), workload, spec=ServingSpec(stream_weights=ahead)) for ahead in (0, 2)
+    )
     assert plain.streaming is None
     price = streamed.streaming
     assert price is not None
@@ -272,18 +279,22 @@ def test_weights_in_host_memory_are_priced_by_the_link() -> None:
     assert streamed.alone.tokens_per_second == pytest.approx(
         LEAN["streaming"]["1 requests"]["tokens_per_second"], rel=0.1
     )
-    many = ServingModel(LLAMA_8B, cluster, Plan(), "bf16", ahead=2).simulate([(16, 10)] * 32, streamed.cache_tokens)
+    many = ServingModel(LLAMA_8B, cluster, Plan(), "bf16", spec=ServingSpec(stream_weights=2)).simulate(
+        [(16, 10)] * 32, streamed.cache_tokens
+    )
     assert many.tokens_per_second == pytest.approx(LEAN["streaming"]["32 requests"]["tokens_per_second"], rel=0.1)
-    few = ServingModel(LLAMA_8B, cluster, Plan(), "bf16", "int4", None, 2).streaming_price()
+    few = ServingModel(
+        LLAMA_8B, cluster, Plan(), "bf16", ServingSpec(weights="int4", stream_weights=2)
+    ).streaming_price()
     assert few is not None
     assert few.break_even_tokens < 0.3 * price.break_even_tokens  # fewer bytes are copied
 
 
 def test_weights_in_host_memory_on_several_devices() -> None:
     workload = ServingWorkload.of(32, 64, 16)
-    one = predict_serving(LLAMA_8B, load("h200:1x1"), Plan(), workload, ahead=2)
+    one = predict_serving(LLAMA_8B, load("h200:1x1"), Plan(), workload, spec=ServingSpec(stream_weights=2))
     sliced, shared, staged = (
-        predict_serving(LLAMA_8B, load("h200:1x2"), plan, workload, ahead=2)
+        predict_serving(LLAMA_8B, load("h200:1x2"), plan, workload, spec=ServingSpec(stream_weights=2))
         for plan in (Plan(tensor=Tensor(2)), Plan(data=2), Plan(pipe=Pipe(2)))
     )
     prices = [found.streaming for found in (one, sliced, shared, staged)]
@@ -297,17 +308,24 @@ def test_weights_in_host_memory_on_several_devices() -> None:
     assert shared.alone.tokens_per_second == pytest.approx(2 * one.alone.tokens_per_second, rel=0.05)
     slow = replace(load("h200:1x2").node.intra, bandwidth_bytes_per_second=1e9)  # gathers take longer than copies
     cluster = replace(load("h200:1x2"), node=replace(load("h200:1x2").node, intra=slow))
-    late = predict_serving(LLAMA_8B, cluster, Plan(data=2), workload, ahead=2).streaming
+    late = predict_serving(LLAMA_8B, cluster, Plan(data=2), workload, spec=ServingSpec(stream_weights=2)).streaming
     assert late is not None
     assert late.copy_seconds > 3 * prices[2].copy_seconds
-    assert predict_serving(LLAMA_8B, load("h200:1x2"), Plan(data=2), workload, ahead=99).streaming.copied_bytes == 0  # type: ignore[union-attr]
+    whole = predict_serving(LLAMA_8B, load("h200:1x2"), Plan(data=2), workload, spec=ServingSpec(stream_weights=99))
+    assert whole.streaming is not None
+    assert whole.streaming.copied_bytes == 0
     with pytest.raises(PlanError, match="are in different steps; use one of the two, or leave out --stream-weights"):
-        predict_serving(LLAMA_8B, load("h200:1x4"), Plan(data=2, pipe=Pipe(2)), workload, ahead=2)
+        predict_serving(
+            LLAMA_8B, load("h200:1x4"), Plan(data=2, pipe=Pipe(2)), workload, spec=ServingSpec(stream_weights=2)
+        )
 
 
 def test_resident_blocks_are_on_the_device_and_not_copied() -> None:
     cluster, workload = load("h200:1x1"), ServingWorkload.of(32, 64, 16)
-    every, some = (predict_serving(LLAMA_8B, cluster, Plan(), workload, ahead=2, resident=n) for n in (0, 20))
+    every, some = (
+        predict_serving(LLAMA_8B, cluster, Plan(), workload, spec=ServingSpec(stream_weights=2, resident_blocks=n))
+        for n in (0, 20)
+    )
     prices = every.streaming, some.streaming
     assert prices[0] is not None
     assert prices[1] is not None
@@ -319,45 +337,55 @@ def test_resident_blocks_are_on_the_device_and_not_copied() -> None:
     assert some.alone.tokens_per_second > 2.5 * every.alone.tokens_per_second
     assert prices[0].fitting_blocks == prices[1].fitting_blocks == 32  # an 8B model fits
     with pytest.raises(PlanError, match="of a rank's 32 blocks cannot stay on the device"):
-        predict_serving(LLAMA_8B, cluster, Plan(), workload, ahead=2, resident=32)
+        predict_serving(LLAMA_8B, cluster, Plan(), workload, spec=ServingSpec(stream_weights=2, resident_blocks=32))
     with pytest.raises(PlanError, match="of a rank's 16 blocks cannot stay on the device"):
-        predict_serving(LLAMA_8B, load("h200:1x2"), Plan(pipe=Pipe(2)), workload, ahead=2, resident=20)
+        predict_serving(
+            LLAMA_8B,
+            load("h200:1x2"),
+            Plan(pipe=Pipe(2)),
+            workload,
+            spec=ServingSpec(stream_weights=2, resident_blocks=20),
+        )
 
 
 def test_as_many_blocks_as_fit_beside_the_cache_are_named() -> None:
     whole, memory = load("h200:1x1"), 15_000_000_000  # less than the model has
     small = replace(whole, node=replace(whole.node, device=replace(whole.node.device, memory_bytes=memory)))
     given = (LLAMA_8B, small, Plan(), ServingWorkload.of(8, 500, 12))
-    price = predict_serving(*given, ahead=2).streaming
+    price = predict_serving(*given, spec=ServingSpec(stream_weights=2)).streaming
     assert price is not None
     assert 10 < price.fitting_blocks < 30
-    best = predict_serving(*given, ahead=2, resident=price.fitting_blocks)
+    best = predict_serving(*given, spec=ServingSpec(stream_weights=2, resident_blocks=price.fitting_blocks))
     assert best.cache_tokens >= 8 * 512
     assert best.memory_bytes <= memory
     assert best.streaming is not None
     assert best.streaming.fitting_blocks == price.fitting_blocks  # however many stay there already
-    more = ServingModel(LLAMA_8B, small, Plan(), "bf16", None, None, 2, price.fitting_blocks + 1)
+    more = ServingModel(
+        LLAMA_8B, small, Plan(), "bf16", ServingSpec(stream_weights=2, resident_blocks=price.fitting_blocks + 1)
+    )
     assert more.cache_tokens < 8 * 512
     with pytest.raises(PlanError, match="lower --resident-blocks, or split the model over more devices"):
-        predict_serving(*given, ahead=2, resident=31)
+        predict_serving(*given, spec=ServingSpec(stream_weights=2, resident_blocks=31))
 
 
 def test_a_host_without_memory_for_streamed_blocks_is_refused() -> None:
     workload, whole = ServingWorkload.of(4, 16, 8), load("h200:1x2")
     small = replace(whole, node=replace(whole.node, host_memory_bytes=17_000_000_000))
-    predict_serving(LLAMA_8B, small, Plan(data=2), workload, ahead=2)  # replicas have a half each
-    predict_serving(LLAMA_8B, small, Plan(tensor=Tensor(2)), workload, ahead=2)
+    predict_serving(
+        LLAMA_8B, small, Plan(data=2), workload, spec=ServingSpec(stream_weights=2)
+    )  # replicas have a half each
+    predict_serving(LLAMA_8B, small, Plan(tensor=Tensor(2)), workload, spec=ServingSpec(stream_weights=2))
     smaller = replace(whole, node=replace(whole.node, host_memory_bytes=16_000_000_000))
     with pytest.raises(PlanError, match=r"7\.0 GB of streamed weights for each of 2 devices of a node do not fit"):
-        predict_serving(LLAMA_8B, smaller, Plan(data=2), workload, ahead=2)
-    predict_serving(LLAMA_8B, smaller, Plan(data=2), workload, ahead=2, resident=8)
+        predict_serving(LLAMA_8B, smaller, Plan(data=2), workload, spec=ServingSpec(stream_weights=2))
+    predict_serving(LLAMA_8B, smaller, Plan(data=2), workload, spec=ServingSpec(stream_weights=2, resident_blocks=8))
 
 
 def test_a_model_larger_than_the_gpu_decodes_as_measured() -> None:
     for run in LARGER["runs"]:
         config = replace(load_model("llama3-70b"), num_hidden_layers=run["blocks"])  # type: ignore[type-var]
-        given = {"ahead": 2, "resident": run["resident_blocks"]}
-        model = ServingModel(config, load("h200:1x1"), Plan(), "bf16", **given)  # type: ignore[arg-type]
+        spec = ServingSpec(stream_weights=2, resident_blocks=run["resident_blocks"])
+        model = ServingModel(config, load("h200:1x1"), Plan(), "bf16", spec)  # type: ignore[arg-type]
         price = model.streaming_price()
         assert price is not None
         assert price.copied_bytes == price.host_bytes == run["bytes_copied_per_step"]
@@ -372,7 +400,7 @@ def test_a_model_larger_than_the_gpu_decodes_as_measured() -> None:
 def test_prompts_are_predicted_as_measured_on_an_h200_also_over_a_cache_of_four_bits() -> None:
     config = replace(LLAMA_8B, max_position_embeddings=1 << 16)
     for cache in (None, "int4"):
-        model = ServingModel(config, load("h200:1x1"), Plan(), "bf16", cache=cache)
+        model = ServingModel(config, load("h200:1x1"), Plan(), "bf16", spec=ServingSpec(cache=cache))
         for row in PROMPTS["engine"]:
             predicted = model.simulate([(row["tokens"], 1)], model.cache_tokens).seconds
             assert predicted == pytest.approx(row["seconds"][cache or "plain"], rel=0.1), (cache, row["tokens"])
@@ -420,14 +448,16 @@ def test_experts_that_are_not_priced_are_refused_and_those_of_several_ranks_have
         with pytest.raises(ConfigError, match=what):
             ServingModel(replace(mixtral, **more), load("h200:1x1"), Plan(), "bf16")  # type: ignore[arg-type]
     one, two = (
-        ServingModel(mixtral, load("h200:1x2"), Plan(expert=number), "bf16", "int4")._step(0, 1, 16, (), 1).by_cause
+        ServingModel(mixtral, load("h200:1x2"), Plan(expert=number), "bf16", ServingSpec(weights="int4"))
+        ._step(0, 1, 16, (), 1)
+        .by_cause
         for number in (1, 2)
     )
     assert two["other kernels"] > one["other kernels"]
 
 
 def test_drafts_over_a_cache_of_four_bits_attend_as_decodes() -> None:
-    model = ServingModel(LLAMA_8B, load("h200:1x1"), Plan(), "bf16", cache="int4")
+    model = ServingModel(LLAMA_8B, load("h200:1x1"), Plan(), "bf16", spec=ServingSpec(cache="int4"))
     five = model._step(0, 5, 5 * 8000, (), 5, may_be_graph=False).seconds
     assert model.draft_check_seconds(4, 8000) == five > model.decode_seconds(8000)
 

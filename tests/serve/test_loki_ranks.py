@@ -38,6 +38,7 @@ from weft.serve.scheduling.blocks import HeldBlocks
 from weft.serve.scheduling.request import Request, Sampling
 from weft.serve.scheduling.scheduler import ActiveRequest, ScheduledChunk
 from weft.serve.scheduling.speculation import EarlyLayers
+from weft.serve.spec import ServingSpec
 
 SCARCE = {"block_size": 4, "num_blocks": 8, "token_budget": 4, "max_running": 4}  # chunks, and too few blocks
 CHOICE = LokiChoice(dims=0.5, tokens=0.3, newest=2, dense_below=4)
@@ -217,7 +218,9 @@ def test_axes_of_other_heads_and_files_of_other_models_are_noticed_and_bytes_are
         assert len(refusals) == 2
         assert all("is of another model; run weft calibrate" in words for words in refusals)
         for case, num_bytes in zip((plan, staged), held, strict=True):
-            model = ServingModel(CONFIGS["llama"], load_cluster("h200:1x2"), case, "fp32", cache=f"loki={path}")
+            model = ServingModel(
+                CONFIGS["llama"], load_cluster("h200:1x2"), case, "fp32", spec=ServingSpec(cache=f"loki={path}")
+            )
             assert num_bytes == 8 * 16 * model.cache_bytes(0)  # seven blocks, and that of padding
 
 

@@ -19,12 +19,13 @@ EXAMPLE = 'Example: weft generate runs/quickstart --prompt "def main():" --token
 @takes_options("generate")
 def generate_command(
     source: Annotated[Path, typer.Argument(help="a run folder, a checkpoint or a Hugging Face folder")],
-    given: Given,
     prompt: Annotated[str, typer.Option(help="the text to continue")] = PROMPT,
     tokens: Annotated[int, typer.Option(help="how many tokens at most", min=1, max=100_000)] = 200,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token", min=0.0, max=10.0)] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="choose among the k likeliest", min=1)] = 50,
     seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
+    *,
+    given: Given,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Continue a prompt with a trained model, on one process."""

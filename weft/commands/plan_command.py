@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from weft.commands.collector_pause import paused_collector
+from weft.commands.serving_options import Given, takes_options
 from weft.commands.shared_arguments import Json, Overrides
 from weft.errors import ConfigError
+from weft.serve.spec import ServingSpec, options_of
 
 EXAMPLE = (
     "Example: weft plan --model llama3-70b --cluster h100:32x8 --tokens-per-step 4M --report plan.html; or: "
     "weft plan run.toml plan.data=2 plan.shard=4 cluster=h100:1x8 --json"
 )
-WAYS = ("weights", "cache", "head", "precision", "ahead", "resident", "saved")  # to serve a model; see plan_serving
-TO_TRAIN = (  # options that --serve would ignore
-    *("like", "tokens_per_step", "sequence", "images_per_step", "size", "where", "best", "search", "write", "report"),
-    *("write_job", "what_if", "mtbf", "mtbf_cluster", "timeline", "roles"),
-)
-TO_SERVE = (  # options that are ignored without --serve
-    *("requests", "prompt", "output", "weights", "head", "precision", "cache", "stream_weights", "resident_blocks"),
-    *("speculate", "accepted"),
-)
+ALWAYS = ("run_file", "overrides", "model", "cluster", "serve", "as_json")  # options of both kinds of planning
+TO_SERVE = (*(one.name for one in options_of("plan")), "requests", "prompt", "output", "accepted")
 WhereOption = Annotated[
     list[str] | None, typer.Option(help="what must hold: 'pipe=4', 'tensor.x<=8', 'no recompute', 'exact only'")
 ]
@@ -32,9 +28,6 @@ WriteJobOption = Annotated[
 ]
 WhatIfOption = Annotated[bool, typer.Option("--what-if", help="say what more bandwidth, memory or nodes would change")]
 RolesOption = Annotated[bool, typer.Option("--roles", help="say which ranks that do not train would pay")]
-PlannedCache = Annotated[
-    str | None, typer.Option(help="with --serve: keys and values as int4, int4-32, int4-128 or loki=FILE")
-]
 TimelineOption = Annotated[
     bool,
     typer.Option("--timeline", help="draw the pipeline's schedule, here or to the FILE.svg (.png, .txt) given"),
@@ -42,6 +35,7 @@ TimelineOption = Annotated[
 
 
 @paused_collector()
+@takes_options("plan")
 def plan_command(
     context: typer.Context,
     run_file: Annotated[Path | None, typer.Argument(help="the run file (TOML)", show_default=False)] = None,
@@ -70,22 +64,16 @@ def plan_command(
     requests: Annotated[int, typer.Option(help="with --serve: how many arrive at once", min=1, max=4096)] = 256,
     prompt: Annotated[int, typer.Option(help="with --serve: tokens of a prompt", min=1, max=1 << 20)] = 512,
     output: Annotated[int, typer.Option(help="with --serve: tokens of an answer", min=1, max=1 << 16)] = 256,
-    weights: Annotated[str | None, typer.Option(help="with --serve: fp8, int8, int4, int4-128, fp16, int8-row")] = None,
-    head: Annotated[str | None, typer.Option(help="with --serve on a CPU: as for --weights, or graph=FILE")] = None,
-    precision: Annotated[str | None, typer.Option(help="with --serve on a CPU: fp32 or bf16")] = None,
-    cache: PlannedCache = None,
-    stream_weights: Annotated[int, typer.Option(help="with --serve: blocks copied ahead from host memory", min=0)] = 0,
-    resident_blocks: Annotated[int, typer.Option(help="with --stream-weights: blocks kept on the device", min=0)] = 0,
-    speculate: Annotated[str | None, typer.Option(help="with --serve: ngram, layers=K or FOLDER")] = None,
+    *,
+    given: Given,
     accepted: Annotated[float, typer.Option(help="with --speculate: the share of drafts that are accepted")] = 0.7,
     as_json: Json = False,
 ) -> None:
     """Find the best plans, and why; or predict a run file's plan."""
     _refuse_ignored(context, serve)
     if serve:
-        ways = dict(zip(WAYS, (weights, cache, head, precision, stream_weights, resident_blocks, "fp32"), strict=True))
-        named = (model, run_file, overrides or [], cluster)
-        _plan_serving(*named, (requests, prompt, output), ways, (speculate, accepted), as_json)
+        workload = (requests, prompt, output)
+        _plan_serving(model, run_file, overrides or [], cluster, workload, given(), accepted, as_json)
         return
     if like is not None:
         _plan_like(like, (model, run_file, cluster, tokens_per_step, sequence, where, write, report), as_json)
@@ -104,9 +92,10 @@ def plan_command(
 
 def _refuse_ignored(context: typer.Context, serve: bool) -> None:
     """Raise ConfigError for options that were given and that planning of this kind, to serve or to train, ignores."""
-    for name in TO_TRAIN if serve else TO_SERVE:
+    for name in context.params:
         source, option = context.get_parameter_source(name), f"--{name.replace('_', '-')}"
-        if source is None or source.name != "COMMANDLINE":
+        is_used = name in ALWAYS or (name in TO_SERVE) == serve
+        if is_used or source is None or source.name != "COMMANDLINE":
             continue
         if serve:
             raise ConfigError(
@@ -174,8 +163,8 @@ def _plan_serving(
     overrides: list[str],
     cluster: str | None,
     sizes: tuple[int, int, int],
-    ways: dict[str, Any],
-    drafts: tuple[str | None, float],
+    spec: ServingSpec,
+    accepted: float,
     as_json: bool,
 ) -> None:
     """Plan to serve a model of the catalog, of a folder, or that of a run file."""
@@ -184,28 +173,30 @@ def _plan_serving(
 
     from weft.commands.console import make_console
     from weft.commands.plan_serve import plan_serving
+    from weft.commands.plan_serve_cpu import PlannedModel
     from weft.models.catalog import load_model
     from weft.planner.serving import ServingWorkload
     from weft.run_file import load_run
     from weft.serve.loading import computes_in, model_config
     from weft.serve.weights.folder_codes import folder_format
 
-    console, workload = make_console(as_json), ServingWorkload.of(*sizes)
-    given = None if drafts[0] is None else (drafts[0], drafts[1])
     if run_file is not None:
         run = load_run(run_file, overrides)
-        ways["saved"] = "bf16" if run.plan.precision == "bf16" and not run.plan.memory.master else "fp32"
-        plan_serving(run.name, run.model, cluster or run.cluster, workload, ways, given, console, as_json)
+        saved = "bf16" if run.plan.precision == "bf16" and not run.plan.memory.master else "fp32"
+        planned, cluster = PlannedModel(run.name, run.model, saved), cluster or run.cluster
     else:
         assert model is not None
-        folder, own = Path(model), None
-        config: Any = load_model(model) if not folder.is_dir() else None
-        if config is None:
-            config = model_config(folder)
-            own = folder_format(folder) if ways["weights"] is None else None
-            ways["saved"] = "bf16" if computes_in(folder) == torch.bfloat16 else "fp32"
-        ways["weights"] = ways["weights"] or own
-        plan_serving(model, config, cluster or "local", workload, ways, given, console, as_json, own is not None)
+        folder = Path(model)
+        if folder.is_dir():
+            own = folder_format(folder) if spec.weights is None else None
+            saved = "bf16" if computes_in(folder) == torch.bfloat16 else "fp32"
+            planned = PlannedModel(model, model_config(folder), saved, own is not None)
+            spec = replace(spec, weights=spec.weights or own)
+        else:
+            planned = PlannedModel(model, load_model(model))
+        cluster = cluster or "local"
+    workload = ServingWorkload.of(*sizes)
+    plan_serving(planned, cluster, workload, spec, accepted, make_console(as_json), as_json)
 
 
 def _refuse_two_models(model: str | None, run_file: Path | None, sizes: tuple[object, ...]) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from weft.architectures import LanguageConfig, ModelConfig, RecurrentConfig, TransformerConfig
+from weft.architectures import LanguageConfig, RecurrentConfig, TransformerConfig
 from weft.cluster.cpu_rates import is_cpu
 from weft.cluster.hardware import Cluster, load
 from weft.commands.console import print_json, say
-from weft.commands.plan_serve_cpu import CpuQuestion, plan_cpu_serving, refuse_options
+from weft.commands.plan_serve_cpu import PlannedModel, plan_cpu_serving
 from weft.errors import ConfigError, PlanError
 from weft.planner.predict import is_known
 from weft.planner.serving import (
@@ -29,67 +29,59 @@ from weft.planner.serving_streaming import StreamingPrice
 from weft.serve.attention.loki_cache import LokiFormat
 from weft.serve.cache_formats import cache_format
 from weft.serve.parallel.traffic import ServedSizes
+from weft.serve.refusals import ServingCase, kind_of, refuse
+from weft.serve.spec import ServingSpec
 
 NUM_SHOWN = 8
 NOT_PRICED = "Not priced on GPUs: --sums (sums over ranks are the library's), --adapter, and LSTM and GRU models."
 
 
 def plan_serving(
-    name: str,
-    config: ModelConfig,
+    model: PlannedModel,
     cluster_name: str,
     workload: ServingWorkload,
-    ways: dict[str, Any],
-    drafts: tuple[str, float] | None,
+    spec: ServingSpec,
+    accepted: float,
     console: Console,
     as_json: bool,
-    has_codes: bool = False,
 ) -> None:
-    """Find the best layout to serve a model, and show it with others. Raises PlanError if none fits.
-
-    `ways` are the formats of `weights`, `cache` and `head`, as options of `weft serve` name them, or None; `ahead`,
-    which is --stream-weights; `resident`, which is --resident-blocks; `precision`; and `saved`, the precision in which
-    the weights are saved. `drafts` are --speculate and the share of drafts that are accepted. `has_codes`: the folder's
-    own weights are nearest to the format `weights`.
+    """Find the best layout to serve a model, and show it with others. `accepted` is the share of drafts that are
+    accepted. Raises PlanError if none fits.
     """
+    name, config = model.name, model.config
     if not isinstance(config, LanguageConfig):
         raise ConfigError(f"--serve is for models of text; {name} is a model of images")
     _refuse_lengths(name, config, workload)
     cluster = load(cluster_name)
+    device, cache = "cpu" if is_cpu(cluster) else "cuda", cache_format(spec.cache)
+    refuse(ServingCase.of(spec, model=kind_of(config), device=device, cache=cache, is_planned=True))
+    prompt, output = workload.lengths[0]
     if is_cpu(cluster):
-        refuse_options(ways, drafts)
-        prompt, output = workload.lengths[0]
-        options = (ways["precision"] or ways["saved"], ways["saved"], ways["weights"], ways["head"])
-        question = CpuQuestion(name, config, cluster, prompt + output // 2, *options, has_codes)
-        plan_cpu_serving(question, console, as_json)
+        plan_cpu_serving(model, cluster, prompt + output // 2, spec, console, as_json)
         return
-    if isinstance(config, RecurrentConfig):
-        raise ConfigError(f"{name} is an LSTM or GRU, priced on a CPU only; give --cluster machine.toml of one")
-    ways = {**_ways_of_gpus(ways), "has_codes": has_codes}
-    _refuse_axes(name, config, ways["cache"])
+    assert not isinstance(config, RecurrentConfig)
+    _refuse_axes(name, config, spec.cache)
     precision = "bf16" if "bf16" in cluster.node.device.peak_flops else "fp32"
     _refuse_unknown_rates(cluster, precision)
     with console.status("planning"):
-        found, refused = search_serving(config, cluster, workload, precision, **ways)
+        found, refused = search_serving(config, cluster, workload, precision, spec, model.has_codes)
     if not found:
         raise PlanError(f"no layout serves {name} on {cluster_name}; the last one: {refused[-1]}")
     price = None
-    if drafts is not None:
-        prompt, output = workload.lengths[0]
-        one = ServingModel(config, cluster, found[0].plan, precision, **ways)
-        price = price_speculation(one, *drafts, prompt + output // 2)
+    if spec.speculate is not None:
+        one = ServingModel(config, cluster, found[0].plan, precision, spec, model.has_codes)
+        price = price_speculation(one, spec.speculate, accepted, prompt + output // 2)
     if as_json:
         plans = [_as_json(one) for one in found]
         about: dict[str, Any] = {"model": name, "cluster": cluster_name, "precision": precision, "refused": refused}
-        about |= {key: ways[key] or precision for key in ("weights", "cache")}
+        about |= {"weights": spec.weights or precision, "cache": spec.cache or precision}
         about |= {} if price is None else {"speculation": {**asdict(price), "times_as_fast": price.times_as_fast}}
         print_json({**about, "requests": len(workload.lengths), "why": explain(found, cluster), "plans": plans})
         return
     _show(name, cluster_name, found, workload, console)
     lines = explain(found, cluster)
-    lines[-1] += _given_options({**ways, "weights": None if has_codes else ways["weights"]})
+    lines[-1] += replace(spec, weights=None if model.has_codes else spec.weights).arguments("plan")
     if price is not None:
-        lines[-1] += f" --speculate {price.kind}"
         lines.insert(-1, _of_drafts(price))
     lines.append(NOT_PRICED)
     for line in lines:
@@ -129,22 +121,6 @@ def _refuse_unknown_rates(cluster: Cluster, precision: str) -> None:
         f"(weft bench machine --device cuda{' --ranks 2' * is_alone} --write machine.toml) and give --cluster "
         f"machine.toml{':1x1' * is_alone}, or name another, as --cluster h200:1x1"
     )
-
-
-def _given_options(ways: dict[str, Any]) -> str:
-    """Options of `weft serve` that say the same."""
-    names = {"weights": "weights", "cache": "cache", "ahead": "stream-weights", "resident": "resident-blocks"}
-    return "".join(f" --{option} {ways[key]}" for key, option in names.items() if ways[key])
-
-
-def _ways_of_gpus(ways: dict[str, Any]) -> dict[str, Any]:
-    """The ways to serve that GPUs have. Raises ConfigError for what is priced on CPUs only."""
-    if ways["resident"] and not ways["ahead"]:
-        raise ConfigError("--resident-blocks says how many blocks are not streamed; give --stream-weights too")
-    for key in ("head", "precision"):
-        if ways[key] is not None:
-            raise ConfigError(f"--{key} {ways[key]} is for a CPU; leave it out, or give --cluster machine.toml of one")
-    return {key: value for key, value in ways.items() if key not in ("head", "precision", "saved")}
 
 
 def _of_drafts(price: SpeculationPrice) -> str:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from weft.architectures import LanguageConfig
+from weft.architectures import LanguageConfig, ModelConfig
 from weft.cluster.decode_rates import HOW_TO_MEASURE, DecodeRates
 from weft.cluster.hardware import Cluster
 from weft.commands.console import print_json, say
 from weft.errors import ConfigError
 from weft.planner.serving_cpu import CpuDecode, predict_decode, refuse_size
 from weft.serve.head.graph_head import GraphHead, graph_head
+from weft.serve.spec import ServingSpec
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 NOT_PRICED = (
@@ -24,18 +25,15 @@ NOT_PRICED = (
 
 
 @dataclass(frozen=True)
-class CpuQuestion:
-    """What is asked: a model, a cluster, the tokens that a request has, and options as `weft serve` takes them."""
+class PlannedModel:
+    """The model that is planned for: its name and config, the precision in which its weights are saved, and whether
+    they are a folder's own in fewer bits, nearest to the format that the options have.
+    """
 
     name: str
-    config: LanguageConfig
-    cluster: Cluster
-    length: int
-    precision: str = "fp32"
-    saved: str = "fp32"  # the precision of the weights, in which weft serve computes if it is not told another
-    weights: str | None = None
-    head: str | None = None
-    has_codes: bool = False  # the folder's own weights are nearest to the format `weights`
+    config: ModelConfig
+    saved: str = "fp32"
+    has_codes: bool = False
 
 
 def measured_rates(cluster: Cluster) -> DecodeRates:
@@ -49,39 +47,34 @@ def measured_rates(cluster: Cluster) -> DecodeRates:
     return cluster.decode
 
 
-def refuse_options(ways: dict[str, Any], drafts: tuple[str, float] | None) -> None:
-    """Raise ConfigError for options that have no price on a CPU."""
-    streaming = {"--stream-weights": ways["ahead"], "--resident-blocks": ways["resident"]}
-    given = {"--cache": ways["cache"], **streaming, "--speculate": drafts}
-    for option, value in given.items():
-        if value:
-            raise ConfigError(f"{option} is not priced on a CPU; leave it out, or plan for a GPU")
-    if ways["precision"] not in (None, *DTYPES):
-        raise ConfigError(f"--precision {ways['precision']} is unknown on a CPU; give {' or '.join(DTYPES)}")
-
-
-def plan_cpu_serving(asked: CpuQuestion, console: Console, as_json: bool) -> None:
-    """Predict a decode of one request, and show it."""
-    rates = measured_rates(asked.cluster)
-    dtype, graph = DTYPES[asked.precision], graph_head(asked.head)
-    given = (asked.length, asked.weights, graph or asked.head)
-    found = predict_decode(asked.config, rates, dtype, *given)
-    refuse_size(asked.config, dtype, asked.cluster.node.host_memory_bytes, *given)
+def plan_cpu_serving(
+    model: PlannedModel, cluster: Cluster, length: int, spec: ServingSpec, console: Console, as_json: bool
+) -> None:
+    """Predict a decode of one request that has `length` tokens, and show it."""
+    assert isinstance(model.config, LanguageConfig)
+    rates, precision, graph = measured_rates(cluster), spec.precision or model.saved, graph_head(spec.head)
+    dtype, head = DTYPES[precision], graph or spec.head
+    found = predict_decode(model.config, rates, dtype, length, spec.weights, head)
+    refuse_size(model.config, dtype, cluster.node.host_memory_bytes, length, spec.weights, head)
     if as_json:
-        print_json(_as_json(asked, rates, found))
+        about = {"model": model.name, "cluster": cluster.name, "precision": precision, "tokens": length}
+        about |= {"weights": spec.weights or precision, "head": spec.head or precision}
+        print_json({**about, **_as_json(rates, found)})
         return
-    title = f"{asked.name} on {asked.cluster.name}: a decode of one request with {asked.length} tokens"
+    title = f"{model.name} on {cluster.name}: a decode of one request with {length} tokens"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, min_width=len(title))
     for column in ("", "ms", "share"):
         table.add_column(column, justify="right" if column else "left")
     for cause, seconds in found.seconds_by_cause.items():
         table.add_row(cause, f"{1e3 * seconds:.2f}", f"{seconds / found.seconds:.0%}")
     console.print(table)
-    for line in _sentences(asked, rates, found, graph):
+    for line in _sentences(model, spec, rates, found, graph):
         say(console, line)
 
 
-def _sentences(asked: CpuQuestion, rates: DecodeRates, found: CpuDecode, graph: GraphHead | None) -> list[str]:
+def _sentences(
+    model: PlannedModel, spec: ServingSpec, rates: DecodeRates, found: CpuDecode, graph: GraphHead | None
+) -> list[str]:
     threads = f"{rates.threads} thread{'s' * (rates.threads > 1)}"
     lines = [
         f"One request alone: {found.tokens_per_second:,.1f} tokens/s, {1e3 * found.seconds:.1f} ms each, by {threads}.",
@@ -90,23 +83,15 @@ def _sentences(asked: CpuQuestion, rates: DecodeRates, found: CpuDecode, graph: 
     ]
     if graph is not None and not graph.pays_for(1):
         lines.append("A search would read more than the dense head, so weft serve uses that one.")
-    precision = asked.precision if asked.precision != asked.saved else None
-    weights = None if asked.has_codes else asked.weights
-    given = {"--precision": precision, "--weights": weights, "--head": asked.head}
-    options = "".join(f" {option} {value}" for option, value in given.items() if value)
+    precision = spec.precision if spec.precision != model.saved else None
+    options = replace(spec, precision=precision, weights=None if model.has_codes else spec.weights).arguments("plan")
     doubt = [] if rates.doubt is None else [f"Doubtful: {rates.doubt}."]
     return [*lines, *doubt, f"Serve it: weft serve FOLDER --device cpu{options}", NOT_PRICED]
 
 
-def _as_json(asked: CpuQuestion, rates: DecodeRates, found: CpuDecode) -> dict[str, Any]:
+def _as_json(rates: DecodeRates, found: CpuDecode) -> dict[str, Any]:
     return {
-        "model": asked.name,
-        "cluster": asked.cluster.name,
-        "precision": asked.precision,
-        "weights": asked.weights or asked.precision,
-        "head": asked.head or asked.precision,
         "threads": rates.threads,
-        "tokens": asked.length,
         "tokens_per_second": found.tokens_per_second,
         "seconds_per_token": found.seconds,
         "seconds_by_cause": dict(found.seconds_by_cause),

@@ -61,7 +61,7 @@ def _parameter(one: Field[Any], command: Command) -> inspect.Parameter:
     about, default = option_of(one), one.default
     hint = get_type_hints(ServingSpec)[one.name]
     hint, default = (list[str] | None, None) if default == () else (hint, default)
-    words = about.help if command != "plan" else f"with --serve: {about.help.removeprefix('with ')}"
+    words = about.help if command != "plan" or about.help.startswith("with ") else f"with --serve: {about.help}"
     if about.on_gpu is not None:
         words += f"; if not given, {about.on_gpu} on a GPU, {default} on CPUs"
         hint, default = int | None, None

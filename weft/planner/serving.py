@@ -42,10 +42,11 @@ from weft.serve.parallel.traffic import ServedSizes, step_calls
 from weft.serve.scheduling.blocks import PagedBlocks
 from weft.serve.scheduling.request import Request
 from weft.serve.scheduling.scheduler import ActiveRequest, ScheduledChunk, Scheduler
+from weft.serve.spec import ServingSpec, default_on
 from weft.serve.weights.weight_formats import weight_format
 
 BLOCK_SIZE = 16
-TOKEN_BUDGET, MAX_RUNNING = 2048, 256  # what `weft serve` uses on a GPU
+TOKEN_BUDGET, MAX_RUNNING = (int(default_on(name, "cuda")) for name in ("token_budget", "max_running"))
 # Kernels and copies of a step outside of its layers: two arrays of inputs are copied to the device and to their places,
 # seven kernels find tokens and their embeddings, two choose new tokens and keep them, one copy gives them to the host.
 STEP_KERNELS = 14
@@ -125,16 +126,10 @@ class ServingModel:
         cluster: Cluster,
         plan: Plan,
         precision: str,
-        weights: str | None = None,
-        cache: str | None = None,
-        ahead: int = 0,
-        resident: int = 0,
+        spec: ServingSpec = ServingSpec(),  # noqa: B008 (a frozen value)
         has_codes: bool = False,
     ) -> None:
-        """`ahead`: the weights of blocks are in host memory, and those of so many blocks are copied ahead. `resident`:
-        so many of a rank's blocks stay on the device. `has_codes`: the format `weights` is that of the model's folder,
-        whose experts are decoded.
-        """
+        """`has_codes`: the format `spec.weights` is that of the model's folder, whose experts are decoded."""
         refuse_model(config)
         self.config, self.cluster, self.plan = config, cluster, plan
         self.sizes = ServedSizes.of(config)
@@ -148,9 +143,9 @@ class ServingModel:
             Counter(self.sizes.expert_layers[layer] for layer in self.sizes.stage_layers(plan, stage))
             for stage in range(plan.pipe.degree)
         ]
-        self._cache_format = cache_format(cache)
+        self._cache_format = cache_format(spec.cache)
         device = "cpu" if is_cpu(cluster) else "cuda"
-        self._format = None if weights is None else weight_format(weights, device)
+        self._format = None if spec.weights is None else weight_format(spec.weights, device)
         self._expert_format = None if has_codes else self._format
         refuse_experts(config, self.kernels, self._expert_format, self.sizes)
         self._weight_bytes = [
@@ -158,9 +153,20 @@ class ServingModel:
             for stage in range(plan.pipe.degree)
         ]
         self._streamed: list[StreamedStage] = []  # if weights are in host memory
-        if ahead:
-            given = (self.kernels.item_bytes, self._format, ahead, resident, self._call_seconds, not has_codes)
-            self._streamed = [streamed_stage(config, cluster, one, *given) for _, one in sorted(places.items())]
+        if spec.stream_weights:
+            self._streamed = [
+                streamed_stage(
+                    config,
+                    cluster,
+                    one,
+                    self.kernels.item_bytes,
+                    self._format,
+                    spec,
+                    self._call_seconds,
+                    not has_codes,
+                )
+                for _, one in sorted(places.items())
+            ]
             for stage, streamed in enumerate(self._streamed):
                 self._weight_bytes[stage] -= streamed.saved_bytes
 

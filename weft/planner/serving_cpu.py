@@ -17,6 +17,7 @@ from weft.serve.head.graph_head import GraphHead
 from weft.serve.model.recurrent import TABLE_BYTES
 from weft.serve.parallel.rank_part import refuse_model
 from weft.serve.parallel.traffic import ServedSizes
+from weft.serve.refusals import ServingCase, kind_of, refuse
 from weft.serve.weights.cpu_products import GROUPS, DynamicWeight, GroupWeight
 from weft.serve.weights.weight_formats import FORMATS, HEAD_FORMATS, Grouped, RowFp8, weight_bytes
 
@@ -69,7 +70,7 @@ def predict_decode(
 
     Raises ConfigError for what is not priced.
     """
-    refuse(config, dtype, weights, head)
+    _refuse_unpriced(config, weights, head)
     model, kept = _layers(config, dtype), weights or dtype
     for _, inputs in model.shapes[0]:
         _refuse_small_groups(kept, inputs)
@@ -111,20 +112,15 @@ def kept_bytes(kept: str, outputs: int, inputs: int) -> int:
     return outputs * inputs * ITEM_BYTES[kept] if kept in ITEM_BYTES else weight_bytes(FORMATS[kept], outputs, inputs)
 
 
-def refuse(config: LanguageConfig, dtype: str, weights: str | None, head: str | GraphHead | None) -> None:
+def _refuse_unpriced(config: LanguageConfig, weights: str | None, head: str | GraphHead | None) -> None:
     """Raise ConfigError for a model or option that has no price on a CPU."""
-    if dtype not in ITEM_BYTES:
-        raise ConfigError(f"--precision {dtype} is unknown on a CPU; give fp32 or bf16")
     if weights is not None and weights not in FORMATS:
         raise ConfigError(f"--weights {weights} is unknown; give one of {', '.join(FORMATS)}")
     if isinstance(head, str) and head not in HEAD_FORMATS:
         raise ConfigError(f"--head {head} is unknown; give graph=FILE or one of {', '.join(HEAD_FORMATS)}")
-    if isinstance(config, RecurrentConfig):
-        if weights is not None or isinstance(head, str):
-            raise ConfigError(
-                "LSTM and GRU models are served with their weights as they are; leave out --weights, --head"
-            )
-    else:
+    given = {name: value for name, value in {"weights": weights, "head": head}.items() if value is not None}
+    refuse(ServingCase(given, model=kind_of(config)))
+    if not isinstance(config, RecurrentConfig):
         refuse_model(config)
         if any(ServedSizes.of(config).expert_layers):
             raise ConfigError("models with experts are not priced on a CPU; plan for GPUs")

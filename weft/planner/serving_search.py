@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
@@ -18,6 +19,7 @@ from weft.serve.cache_formats import cache_format
 from weft.serve.parallel.rank_part import refuse_plan
 from weft.serve.parallel.traffic import ServedSizes
 from weft.serve.refusals import ServingCase, refuse
+from weft.serve.spec import ServingSpec
 
 ALONE_OUTPUT = 32  # tokens for which one request alone is predicted
 LONG_SHARE = 0.1  # of the weights' bytes, that the cache of one request takes for which `context` is tried
@@ -40,10 +42,7 @@ def search_serving(
     cluster: Cluster,
     workload: ServingWorkload,
     precision: str = "bf16",
-    weights: str | None = None,
-    cache: str | None = None,
-    ahead: int = 0,
-    resident: int = 0,
+    spec: ServingSpec = ServingSpec(),  # noqa: B008 (a frozen value)
     has_codes: bool = False,
 ) -> tuple[list[ServingPrediction], list[str]]:
     """Returns the layouts that fit, most tokens per second first, and why others do not.
@@ -52,11 +51,13 @@ def search_serving(
     over plain caches, because others have no kernels for it.
     """
     found, refused = list[ServingPrediction](), list[str]()
-    whole = ServingModel(config, cluster, Plan(), precision, weights, cache, has_codes=has_codes)
-    given = (workload, precision, weights, cache, ahead, resident, has_codes)
+    whole = ServingModel(config, cluster, Plan(), precision, replace(spec, stream_weights=0), has_codes)
+    given = (workload, precision, spec, has_codes)
     longest = max(map(sum, workload.lengths))
     is_long = longest * whole.cache_bytes(0) > LONG_SHARE * whole.weight_bytes
-    for plan in serving_plans(config, cluster.num_devices, is_long and isinstance(cache_format(cache), PlainFormat)):
+    for plan in serving_plans(
+        config, cluster.num_devices, is_long and isinstance(cache_format(spec.cache), PlainFormat)
+    ):
         try:
             found.append(predict_serving(config, cluster, plan, *given))
         except PlanError as error:
@@ -70,28 +71,24 @@ def predict_serving(
     plan: Plan,
     workload: ServingWorkload,
     precision: str = "bf16",
-    weights: str | None = None,
-    cache: str | None = None,
-    ahead: int = 0,
-    resident: int = 0,
+    spec: ServingSpec = ServingSpec(),  # noqa: B008 (a frozen value)
     has_codes: bool = False,
 ) -> ServingPrediction:
     """Predict a layout. Raises PlanError if the model or a request does not fit.
 
-    `weights` and `cache` are formats of fewer bits. With `ahead`, blocks are in host memory, without those that are
-    `resident`. `has_codes`: the weights are those of a folder (`ServingModel`).
+    `has_codes`: the weights are those of a folder (`ServingModel`).
     """
     refuse_plan(config, plan)
-    refuse(ServingCase({"stream_weights": ahead} if ahead else {}, plan, cache=cache_format(cache)))
-    model = ServingModel(config, cluster, plan, precision, weights, cache, ahead, resident, has_codes)
-    refuse_cache(model.kernels, cache_format(cache))
+    refuse(ServingCase.of(spec, plan=plan, cache=cache_format(spec.cache)))
+    model = ServingModel(config, cluster, plan, precision, spec, has_codes)
+    refuse_cache(model.kernels, cache_format(spec.cache))
     cache_tokens = model.cache_tokens
     longest = max(map(sum, workload.lengths))
     if cache_tokens < longest:
         raise PlanError(
             f"{plan.describe_axes() or 'one device'}: {model.weight_bytes / 1e9:.1f} GB of weights of a device's "
             f"{cluster.node.device.memory_bytes / 1e9:.0f} GB leave no room for a request of {longest} tokens; "
-            f"{'lower --resident-blocks, or ' if resident else ''}split the model over more devices"
+            f"{'lower --resident-blocks, or ' if spec.resident_blocks else ''}split the model over more devices"
         )
     shortest = workload.lengths[0][0]
     alone = model.simulate([(shortest, ALONE_OUTPUT)], cache_tokens)

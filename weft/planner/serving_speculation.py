@@ -18,7 +18,9 @@ from weft.errors import ConfigError
 from weft.plan import Plan
 from weft.planner.serving import HOST_SECONDS, OPERATIONS_PER_LAYER, ServingModel
 from weft.serve.loading import model_config
+from weft.serve.refusals import ServingCase, kind_of, refuse
 from weft.serve.scheduling.speculation import LAYERS, MAX_DRAFTS, early_layers
+from weft.serve.spec import ServingSpec
 from weft.serve.weights.folder_codes import folder_format
 
 # What the host does for a step that is replayed as a CUDA graph takes 1.3 ms: of a decode of 4.35 ms without drafts,
@@ -89,10 +91,10 @@ def _draft_model(model: ServingModel, kind: str, length: int) -> ServingModel:
             f"is enough)"
         )
     config = model_config(folder)
-    if isinstance(config, RecurrentConfig):
-        raise ConfigError(f"--speculate {kind} is an LSTM or GRU, which drafts no tokens; give another model")
-    precision, weights = model.kernels.precision, folder_format(folder)
-    draft = ServingModel(config, model.cluster, Plan(), precision, weights, has_codes=True)
+    refuse(ServingCase({"speculate": kind}, draft=kind_of(config)))
+    assert not isinstance(config, RecurrentConfig)
+    spec = ServingSpec(weights=folder_format(folder))
+    draft = ServingModel(config, model.cluster, Plan(), model.kernels.precision, spec, has_codes=True)
     held = model.weight_bytes + draft.weight_bytes + length * (model.cache_bytes(0) + draft.cache_bytes(0))
     memory_bytes = model.cluster.node.device.memory_bytes
     if held > memory_bytes:

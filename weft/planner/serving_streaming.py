@@ -17,6 +17,7 @@ from weft.errors import PlanError
 from weft.planner.step import HOST_LINK_SHARE
 from weft.serve.model.streamed_traffic import all_block_bytes, copied_bytes, pass_calls
 from weft.serve.parallel.rank_part import RankPlace, block_bytes
+from weft.serve.spec import EngineSizes
 from weft.serve.weights.streamed_layout import streamed_numbers
 from weft.serve.weights.streamed_weights import refuse_resident
 from weft.serve.weights.weight_formats import WeightFormat
@@ -74,8 +75,7 @@ def streamed_stage(
     place: RankPlace,
     item_bytes: int,
     format: WeightFormat | None,
-    ahead: int,
-    num_resident: int,
+    options: EngineSizes,
     call_seconds: Callable[[str, str, int], float],
     with_experts: bool = True,
 ) -> StreamedStage:
@@ -89,6 +89,7 @@ def streamed_stage(
             "node.host_link_bytes_per_second"
         )
     blocks = all_block_bytes(config, place, _DTYPES[item_bytes], format, with_experts)
+    ahead, num_resident = options.stream_weights, options.resident_blocks
     refuse_resident(num_resident, len(blocks))
     streamed = [blocks[number] for number in streamed_numbers(len(blocks), num_resident)]
     num_places, num_readers = min(ahead + 1, len(streamed)), place.plan.data

@@ -291,7 +291,8 @@ class ServingSpec(ServerLimits, EngineSizes):
     def arguments(self, command: Command) -> str:
         """Return the options that differ from their defaults, as a command takes them: ` --weights int4`."""
         given = changed_values(self)
-        return "".join(f" {flag_of(one)} {given[one.name]}" for one in options_of(command) if one.name in given)
+        texts = {name: "" if value is True else f" {value}" for name, value in given.items()}
+        return "".join(f" {flag_of(one)}{texts[one.name]}" for one in options_of(command) if one.name in given)
 
 
 def named_adapters(pairs: Sequence[str]) -> dict[str, Path]:
