@@ -24,12 +24,13 @@ from weft.serve.attention.paged_attention import decode_attention
 from weft.serve.attention.whole_attention_kernel import whole_attention_by_kernel
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.model.decode_graph import GraphRecorder
-from weft.serve.model.fused import rotate_and_store
+from weft.serve.model.fused_kernel import rotate_and_store_by_kernel
 from weft.serve.scheduling.request import Request, Sampling
+from weft.serve.weights.fast_path import place_of
 from weft.serve.weights.packed_experts import PackedExperts
-from weft.serve.weights.packed_linear import pack_model
+from weft.serve.weights.packed_linear import PackedLinear, pack_model
 from weft.serve.weights.router_kernel import order_by_kernel, route_by_kernel
-from weft.serve.weights.weight_formats import CPU_FORMATS, FORMATS, AfterProduct
+from weft.serve.weights.weight_formats import CPU_FORMATS, FORMATS
 
 TINY_EXPERTS = replace(
     TINY, architecture="mixtral", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=TINY.intermediate_size
@@ -78,7 +79,7 @@ def whole_attention(device: torch.device) -> Found:
             counts = torch.zeros(len(some) * sizes[1], dtype=torch.int32, device=device)
             after = (tables, lengths, 16, window)
             first, again = (whole_attention_by_kernel(*given, *pages, *after, counts) for _ in range(2))
-            expected = decode_attention(rotate_and_store(*given, *plain), *plain, *after)
+            expected = decode_attention(rotate_and_store_by_kernel(*given, *plain), *plain, *after)
             name = f"whole attention {dtype} {sizes} {window} {some}"
             yield name, difference(first, expected), 0.02
             yield f"{name}: pages", max(map(difference, pages, plain)), 0.01
@@ -182,12 +183,13 @@ def products(device: torch.device) -> Found:
     for kind, form in GPU_FORMATS.items():
         weight = torch.randn(1536, 4096, device=device) * 0.02
         parts = form.encode(weight)
-        decoded = form.decode(parts, torch.float64)
+        decoded, linear = form.decode(parts, torch.float64), PackedLinear(form, parts, 4096, None)
+        linear.choose(place_of(device, torch.bfloat16))
         for num_rows in (1, 2, 5, 16, 33, 256):
             hidden = torch.randn(num_rows, 4096, dtype=torch.bfloat16, device=device)
             yield (
                 f"{kind} {num_rows} rows",
-                difference(form.product(hidden, parts, AfterProduct()), hidden.double() @ decoded.T),
+                difference(linear(hidden), hidden.double() @ decoded.T),
                 0.08 if kind == "fp8" and num_rows > 64 else 0.04,  # inputs are rounded to float8 too
             )
 
@@ -201,6 +203,7 @@ def packed_experts(device: torch.device, kind: str, sizes: tuple[int, int, int])
     packed = PackedExperts(FORMATS[kind], stacked, device)
     for name, stack in packed.stacks.items():
         stack.take(name, torch.randn(stack.shape, device=device) * 0.02, torch.bfloat16)
+    packed.choose(place_of(device, torch.bfloat16))
     return packed
 
 

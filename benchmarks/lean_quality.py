@@ -64,7 +64,7 @@ def perplexity(model: nn.Module, rows: Tensor, form: CacheFormat, by_codes: bool
     blocks = -(-width // size)
     options = EngineOptions(block_size=size, num_blocks=number * blocks, max_running=number, cache=form)
     part = ModelPart(model, options)
-    for linear in (*(one for block in part.paged.blocks for one in block.linears), part.paged.model.lm_head):
+    for linear in (*(one.layer for block in part.paged.blocks for one in block.linears), part.paged.model.lm_head):
         if isinstance(linear, PackedLinear):
             assert linear.for_cpu is not None or not by_codes, "this CPU has no products with codes"
             linear.for_cpu = replace(linear.for_cpu, max_rows=width) if by_codes and linear.for_cpu else None

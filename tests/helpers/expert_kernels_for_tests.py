@@ -13,7 +13,6 @@ from weft.models.attention import RMSNorm
 from weft.models.expert_rows import sort_by_expert
 from weft.models.experts import StackedExperts
 from weft.models.router import Router
-from weft.serve.model.fused import routed
 from weft.serve.weights import packed_expert_kernel, router_kernel
 from weft.serve.weights.packed_expert_kernel import sorted_rows_by_kernel, tokens_by_kernel
 from weft.serve.weights.packed_experts import PackedExperts
@@ -105,7 +104,8 @@ def routes() -> dict[str, dict[str, float]]:
             parameter.data.normal_()
         hidden = torch.randn(num_tokens, size + 3).to(dtype)[:, :size]  # rows may lie apart
         normed, weights, experts = route_by_kernel(hidden, norm, router)
-        plain = routed(hidden, norm, router)
+        given = norm(hidden)
+        plain = (given, *router(given[None]))
         order, expected = order_by_kernel(experts, num_experts), sort_by_expert(experts, num_experts)
         other = sort_by_expert((experts + 1) % num_experts, num_experts)
         pairs = [(order.sources, expected.sources), (order.places, expected.places), (order.ends, expected.ends)]

@@ -32,7 +32,7 @@ from weft.serve.attention import (
     loki_kernel,
     prompt_attention_kernel,
 )
-from weft.serve.attention.batch import PagedBatch, slots_of, tiles_of
+from weft.serve.attention.batch import PagedBatch, angles_at, slots_of, tiles_of
 from weft.serve.attention.decode_attention_kernel import decode_attention_by_kernel
 from weft.serve.attention.four_bit_attention_kernel import four_bit_attention_by_kernel
 from weft.serve.attention.four_bit_cache import FourBitLayer
@@ -44,21 +44,23 @@ from weft.serve.attention.paged_attention import attend, decode_attention, promp
 from weft.serve.attention.prompt_attention_kernel import prompt_attention_by_kernel
 from weft.serve.head import filter_kernel, sampling_kernel
 from weft.serve.head.sampling import _settings_of, draw, filtered_draw_by_sorting
-from weft.serve.model import fused
 from weft.serve.model.fused_kernel import (
     gated_by_kernel,
     norm_by_kernel,
     rotate_and_store_by_kernel,
     row_linear_by_kernel,
 )
+from weft.serve.model.linear import PlainLinear
 from weft.serve.scheduling.request import Request, Sampling
 from weft.serve.scheduling.scheduler import ActiveRequest
 from weft.serve.weights import packed_product_kernel, packed_row_kernel
+from weft.serve.weights.fast_path import FEW_ROWS, NOWHERE
 from weft.serve.weights.group_codes import group_range
 from weft.serve.weights.packed_product_kernel import packed_product_by_kernel
 from weft.serve.weights.packed_row_kernel import product_of_rows_by_kernel
 from weft.serve.weights.packed_token_kernel import TokenLaunch, product_of_token_by_kernel
-from weft.serve.weights.weight_formats import FEW_ROWS, AfterProduct, Grouped, RowFp8, WeightFormat, weight_format
+from weft.serve.weights.plain_steps import AfterProduct, plain_gate, rotate_by_angles
+from weft.serve.weights.weight_formats import Grouped, RowFp8, WeightFormat, weight_format
 from weft.sharding import gradient_kernel as take_kernel
 from weft.sharding.gradient_kernel import copy_with_squares
 
@@ -520,9 +522,7 @@ def product_of_token(*given: Any) -> Tensor:
 
 def given_to_kernel(form: WeightFormat, hidden: Tensor, parts: tuple[Tensor, ...], after: AfterProduct) -> Any:
     assert isinstance(form, Grouped | RowFp8)
-    codes, ranges = parts
-    ranges = ranges if isinstance(form, Grouped) else ranges.view(torch.float32)[:, 0]
-    return hidden, codes, ranges, form.block(hidden.shape[1]), after
+    return hidden, *form.kernel_parts(parts), form.block(hidden.shape[1]), after
 
 
 def serving() -> dict[str, dict[str, float]]:
@@ -533,19 +533,21 @@ def serving() -> dict[str, dict[str, float]]:
         norm = RMSNorm(20, 1e-6).to(dtype)
         norm.weight.data.normal_()
         found[f"norm {dtype}"] = {"out": difference(norm_by_kernel(hidden, norm.weight, 1e-6), norm(hidden))}
-        found[f"gated {dtype}"] = {"out": difference(gated_by_kernel(gate_up), fused.gated(gate_up))}
+        found[f"gated {dtype}"] = {"out": difference(gated_by_kernel(gate_up), plain_gate(gate_up))}
         row = hidden[:1]
         for bias in (False, True):
             layer, pair = (torch.nn.Linear(20, size, bias=bias).to(dtype) for size in (37, 74))
             weights = (layer.weight, layer.bias)
             found[f"row {bias} {dtype}"] = {
-                "norm": difference(row_linear_by_kernel(row, *weights, norm=norm), fused.norm_linear(row, norm, layer)),
+                "norm": difference(
+                    row_linear_by_kernel(row, *weights, norm=norm), PlainLinear(layer, NOWHERE, norm)(row)
+                ),
                 "gated": difference(
                     row_linear_by_kernel(row, pair.weight, pair.bias, norm=norm, is_gated=True),
-                    fused.norm_linear(row, norm, pair, is_gated=True),
+                    PlainLinear(pair, NOWHERE, norm, is_gated=True)(row),
                 ),
                 "added": difference(
-                    row_linear_by_kernel(row, *weights, residual[:1]), fused.add_linear(residual[:1], row, layer)
+                    row_linear_by_kernel(row, *weights, residual[:1]), PlainLinear(layer, NOWHERE)(row, residual[:1])
                 ),
             }
         for norms in (None, (RMSNorm(6, 1e-6).to(dtype), RMSNorm(6, 1e-2).to(dtype))):
@@ -553,9 +555,10 @@ def serving() -> dict[str, dict[str, float]]:
             rotary = (angles.cos().to(dtype), angles.sin().to(dtype))
             places = (torch.tensor([0, 8, 3], dtype=torch.int32), torch.tensor([7, 2, 5]))
             sides = []
-            for change in (rotate_and_store_by_kernel, fused.rotate_and_store):
+            turned = (angles_at(rotary, places[0]), places[1])  # of the tokens' positions
+            for change, where in ((rotate_and_store_by_kernel, (rotary, *places)), (rotate_by_angles, turned)):
                 keys, values = torch.zeros(8, 2, 6, dtype=dtype), torch.zeros(8, 2, 6, dtype=dtype)
-                query = change(projected, (4, 2, 6), norms, rotary, *places, keys, values)
+                query = change(projected, (4, 2, 6), norms, *where, keys, values)
                 sides.append((query, keys, values))
             both = zip(*sides, strict=True)
             found[f"rotate {norms is None} {dtype}"] = {str(i): difference(*side) for i, side in enumerate(both)}

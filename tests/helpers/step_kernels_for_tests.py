@@ -8,7 +8,7 @@ from torch import Tensor
 
 from weft.models.attention import RMSNorm
 from weft.serve.attention import decode_attention_kernel, prompt_attention_kernel, whole_attention_kernel
-from weft.serve.attention.batch import PagedBatch, PageShare, slots_of
+from weft.serve.attention.batch import PagedBatch, PageShare, angles_at, slots_of
 from weft.serve.attention.paged_attention import attend, decode_attention
 from weft.serve.attention.split_attention import (
     _decodes,
@@ -22,7 +22,7 @@ from weft.serve.attention.whole_attention_kernel import whole_attention_by_kerne
 from weft.serve.head import sampling_kernel
 from weft.serve.head.sampling import likeliest
 from weft.serve.head.sampling_kernel import likeliest_by_kernel
-from weft.serve.model import fused
+from weft.serve.weights.plain_steps import rotate_by_angles
 
 BLOCK_SIZE = 4
 LENGTHS = (1, 17, 50)  # of one part; with a new token that begins a tile; of several parts, if there are programs
@@ -58,7 +58,8 @@ def whole() -> dict[str, dict[str, float]]:
             slots = slots_of(tables, 52, BLOCK_SIZE)[torch.arange(3), lengths - 1].long()
             given = (projected, sizes, norms, rotary, lengths - 1, slots)
             plain_keys, plain_values = keys.clone(), values.clone()
-            query = fused.rotate_and_store(*given, plain_keys, plain_values)
+            turned = (projected, sizes, norms, angles_at(rotary, lengths - 1), slots)
+            query = rotate_by_angles(*turned, plain_keys, plain_values)
             pages = (tables, lengths, BLOCK_SIZE, window)
             expected = decode_attention(query, plain_keys, plain_values, *pages)
             bare = projected.unflatten(-1, (-1, head_dim))[:, :num_heads]

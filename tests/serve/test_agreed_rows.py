@@ -38,7 +38,7 @@ def rows_on_rank(mesh: Mesh, measured: int) -> list[int]:
 
 
 def _max_rows(part: ModelPart) -> list[int]:
-    linears = [linear for block in part.paged.blocks for linear in block.linears]
+    linears = [linear.layer for block in part.paged.blocks for linear in block.linears]
     stacks = [one for one in part.paged.model.modules() if isinstance(one, PackedStack)]
     assert len(stacks) == 2 * len(part.paged.blocks)
     return [one.max_rows for one in (*linears, *stacks) if isinstance(one, PackedLinear | PackedStack)]

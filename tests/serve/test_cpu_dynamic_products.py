@@ -103,11 +103,11 @@ def test_an_engine_computes_so_where_that_is_faster(kind: str, monkeypatch: pyte
 def test_a_decode_is_near_that_with_decoded_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     model, hidden = model_of(0, "int4"), torch.randn(1, 64)
     linear = next(one for one in model.modules() if isinstance(one, PackedLinear))
-    plain = linear.product(hidden)
+    plain = linear(hidden)
     monkeypatch.setattr(cpu_products, "measured_rows", lambda *sizes: 1)
     linear.arrange_for_cpu(torch.float32)
     assert isinstance(linear.for_cpu, DynamicWeight)
-    assert 0 < relative(linear.product(hidden), plain) < 0.02
+    assert 0 < relative(linear(hidden), plain) < 0.02
 
 
 def test_rounded_inputs_are_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,7 @@ def test_weights_that_are_decoded_are_said(monkeypatch: pytest.MonkeyPatch) -> N
     assert words.startswith("14 of 14 linears are decoded")
     assert "this torch has no products" in words
     engine = make_engine(model_of(0, "int4"))
-    linears = [one for block in engine._part.paged.blocks for one in block.linears]  # type: ignore[union-attr]
+    linears = [one.layer for block in engine._part.paged.blocks for one in block.linears]  # type: ignore[union-attr]
     assert all(isinstance(one, PackedLinear) and one.for_cpu is None for one in linears)
     assert "for fp16, int8-row, int8 and int4" in what_cpus_do(model_of(0, "fp8"))[0]
 

@@ -22,21 +22,26 @@ from weft.serve.engine import Engine
 from weft.serve.http.run_server import engine_options
 from weft.serve.loading import load_model
 from weft.serve.model import paged_model
-from weft.serve.model.fused import add_linear, linear, norm_linear, product
+from weft.serve.model.linear import PlainLinear
 from weft.serve.model.model_part import EngineOptions, ModelPart
 from weft.serve.model.ranks import ServingRanks
 from weft.serve.scheduling.request import Request
 from weft.serve.spec import ServingSpec
 from weft.serve.weights import cpu_products
-from weft.serve.weights.cpu_products import TAKES_VECTORS, is_faster
+from weft.serve.weights.cpu_products import is_faster
+from weft.serve.weights.fast_path import Place
 
 STEP = 2.0**-8  # of numbers in bf16
 
 
-def made(dtype: torch.dtype, bias: bool = True) -> nn.Linear:
-    layer = nn.Linear(96, 61, bias=bias).to(dtype).requires_grad_(False)
-    TAKES_VECTORS.set(layer, True)
-    return layer
+def made(layer: nn.Linear, norm: nn.Module | None = None, takes_vectors: bool = True) -> PlainLinear:
+    linear = PlainLinear(layer, Place("cpu", layer.weight.dtype), norm)
+    linear.choose(takes_vectors)
+    return linear
+
+
+def layer_of(dtype: torch.dtype, bias: bool = True) -> nn.Linear:
+    return nn.Linear(96, 61, bias=bias).to(dtype).requires_grad_(False)
 
 
 def vectors_used(function: object) -> int:
@@ -49,16 +54,16 @@ def vectors_used(function: object) -> int:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_are_exact_but_for_their_rounding(dtype: torch.dtype, bias: bool) -> None:
-    layer, norm = made(dtype, bias), nn.LayerNorm(96).to(dtype).requires_grad_(False)
+    layer, norm = layer_of(dtype, bias), nn.LayerNorm(96).to(dtype).requires_grad_(False)
     row, residual = torch.randn(1, 96).to(dtype), torch.randn(1, 61).to(dtype)
     wide = layer.weight.double()
     added = 0 if layer.bias is None else layer.bias.double()
     exact = row.double() @ wide.T
     ways = {
-        "product": (lambda: product(row, layer), exact),
-        "linear": (lambda: linear(row, layer), exact + added),
-        "with a norm": (lambda: norm_linear(row, norm, layer), norm(row).double() @ wide.T + added),
-        "with a residual": (lambda: add_linear(residual.clone(), row, layer), residual.double() + exact + added),
+        "product": (lambda: made(layer).product(row, None), exact),
+        "linear": (lambda: made(layer)(row), exact + added),
+        "with a norm": (lambda: made(layer, norm)(row), norm(row).double() @ wide.T + added),
+        "with a residual": (lambda: made(layer)(row, residual.clone()), residual.double() + exact + added),
     }
     for name, (call, expected) in ways.items():
         assert vectors_used(call) == 1, name
@@ -66,16 +71,13 @@ def test_products_are_exact_but_for_their_rounding(dtype: torch.dtype, bias: boo
         assert float((call().double() - expected).abs().max()) <= 2 * STEP * float(expected.abs().max()), name
     row[0, 7] = 4.0
     without = (row * (torch.arange(96) != 7)).double() @ wide.T + added  # the control: one input is left out
-    assert float((linear(row, layer).double() - without).abs().max()) > 2 * STEP * float(without.abs().max())
+    assert float((made(layer)(row).double() - without).abs().max()) > 2 * STEP * float(without.abs().max())
 
 
 def test_several_rows_and_other_linears_are_products_of_matrices() -> None:
-    layer = made(torch.bfloat16)
-    rows = torch.randn(2, 96).bfloat16()
-    assert vectors_used(lambda: linear(rows, layer)) == 0
-    assert vectors_used(lambda: linear(rows[None, :1], layer)) == 0  # [batch, 1, in]
-    TAKES_VECTORS.set(layer, False)
-    assert vectors_used(lambda: linear(rows[:1], layer)) == 0
+    layer, rows = layer_of(torch.bfloat16), torch.randn(2, 96).bfloat16()
+    assert vectors_used(lambda: made(layer)(rows)) == 0
+    assert vectors_used(lambda: made(layer, takes_vectors=False)(rows[:1])) == 0
 
 
 def test_the_faster_product_is_found_once() -> None:
@@ -152,7 +154,7 @@ def test_ranks_with_the_same_blocks_multiply_alike() -> None:
             with patch.object(paged_model, "takes_vectors", lambda layer, answer=answers[index]: answer):
                 model = part_of("llama", ranks.place).bfloat16()
                 part = ModelPart(model, EngineOptions(block_size=4, num_blocks=8), ranks)
-            found.append([TAKES_VECTORS.get(one) for block in part.paged.blocks for one in block.linears])
+            found.append([one.for_row == "vector" for block in part.paged.blocks for one in block.linears])
         return found
 
     first, second = run_local(rank, 2, LIMIT_SECONDS)

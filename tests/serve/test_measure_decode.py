@@ -5,6 +5,7 @@ and fits recover the parts of a search. No time is asserted.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,15 +85,15 @@ def test_measured_weights_are_as_large_as_those_of_models(monkeypatch: pytest.Mo
 
 
 def test_a_product_is_that_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every format goes through PackedLinear.product, arranged for this CPU as the engine arranges it."""
+    """Every format goes through PackedLinear.multiply, arranged for this CPU as the engine arranges it."""
     seen = list[tuple[object, bool]]()
-    plain = PackedLinear.product
+    plain = PackedLinear.multiply
 
-    def watched(self: PackedLinear, hidden: torch.Tensor) -> torch.Tensor:
+    def watched(self: PackedLinear, *given: Any) -> torch.Tensor:
         seen.append((self.format, self.for_cpu is not None))
-        return plain(self, hidden)
+        return plain(self, *given)
 
-    monkeypatch.setattr(PackedLinear, "product", watched)
+    monkeypatch.setattr(PackedLinear, "multiply", watched)
     arranged = list[str]()
     monkeypatch.setattr(PackedLinear, "arrange_for_cpu", lambda self, dtype: arranged.append(str(dtype)))
     for name, form in FORMATS.items():

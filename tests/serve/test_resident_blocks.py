@@ -121,8 +121,8 @@ def test_joined_linears_are_found_again_without_a_copy() -> None:
     model = tiny_model("llama").double()
     first, second = PagedModel(model, 4), PagedModel(model, 4)
     for one, other in zip(first.blocks, second.blocks, strict=True):
-        assert [a.weight.data_ptr() for a in one.linears] == [b.weight.data_ptr() for b in other.linears]
-        assert all(torch.equal(a.bias, b.bias) for a, b in zip(one.linears, other.linears, strict=True))
+        assert [a.layer.weight.data_ptr() for a in one.linears] == [b.layer.weight.data_ptr() for b in other.linears]
+        assert all(torch.equal(a.layer.bias, b.layer.bias) for a, b in zip(one.linears, other.linears, strict=True))
     rows = torch.arange(12.0).view(6, 2)
     for parts in ((rows[:2], rows[3:]), (rows[2:4], rows[:2]), (rows[:2].clone(), rows[2:]), (rows.t(), rows.t())):
         assert torch.equal(end_to_end(parts), torch.cat(parts))

@@ -14,17 +14,15 @@ from weft.serve.attention.layer_cache import MAX_WHOLE_DECODES, CacheFormat
 from weft.serve.attention.loki_cache import LokiFormat
 from weft.serve.attention.loki_choice import LokiChoice
 from weft.serve.parallel.traffic import ServedSizes
-from weft.serve.weights.weight_formats import (
+from weft.serve.weights.fast_path import (
     FEW_ROWS,
     MAX_KERNEL_ROWS,
     MAX_PAIRS,
     MAX_ROUTED_TOKENS,
-    MAX_TOKEN_BYTES,
-    Grouped,
-    RowFp8,
-    WeightFormat,
-    weight_bytes,
+    fits_registers,
+    has_kernel,
 )
+from weft.serve.weights.weight_formats import Grouped, RowFp8, WeightFormat, weight_bytes
 
 # By bits, the share of the memory rate of other kernels at which those for codes in groups read (measured on an H200,
 # for products). Those for one token multiply bytes as fast as memory gives them, and start while the kernel before them
@@ -68,9 +66,9 @@ def packed_product(kernels: Kernels, form: WeightFormat, rows: int, inner: int, 
     stored = weight_bytes(form, columns, inner)
     is_half = kernels.item_bytes == 2  # as the kernels take inputs
     assert isinstance(form, Grouped | RowFp8), "other formats are for CPUs"
-    if rows <= MAX_KERNEL_ROWS and is_half and form.has_kernel(inner):
+    if rows <= MAX_KERNEL_ROWS and is_half and has_kernel(form, inner):
         bits = form.bits if isinstance(form, Grouped) else 8
-        is_token = rows == 1 and inner * bits <= 8 * MAX_TOKEN_BYTES
+        is_token = rows == 1 and fits_registers(bits, inner)
         rates = TOKEN_RATE if is_token else GROUPED_RATE
         rate = kernels.bytes_per_second * (rates[form.bits] if isinstance(form, Grouped) else 1.0)
         num_bytes = stored + kernels.item_bytes * rows * (inner + columns)
@@ -141,7 +139,7 @@ def _expert_rate(form: WeightFormat, num_tokens: int, rows: float, inner: int) -
     if not isinstance(form, Grouped):
         return FP8_TILE_RATE
     if num_tokens == 1:
-        return (EXPERT_TOKEN_RATE if inner * form.bits <= 8 * MAX_TOKEN_BYTES else GROUPED_RATE)[form.bits]
+        return (EXPERT_TOKEN_RATE if fits_registers(form.bits, inner) else GROUPED_RATE)[form.bits]
     return (EXPERT_ROWS_RATE if 2 * rows <= FEW_ROWS else TILE_RATE)[form.bits]
 
 

@@ -16,9 +16,16 @@ from torch import Tensor, nn
 
 from weft.errors import ConfigError, NumbersError
 from weft.models.experts import StackedExperts
+from weft.serve.weights.fast_path import place_of
 from weft.serve.weights.group_codes import codes_of, group_range, joined_ranges, pack
 from weft.serve.weights.packed_experts import PackedExperts
-from weft.serve.weights.packed_linear import PackedLinear, experts_to_pack, linears_to_pack, replace_module
+from weft.serve.weights.packed_linear import (
+    PackedLinear,
+    choose_kernels,
+    experts_to_pack,
+    linears_to_pack,
+    replace_module,
+)
 from weft.serve.weights.weight_formats import Grouped, WeightFormat, refuse_bad_weight
 
 DAMPING = 0.01  # of the mean second moment, added to each
@@ -47,6 +54,7 @@ def pack_corrected(model: nn.Module, format: WeightFormat, texts: Sequence[Tenso
             else:
                 parts = corrected(module.weight, own[0], format)
                 replace_module(model, name, PackedLinear(format, parts, module.weight.shape[1], module.bias))
+        choose_kernels(model, place_of(texts[0].device, next(model.parameters()).dtype))  # the next blocks' inputs
 
 
 def refuse_shapes(model: nn.Module, format: WeightFormat) -> None:

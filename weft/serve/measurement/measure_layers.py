@@ -32,7 +32,7 @@ from weft.serve.scheduling.request import Request, Sampling
 from weft.serve.spec import EngineOptions
 from weft.serve.weights.cpu_products import CpuWeight
 from weft.serve.weights.packed_linear import PackedLinear, pack_head, pack_model
-from weft.serve.weights.weight_formats import FORMATS, AfterProduct
+from weft.serve.weights.weight_formats import FORMATS
 
 NUM_LAYERS, HIDDEN, VOCAB, PROMPT = 4, 64, 1024, 16
 PASSES, LEAST_STEPS, MOST_STEPS, LEAST_SECONDS = 3, 7, 21, 0.03
@@ -191,7 +191,7 @@ def _engine(kind: LayerKind, dtype: torch.dtype, vocab: int, ballast: Ballast, f
     pack_head(model, "int8", "cpu")
     engine = Engine(model, options)
     paged = cast(PagedModel, engine._part.paged)
-    for linear in (one for block in paged.blocks for one in block.linears):
+    for linear in (one.layer for block in paged.blocks for one in block.linears):
         assert isinstance(linear, PackedLinear)
         linear.for_cpu = cast(CpuWeight, _LargeProduct(ballast, _small_product(linear, dtype, form is None)))
     cast(PackedLinear, paged.model.lm_head).for_cpu = cast(CpuWeight, head)
@@ -217,7 +217,7 @@ def _small_product(linear: PackedLinear, dtype: torch.dtype, is_plain: bool) -> 
         return lambda hidden: F.linear(hidden, weight)
     if linear.for_cpu is not None:
         return linear.for_cpu.product
-    return lambda hidden: linear.format.product(hidden, linear.parts, AfterProduct())
+    return lambda hidden: linear.format.product(hidden, linear.parts)
 
 
 def _config(kind: LayerKind, vocab: int) -> DecoderConfig | GPT2Config:

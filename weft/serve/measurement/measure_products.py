@@ -1,8 +1,8 @@
 """Measures products of one row with weights of each dtype and format on this CPU, and attention of one request.
 
-Products are those that a decode makes (`fused.product`). Before each, other memory is read (`ballast.py`), as the rest
-of a step would: weights that stay in a cache are read faster than those that do not. Seconds are those that this thread
-had a core, so that other processes lengthen them little.
+Products are those that a decode makes (`serve/model/linear.py`). Before each, other memory is read (`ballast.py`), as
+the rest of a step would: weights that stay in a cache are read faster than those that do not. Seconds are those that
+this thread had a core, so that other processes lengthen them little.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from weft.cluster.decode_rates import AttentionTimes, ProductRates
 from weft.serve.attention.paged_attention import decode_at
 from weft.serve.measurement.ballast import Ballast
-from weft.serve.model.fused import product
-from weft.serve.weights.cpu_products import HALF_DTYPES, TAKES_VECTORS, takes_vectors
+from weft.serve.model.linear import PlainLinear, ShardedLinear, served_linear
+from weft.serve.weights.cpu_products import HALF_DTYPES, takes_vectors
+from weft.serve.weights.fast_path import place_of
 from weft.serve.weights.packed_linear import PackedLinear
 from weft.serve.weights.weight_formats import FORMATS, weight_bytes
 
@@ -131,14 +132,17 @@ def _product(name: str, outputs: int, inputs: int) -> Callable[[], Tensor]:
     generator, dtype = torch.Generator().manual_seed(0), DTYPES.get(name, torch.float32)
     layer = _layer(name, (torch.randn(outputs, inputs, generator=generator) / inputs**0.5).to(dtype))
     hidden = torch.ones(1, inputs, dtype=dtype)
-    return lambda: product(hidden, layer)
+    linear = served_linear(layer, place_of(hidden.device, dtype))
+    assert not isinstance(linear, ShardedLinear)
+    if isinstance(linear, PlainLinear) and dtype in HALF_DTYPES:
+        linear.choose(takes_vectors(layer))
+    return lambda: linear.product(hidden, None)
 
 
 def _layer(name: str, weight: Tensor) -> nn.Linear:
     if name in DTYPES:
         plain = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         plain.weight = nn.Parameter(weight, requires_grad=False)
-        TAKES_VECTORS.set(plain, weight.dtype in HALF_DTYPES and takes_vectors(plain))
         return plain
     form = FORMATS[name]
     packed = PackedLinear(form, form.encode(weight), weight.shape[1], None)

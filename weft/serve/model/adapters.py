@@ -70,12 +70,13 @@ class LowRankUpdates:
         return F.linear(low.masked_fill(self._owners != self._adapters.of_tokens[:, None], 0), self.up)
 
 
-def attach_adapters(model: nn.Module, linears: Sequence[nn.Linear], folders: Mapping[str, Path]) -> TokenAdapters:
-    """Let `linears`, which compute the model's blocks, add the updates of adapters, as `updates` of each linear.
-
-    Weights of the model's own linears are rows of those of `linears`.
+def attach_adapters(
+    model: nn.Module, linears: Sequence[nn.Linear], folders: Mapping[str, Path]
+) -> tuple[TokenAdapters, dict[nn.Module, LowRankUpdates]]:
+    """Return the adapters of tokens, and the updates of all adapters to each of `linears`, which compute the model's
+    blocks: weights of the model's own linears are rows of theirs.
     """
-    adapters = TokenAdapters(list(folders))
+    adapters, found = TokenAdapters(list(folders)), dict[nn.Module, LowRankUpdates]()
     starts = {layer.weight.untyped_storage().data_ptr(): layer for layer in linears}
     for number, (name, folder) in enumerate(folders.items()):
         lora, names, read = read_adapter(model, folder)
@@ -88,10 +89,10 @@ def attach_adapters(model: nn.Module, linears: Sequence[nn.Linear], folders: Map
                     f"give it by --merge-adapter"
                 )
             offset = weight.storage_offset() - layer.weight.storage_offset()
-            updates = vars(layer).setdefault("updates", LowRankUpdates(adapters, layer))
+            updates = found.setdefault(layer, LowRankUpdates(adapters, layer))
             up = read(module_name + B_SUFFIX) * lora.scaling
             updates.add(number, read(module_name + A_SUFFIX), up, offset // layer.weight.shape[1])
-    return adapters
+    return adapters, found
 
 
 def read_adapter(model: nn.Module, folder: Path) -> tuple[Lora, set[str], Read]:

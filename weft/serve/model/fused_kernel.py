@@ -1,4 +1,4 @@
-"""The functions of `fused.py` as Triton kernels for GPUs: each reads its input from memory once and writes it once."""
+"""Steps of a block as Triton kernels for GPUs: each reads its input from memory once and writes it once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _norm(hidden_ptr, weight_ptr, normed_ptr, eps, SIZE: tl.constexpr, WIDTH: tl
 
 
 def norm_by_kernel(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Equals `fused.normed` for an RMSNorm with this weight."""
+    """Equals an RMSNorm with this weight, of any number of rows in fp16 or bf16."""
     size = hidden.shape[-1]
     out = torch.empty_like(hidden)
     width = triton.next_power_of_2(size)
@@ -52,7 +52,7 @@ def _gated(gate_up_ptr, out_ptr, SIZE: tl.constexpr, WIDTH: tl.constexpr, IS_EAR
 
 
 def gated_by_kernel(gate_up: Tensor) -> Tensor:
-    """Equals `fused.gated`."""
+    """Equals `plain_gate` (`serve/weights/plain_steps.py`), of any number of rows in fp16 or bf16."""
     size = gate_up.shape[-1] // 2
     out = gate_up.new_empty(len(gate_up), size)
     width = min(1024, triton.next_power_of_2(size))
@@ -116,7 +116,7 @@ def rotate_and_store_by_kernel(
     keys: Tensor,
     values: Tensor,
 ) -> Tensor:
-    """Equals `fused.rotate_and_store`."""
+    """Equals `rotate_by_angles` (`serve/weights/plain_steps.py`) with the angles of the positions, in fp16 or bf16."""
     num_heads, num_key_heads, head_dim = sizes
     query = projected.new_empty(len(projected), num_heads, head_dim)
     query_norm, key_norm = (projected, projected) if norms is None else (norms[0].weight, norms[1].weight)
@@ -213,7 +213,7 @@ def row_linear_by_kernel(
     norm: RMSNorm | None = None,
     is_gated: bool = False,
 ) -> Tensor:
-    """Equals `fused.norm_linear` (with a norm) and `fused.add_linear` (with a residual) for one token [1, in].
+    """Equals `PlainLinear` (`linear.py`) with a norm or a residual, for one token [1, in] in fp16 or bf16.
 
     Every weight is read once, as fast as the memory gives it. The norm of the token is not rounded in between.
     """

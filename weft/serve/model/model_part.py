@@ -20,10 +20,10 @@ from weft.serve.attention.model_identity import model_identity
 from weft.serve.attention.split_formats import split_format
 from weft.serve.model.adapters import attach_adapters
 from weft.serve.model.cache_memory import CacheBytes, free_device_bytes, refuse_cache_blocks, refuse_swap_blocks
+from weft.serve.model.linear import ModelAxes
 from weft.serve.model.paged_model import PagedModel
 from weft.serve.model.ranks import ServingRanks
 from weft.serve.model.recurrent import RecurrentRows
-from weft.serve.model.split_layers import ModelAxes
 from weft.serve.model.step_inputs import PageLayout, StepInputs
 from weft.serve.model.streamed_model import StreamedModel, stream_model
 from weft.serve.parallel.rank_part import cuts_of, own_key_heads, own_layers
@@ -76,8 +76,10 @@ class ModelPart:
             form = _own_format(options, model, ranks)
             self.paged = PagedModel(model, self.context_length, axes, form, self.device, self.streamed)
         self._arrange_weights()
-        linears = [linear for block in self.paged.blocks for linear in block.linears]
-        self.adapters = attach_adapters(model, linears, options.adapters)
+        linears = [linear.layer for block in self.paged.blocks for linear in block.linears]
+        self.adapters, updates = attach_adapters(model, linears, options.adapters)
+        if isinstance(self.paged, PagedModel):
+            self.paged.adapt(updates)
         num_blocks = options.num_blocks or self._blocks_that_fit(options)
         if self.paged.keeps_pages:
             self._refuse_memory(options, num_blocks)

@@ -3,71 +3,91 @@
     embed -> in each block: norm, project to q, k, v, store k and v, attend, project; norm, MLP or experts -> norm, head
 
 Projections that read the same input are one matmul: their weights are made to lie end to end, and the modules' own
-parameters become views of them, so that no weight is held twice and the modules work as before. Elementwise steps are
-the functions of `fused.py`, which are kernels on GPUs. A rank may hold some of the blocks, and parts of each block's
-weights (`split_layers.py`); keys and values in its cache are those of its own blocks and heads.
+parameters become views of them, so that no weight is held twice and the modules work as before. How each linear and
+norm is computed is chosen once, here (`linear.py`). A rank may hold some of the blocks, and parts of each block's
+weights; keys and values in its cache are those of its own blocks and heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.comm import Axis, all_gather
 from weft.errors import ConfigError
+from weft.inspection.parameter_cut import share
 from weft.models import GPT2, Decoder
 from weft.models.attention import RMSNorm
 from weft.models.decoder import Attention, DecoderLayer, rotary_tables
 from weft.models.experts import SparseMLP, SwiGLU
 from weft.models.gpt2 import GPT2MLP, GPT2Layer
-from weft.serve.attention.batch import PagedBatch
-from weft.serve.attention.layer_cache import CacheFormat, CacheSizes, LayerCache, PlainFormat
+from weft.serve.attention.batch import PagedBatch, angles_at
+from weft.serve.attention.layer_cache import MAX_WHOLE_DECODES, CacheFormat, CacheSizes, LayerCache, PlainFormat
 from weft.serve.attention.shared_memory import has_room_for_tiles, shared_bytes
-from weft.serve.model.fused import is_for_whole_kernel, rotate_and_store, rotate_by_angles, whole_attention
-from weft.serve.model.split_layers import (
+from weft.serve.model.experts import ServedExperts
+from weft.serve.model.linear import (
+    Linear,
     ModelAxes,
-    add_experts,
-    add_row,
-    column,
-    gathered_features,
-    gathered_logits,
-    lookup,
-    norm_column,
-    norm_of,
+    Transform,
+    Updates,
+    adapted,
+    plain_of,
+    served_linear,
+    served_norm,
     summed,
 )
 from weft.serve.parallel.rank_part import refuse_model
-from weft.serve.weights.cpu_products import HALF_DTYPES, TAKES_VECTORS, takes_vectors
+from weft.serve.weights.cpu_products import HALF_DTYPES, takes_vectors
+from weft.serve.weights.fast_path import Place, fast_path, kernel_of, place_of
 from weft.serve.weights.packed_experts import PackedStack
-from weft.serve.weights.packed_linear import PackedLinear, end_to_end, join_packed
+from weft.serve.weights.packed_linear import PackedLinear, choose_kernels, end_to_end, join_packed
+from weft.serve.weights.plain_steps import rotate_by_angles
 from weft.serve.weights.streamed_weights import StreamedWeights
 
-Transform = Callable[[Tensor], Tensor]
+
+class DenseMLP:
+    """Adds the MLP of the norm of the residual stream to it."""
+
+    def __init__(self, inner: Linear, outer: Linear, activation: Transform | None = None) -> None:
+        self.linears = (inner, outer)
+        self._activation = activation
+
+    def __call__(self, residual: Tensor) -> Tensor:
+        inner, outer = self.linears
+        hidden = inner(residual)
+        return outer(hidden if self._activation is None else self._activation(hidden), residual)
 
 
 @dataclass
 class PagedBlock:
     """One block of a model. `head_norms` of q and k are None where the model has none."""
 
-    input_norm: nn.Module
-    projection: nn.Linear  # to q, k and v end to end
-    output: nn.Linear
-    add_mlp: Transform  # the residual stream [tokens, hidden] -> plus the MLP of its norm
+    projection: Linear  # to q, k and v end to end, of the norm
+    output: Linear
+    mlp: DenseMLP | ServedExperts
     head_dim: int
     num_heads: int
     num_key_heads: int
     head_norms: tuple[RMSNorm, RMSNorm] | None
     window: int | None
-    mlp_linears: tuple[nn.Linear, ...]  # that `add_mlp` computes with
     layer: nn.Module  # of the model, which this is made of
 
     @property
-    def linears(self) -> tuple[nn.Linear, ...]:
+    def linears(self) -> tuple[Linear, ...]:
         """All linears but those of experts."""
-        return self.projection, self.output, *self.mlp_linears
+        return self.projection, self.output, *self.mlp.linears
+
+    def adapt(self, updates: Mapping[nn.Module, Updates]) -> None:
+        """Compute linears with the updates of adapters to them."""
+        self.projection, self.output = adapted(self.projection, updates), adapted(self.output, updates)
+        if isinstance(self.mlp, DenseMLP):
+            inner, outer = (adapted(one, updates) for one in self.mlp.linears)
+            self.mlp.linears = inner, outer
 
 
 class PagedModel:
@@ -101,19 +121,24 @@ class PagedModel:
         self.body = model.model if isinstance(model, Decoder) else model.transformer
         weight = next(model.parameters())
         self.device, self.dtype = device or weight.device, weight.dtype
+        self._place = place = place_of(self.device, self.dtype)
+        choose_kernels(model, place)
         self.rotary: tuple[Tensor, Tensor] | None = None  # cos and sin of every position [context, head_dim]
         with torch.no_grad():
             if isinstance(model, Decoder):
                 layers = [layer for layer in model.model.layers if isinstance(layer, DecoderLayer)]
-                self.blocks = [_decoder_block(layer, axes) for layer in layers]
+                self.blocks = [_decoder_block(layer, place, axes) for layer in layers]
                 self.final_norm: nn.Module = model.model.norm
                 positions = torch.arange(context_length, device=self.device)
                 self.rotary = rotary_tables(model.config, positions, self.dtype)
             else:
-                self.blocks = [
-                    _gpt2_block(layer, axes) for layer in model.transformer.h if isinstance(layer, GPT2Layer)
-                ]
+                gpt2_layers = [layer for layer in model.transformer.h if isinstance(layer, GPT2Layer)]
+                self.blocks = [_gpt2_block(layer, place, axes) for layer in gpt2_layers]
                 self.final_norm = model.transformer.ln_f
+        head = model.lm_head  # only the last stage has one
+        self._head = served_linear(head, place, axes.y, self.final_norm) if isinstance(head, nn.Linear) else None
+        self._final_norm = served_norm(self.final_norm, place, axes.y)
+        self._rotates_by_kernel = self.rotary is not None and kernel_of(fast_path("rotate", place), 1) == "kernel"
 
     def new_cache(self, num_blocks: int, block_size: int, num_rows: int) -> list[LayerCache]:
         """Room for `num_blocks` pages of `block_size` tokens, and for `num_rows` requests that run at once."""
@@ -150,7 +175,7 @@ class PagedModel:
     @property
     def stream_width(self) -> int:
         """Features of the residual stream on this rank."""
-        return int(self.blocks[0].input_norm.weight.shape[0])  # type: ignore[union-attr, index, arg-type]
+        return int(self.blocks[0].output.layer.weight.shape[0])
 
     def residual(self, batch: PagedBatch, cache: Sequence[LayerCache]) -> Tensor:
         """The residual stream [tokens, hidden] after all blocks. Keys and values of the batch go into the cache."""
@@ -160,9 +185,9 @@ class PagedModel:
         """The residual stream before the first block."""
         if isinstance(self.model, GPT2):
             body = self.model.transformer
-            rows = lookup(body.wte, batch.tokens, self.axes) + lookup(body.wpe, batch.positions, self.axes)
+            rows = _lookup(body.wte, batch.tokens, self.axes.x) + _lookup(body.wpe, batch.positions, self.axes.x)
         else:
-            rows = lookup(self.model.model.embed_tokens, batch.tokens, self.axes)
+            rows = _lookup(self.model.model.embed_tokens, batch.tokens, self.axes.x)
         return summed(rows, self.axes.x)
 
     def through_blocks(self, residual: Tensor, batch: PagedBatch, cache: Sequence[LayerCache]) -> Tensor:
@@ -170,9 +195,8 @@ class PagedModel:
         for index, (block, layer) in enumerate(zip(self.blocks[: len(cache)], cache, strict=True)):
             if self._streamed is not None:
                 self._streamed.need(index)
-            projected = norm_column(residual, block.input_norm, block.projection, self.axes)
-            mixed = self._attended(projected, block, batch, layer)
-            residual = block.add_mlp(add_row(residual, mixed.flatten(1), block.output, self.axes))
+            mixed = self._attended(block.projection(residual), block, batch, layer)
+            residual = block.mlp(block.output(mixed.flatten(1), residual))
             if self._streamed is not None:
                 self._streamed.done(index)
         return residual
@@ -180,20 +204,39 @@ class PagedModel:
     def _attended(self, projected: Tensor, block: PagedBlock, batch: PagedBatch, layer: LayerCache) -> Tensor:
         """The attention [tokens, heads, head_dim] of a block. Keys and values of the batch go into its cache."""
         slots, keys, values = layer.room(batch)
-        sizes = (block.num_heads, block.num_key_heads, block.head_dim)
-        if projected.device.type == "cpu":
-            angles = None if self.rotary is None else batch.angles(self.rotary)
-            query = rotate_by_angles(projected, sizes, block.head_norms, angles, slots, keys, values)
+        sizes, norms = (block.num_heads, block.num_key_heads, block.head_dim), block.head_norms
+        if self.rotary is None or not self._rotates_by_kernel:
+            query = rotate_by_angles(projected, sizes, norms, self._angles(batch), slots, keys, values)
             return layer.attend(query, keys, values, batch, block.window)
-        given = (projected, sizes, block.head_norms, self.rotary, batch.positions, slots, keys, values)
-        if layer.counts is not None and self.rotary is not None and is_for_whole_kernel(projected, batch):
-            return whole_attention(*given, batch, block.window, layer.counts)
-        return layer.attend(rotate_and_store(*given), keys, values, batch, block.window)
+        given = (projected, sizes, norms, self.rotary, batch.positions, slots, keys, values)
+        if (
+            layer.counts is not None
+            and batch.tiles is None
+            and batch.num_decodes == len(projected) <= MAX_WHOLE_DECODES
+        ):
+            from weft.serve.attention.whole_attention_kernel import whole_attention_by_kernel
+
+            pages = (batch.tables, batch.lengths, batch.block_size, block.window)
+            return whole_attention_by_kernel(*given, *pages, layer.counts)
+        from weft.serve.model.fused_kernel import rotate_and_store_by_kernel
+
+        return layer.attend(rotate_and_store_by_kernel(*given), keys, values, batch, block.window)
+
+    def _angles(self, batch: PagedBatch) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines of the tokens' positions. On a CPU, all blocks share them."""
+        if self.rotary is None:
+            return None
+        return batch.angles(self.rotary) if self.device.type == "cpu" else angles_at(self.rotary, batch.positions)
 
     @property
     def block_modules(self) -> list[tuple[nn.Module, ...]]:
         """What each block's weights are in."""
-        return [(block.layer, *block.linears) for block in self.blocks]
+        return [(block.layer, *(one.layer for one in block.linears)) for block in self.blocks]
+
+    def adapt(self, updates: Mapping[nn.Module, Updates]) -> None:
+        """Compute linears of blocks with the updates of adapters to them."""
+        for block in self.blocks:
+            block.adapt(updates)
 
     def arrange_for_cpu(self, agree: Callable[[list[int]], list[int]]) -> None:
         """Choose a CPU's products, and keep weights in fewer bits as they take them. Call it again when weights have
@@ -202,27 +245,25 @@ class PagedModel:
         `agree` is given, for each weight, the most rows of its product with codes, or whether one row is multiplied as
         a vector. It returns what is used.
         """
-        packed = list(self._packed())
-        plain = [
-            one for one in self._linears() if one.weight.dtype in HALF_DTYPES and not isinstance(one, PackedLinear)
-        ]
+        packed, linears = list(self._packed()), list(self._linears())
+        plain = [own for one in linears if (own := plain_of(one)) and own.layer.weight.dtype in HALF_DTYPES]
         for one in packed:
             one.arrange_for_cpu(self.dtype)
-        used = agree([*(one.max_rows for one in packed), *(int(takes_vectors(one)) for one in plain)])
+        used = agree([*(one.max_rows for one in packed), *(int(takes_vectors(one.layer)) for one in plain)])
         for one, max_rows in zip(packed, used, strict=False):
             one.limit_rows(max_rows)
         for linear, is_vector in zip(plain, used[len(packed) :], strict=True):
-            TAKES_VECTORS.set(linear, bool(is_vector))
+            linear.choose(bool(is_vector))
 
-    def _linears(self) -> Iterator[nn.Linear]:
+    def _linears(self) -> Iterator[Linear]:
         """All linears but those of experts, in an order that all ranks with the same blocks share."""
-        for linear in (*(one for block in self.blocks for one in block.linears), self.model.lm_head):
-            if isinstance(linear, nn.Linear):  # only the last stage has a head
-                yield linear
+        yield from (one for block in self.blocks for one in block.linears)
+        if self._head is not None:
+            yield self._head
 
     def _packed(self) -> Iterator[PackedLinear | PackedStack]:
         """The weights in fewer bits that are multiplied, in an order that all ranks with the same blocks share."""
-        yield from (one for one in self._linears() if isinstance(one, PackedLinear))
+        yield from (one.layer for one in self._linears() if isinstance(one.layer, PackedLinear))
         for module in self.body.modules():
             if isinstance(module, PackedStack):
                 yield module
@@ -231,12 +272,12 @@ class PagedModel:
 
     def logits(self, residual: Tensor) -> Tensor:
         """The logits [rows, vocab] of rows of the residual stream."""
-        part = norm_column(residual, self.final_norm, self.model.lm_head, self.axes)
-        return gathered_logits(part, self.vocab_size, self.axes)
+        assert self._head is not None, "this stage has no head"
+        return _gathered_logits(self._head(residual), self.vocab_size, self.axes.x)
 
     def hidden_states(self, residual: Tensor) -> Tensor:
         """The hidden states [rows, hidden] that the head is given."""
-        return gathered_features(norm_of(residual, self.final_norm, self.axes), self.axes)
+        return _gathered_features(self._final_norm(residual), self.axes.y)
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -246,54 +287,78 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in model.transformer.h if isinstance(layer, GPT2Layer)] if isinstance(model, GPT2) else []
 
 
-def _decoder_block(layer: DecoderLayer, axes: ModelAxes) -> PagedBlock:
+def _lookup(table: nn.Embedding, ids: Tensor, axis: Axis | None) -> Tensor:
+    """The rows of a table [tokens, hidden / y]; zeros where another rank of x has the row. Their sum is the lookup."""
+    if axis is None:
+        return F.embedding(ids, table.weight)
+    begin, end = share(table.num_embeddings, axis.degree, axis.index)
+    is_here = (ids >= begin) & (ids < end)
+    rows = F.embedding(torch.where(is_here, ids - begin, 0), table.weight)
+    return rows * is_here[:, None]
+
+
+def _gathered_logits(part: Tensor, vocab_size: int, axis: Axis | None) -> Tensor:
+    """The logits [rows, vocab] from this rank's part of the vocabulary. Parts are padded to the largest."""
+    if axis is None:
+        return part
+    sizes = [end - begin for begin, end in (share(vocab_size, axis.degree, i) for i in range(axis.degree))]
+    padded = F.pad(part, (0, sizes[0] - part.shape[1])).contiguous()
+    parts = part.new_empty(axis.degree, *padded.shape)
+    all_gather(parts.view(-1), padded.view(-1), axis).wait()
+    return torch.cat([one[:, :size] for one, size in zip(parts, sizes, strict=True)], dim=1)
+
+
+def _gathered_features(part: Tensor, axis: Axis | None) -> Tensor:
+    """Hidden states [rows, hidden] from this rank's features."""
+    if axis is None:
+        return part
+    parts = part.new_empty(axis.degree, *part.shape)
+    all_gather(parts.view(-1), part.contiguous().view(-1), axis).wait()
+    return torch.cat(list(parts), dim=1)
+
+
+def _decoder_block(layer: DecoderLayer, place: Place, axes: ModelAxes) -> PagedBlock:
     attention = layer.self_attn
     assert isinstance(attention, Attention), "refuse_model lets it pass"
-    head_dim = attention.head_dim
-    add_mlp, mlp_linears = _add_mlp(layer.mlp, layer.post_attention_layernorm, axes)
-    norms = (attention.q_norm, attention.k_norm)
+    head_dim, norms = attention.head_dim, (attention.q_norm, attention.k_norm)
+    projection = join_linears((attention.q_proj, attention.k_proj, attention.v_proj))
     return PagedBlock(
-        layer.input_layernorm,
-        join_linears((attention.q_proj, attention.k_proj, attention.v_proj)),
-        attention.o_proj,
-        add_mlp,
+        served_linear(projection, place, axes.y, layer.input_layernorm),
+        served_linear(attention.o_proj, place, axes.x),
+        _served_mlp(layer.mlp, layer.post_attention_layernorm, place, axes),
         head_dim,
         attention.q_proj.weight.shape[0] // head_dim,
         attention.k_proj.weight.shape[0] // head_dim,
         norms if isinstance(norms[0], RMSNorm) and isinstance(norms[1], RMSNorm) else None,  # type: ignore[arg-type]
         attention.core.sliding_window,
-        mlp_linears,
         layer,
     )
 
 
-def _add_mlp(mlp: nn.Module, norm: nn.Module, axes: ModelAxes) -> tuple[Transform, tuple[nn.Linear, ...]]:
-    """A function that adds the MLP, and the linears that it uses."""
+def _served_mlp(mlp: nn.Module, norm: nn.Module, place: Place, axes: ModelAxes) -> DenseMLP | ServedExperts:
     if isinstance(mlp, SwiGLU):
-        gate_up, down = join_linears((mlp.gate_proj, mlp.up_proj)), mlp.down_proj
-
-        def add_swiglu(residual: Tensor) -> Tensor:
-            return add_row(residual, norm_column(residual, norm, gate_up, axes, is_gated=True), down, axes)
-
-        return add_swiglu, (gate_up, down)
+        gate_up = join_linears((mlp.gate_proj, mlp.up_proj))
+        inner = served_linear(gate_up, place, axes.y, norm, is_gated=True)
+        return DenseMLP(inner, served_linear(mlp.down_proj, place, axes.x))
     if isinstance(mlp, GPT2MLP):
-        inner, outer = mlp.c_fc, mlp.c_proj
-
-        def add_gelu(residual: Tensor) -> Tensor:
-            hidden = F.gelu(column(norm_of(residual, norm, axes), inner, axes), approximate="tanh")
-            return add_row(residual, hidden, outer, axes)
-
-        return add_gelu, (inner, outer)
+        inner, outer = served_linear(mlp.c_fc, place, axes.y, norm), served_linear(mlp.c_proj, place, axes.x)
+        return DenseMLP(inner, outer, partial(F.gelu, approximate="tanh"))
     assert isinstance(mlp, SparseMLP)
-    return lambda residual: add_experts(residual, norm, mlp, axes), ()
+    return ServedExperts(mlp, norm, place, axes)
 
 
-def _gpt2_block(layer: GPT2Layer, axes: ModelAxes) -> PagedBlock:
+def _gpt2_block(layer: GPT2Layer, place: Place, axes: ModelAxes) -> PagedBlock:
     attention = layer.attn
     num_heads = attention.c_attn.weight.shape[0] // 3 // attention.head_dim
-    sizes = (attention.head_dim, num_heads, num_heads)
-    add_mlp, mlp_linears = _add_mlp(layer.mlp, layer.ln_2, axes)
-    return PagedBlock(layer.ln_1, attention.c_attn, attention.c_proj, add_mlp, *sizes, None, None, mlp_linears, layer)
+    return PagedBlock(
+        served_linear(attention.c_attn, place, axes.y, layer.ln_1),
+        served_linear(attention.c_proj, place, axes.x),
+        _served_mlp(layer.mlp, layer.ln_2, place, axes),
+        *(attention.head_dim, num_heads, num_heads),
+        None,
+        None,
+        layer,
+    )
 
 
 def join_linears(linears: Sequence[nn.Linear]) -> nn.Linear:

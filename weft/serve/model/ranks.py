@@ -20,7 +20,7 @@ from weft.comm import Axis, Pending, all_reduce, broadcast, receive, send
 from weft.comm.small_measure import measured_choice
 from weft.comm.symmetric_sums import with_symmetric_memory
 from weft.mesh import Mesh
-from weft.serve.model.split_layers import ModelAxes
+from weft.serve.model.linear import ModelAxes
 from weft.serve.model.step_inputs import StepInputs
 from weft.serve.parallel.rank_part import RankPlace, stage_of
 

@@ -6,7 +6,7 @@ Serving uses the axes of training, with the same cuts of each parameter:
     pipe     consecutive blocks. The rank at index 0, which schedules and samples, holds the last ones
     expert   experts; all ranks of the axis compute the rest alike
     context  no weight, but pages of the cache (`serve/attention/batch.py`); the rest is computed by all alike
-    x, y     heads and features (`serve/model/split_layers.py`)
+    x, y     heads and features (`serve/model/linear.py`)
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The collectives of a step of a served model on one rank: which, over which axis, with how many bytes.
 
-They are those that `serve/model/split_layers.py`, `serve/attention/split_attention.py` and `serve/model/ranks.py` make;
+They are those that `serve/model/linear.py`, `serve/attention/split_attention.py` and `serve/model/ranks.py` make;
 the inputs of steps, which are small, are not among them. `weft plan --serve` times them.
 """
 

@@ -28,7 +28,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.inspection.annotations import Annotation
 from weft.serve.weights.group_codes import joined_ranges, pack, split_ranges, unpack
 from weft.serve.weights.weight_formats import Grouped, Half, RowInt8, WeightFormat
 
@@ -47,8 +46,6 @@ BASE = 128  # of the low digit
 LEAST_EXPONENT = -100  # of a row's power of two
 MAX_INPUTS = 2**31 // (2 * MIDDLE * 128)  # whose sums cannot overflow 32 bits
 
-# Of a linear whose weight has 16 bits: is one row multiplied as a vector?
-TAKES_VECTORS = Annotation[bool]("takes vectors")
 _ROOMS = threading.local()  # a thread's memory for the digits of a row of a `RowWeight`
 
 
@@ -418,19 +415,6 @@ def packed_function(name: str) -> Callable[..., Tensor]:
     """Return a function of torch that takes a packed weight. A plain call takes 24 us longer than this."""
     function = getattr(torch.ops.quantized, name).default
     return partial(function.redispatch, torch._C.DispatchKeySet(torch._C.DispatchKey.CPU))
-
-
-def is_vector(hidden: Tensor, layer: nn.Linear) -> bool:
-    """Return whether hidden [tokens, in] is one row, and multiplied as a vector."""
-    return hidden.shape[:-1] == (1,) and TAKES_VECTORS.get(layer) is True
-
-
-def plain_linear(hidden: Tensor, layer: nn.Linear, bias: Tensor | None) -> Tensor:
-    """Return hidden [tokens, in] @ weight.T + bias, of a linear whose weight is not quantised."""
-    if is_vector(hidden, layer):
-        out = torch.mv(layer.weight, hidden[0]) if bias is None else torch.addmv(bias, layer.weight, hidden[0])
-        return out[None]
-    return F.linear(hidden, layer.weight, bias)
 
 
 def takes_vectors(layer: nn.Linear) -> bool:

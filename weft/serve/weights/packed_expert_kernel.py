@@ -22,11 +22,12 @@ from torch import Tensor
 from weft.models.expert_rows import sort_by_expert
 from weft.serve.weights.early_launch_kernel import early_launch, wait_for_results
 from weft.serve.weights.expert_tiles_kernel import ExpertRows, rows_of_tile
+from weft.serve.weights.fast_path import FEW_ROWS, MAX_PAIRS, fits_registers
 from weft.serve.weights.packed_product_kernel import products_of_blocks
 from weft.serve.weights.packed_row_kernel import product_of_rows_by_kernel
 from weft.serve.weights.packed_token_kernel import product_of_token_by_kernel
+from weft.serve.weights.plain_steps import AfterProduct
 from weft.serve.weights.router_kernel import order_by_kernel
-from weft.serve.weights.weight_formats import FEW_ROWS, MAX_PAIRS, AfterProduct, RowFp8, is_for_token_kernel
 
 if TYPE_CHECKING:
     from weft.serve.weights.packed_experts import PackedExperts, PackedStack
@@ -137,8 +138,8 @@ def _parts(hidden: Tensor, rows: ExpertRows, experts: PackedExperts) -> Tensor:
 
 def _multiplied(hidden: Tensor, stack: PackedStack, rows: ExpertRows, is_gated: bool) -> Tensor:
     """Parts of the products of rows with a stack of weights [parts, rows, results]."""
-    (codes, ranges), sizes = stack.parts, stack.format.block(stack.shape[-1])  # type: ignore[attr-defined]
-    ranges = ranges.view(torch.float32)[..., 0] if isinstance(stack.format, RowFp8) else ranges
+    codes, ranges = stack.format.kernel_parts(stack.parts)  # type: ignore[attr-defined]
+    sizes = stack.format.block(stack.shape[-1])  # type: ignore[attr-defined]
     after, kernel = AfterProduct(is_gated=is_gated), kernel_for(hidden, sizes, rows)
     if kernel == "token":
         return product_of_token_by_kernel(hidden, codes, ranges, sizes, after, experts=rows.ends)[None]
@@ -154,7 +155,7 @@ def kernel_for(hidden: Tensor, sizes: tuple[int, int, int], rows: ExpertRows) ->
     """
     if sizes[2] == 0:
         return "tiles"
-    if rows.is_single and is_for_token_kernel(hidden[:1], bits=sizes[0], has_groups=True):
+    if rows.is_single and fits_registers(sizes[0], hidden.shape[1]):
         return "token"
     return "few rows" if rows.is_single or 2 * rows.rows_each <= FEW_ROWS else "tiles"
 

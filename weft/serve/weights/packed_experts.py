@@ -7,7 +7,6 @@ after the other, and decodes those that have rows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -16,9 +15,10 @@ from torch import Tensor, nn
 from weft.models.expert_rows import sort_by_expert, through_experts
 from weft.models.experts import StackedExperts
 from weft.serve.weights.cpu_products import CpuWeight, arranged, limited
-from weft.serve.weights.weight_formats import AfterProduct, Grouped, RowFp8, WeightFormat, refuse_bad_weight
-
-HALF = (torch.float16, torch.bfloat16)
+from weft.serve.weights.fast_path import NOWHERE, Place, fast_path, kernel_of
+from weft.serve.weights.plain_steps import AfterProduct
+from weft.serve.weights.quantised_product import quantised_product
+from weft.serve.weights.weight_formats import WeightFormat, refuse_bad_weight
 
 
 class PackedStack(nn.Module):
@@ -28,6 +28,7 @@ class PackedStack(nn.Module):
         super().__init__()
         self.format, self.shape, self.in_features = format, tuple(shape), shape[-1]
         self.for_cpu: list[CpuWeight | None] = []  # the weights a second time (`arrange_for_cpu`)
+        self.choose(NOWHERE)
         num_experts, num_out, num_in = shape
         for index, part in enumerate(format.empty(num_experts * num_out, num_in, device)):
             self.register_buffer(f"part_{index}", part.view(num_experts, num_out, -1))
@@ -64,9 +65,13 @@ class PackedStack(nn.Module):
     def fused(self, expert: int, rows: Tensor, after: AfterProduct = AfterProduct()) -> Tensor:  # noqa: B008
         """rows @ weight.T of an expert, and what follows."""
         for_cpu = self.for_cpu[expert] if self.for_cpu else None
-        if for_cpu is not None and len(rows) <= for_cpu.max_rows:
-            return after.of(for_cpu.product(rows))
-        return self.format.product(rows, self.parts_of(expert), after)
+        is_by_codes = for_cpu is not None and len(rows) <= for_cpu.max_rows
+        kernel = "codes" if is_by_codes else kernel_of(self.paths, len(rows))
+        return quantised_product(kernel, self.format, for_cpu, rows, self.parts_of(expert), after)
+
+    def choose(self, place: Place) -> None:
+        """Choose the kernels of products with one expert. Until then, they are plain functions."""
+        self.paths = fast_path("linear", place, self.format, (self.shape[1], self.shape[2]))
 
     def arrange_for_cpu(self, dtype: torch.dtype) -> None:
         """Keep the weights a second time as a CPU's product with codes takes them, where that is faster."""
@@ -91,6 +96,12 @@ class PackedExperts(nn.Module):
         self.format = format
         self.gate_up_proj = PackedStack(format, experts.gate_up_proj.shape, device)
         self.down_proj = PackedStack(format, experts.down_proj.shape, device)
+        self.has_kernel = False
+
+    def choose(self, place: Place) -> None:
+        """Choose between the kernel of all experts and plain functions. Until then, these are used."""
+        sizes = (self.gate_up_proj.in_features, self.down_proj.in_features)
+        self.has_kernel = fast_path("experts", place, self.format, sizes)[0][1] == "kernel"
 
     @property
     def stacks(self) -> dict[str, PackedStack]:
@@ -104,7 +115,7 @@ class PackedExperts(nn.Module):
     def forward(self, rows: Tensor, ends: Tensor | None = None) -> Tensor:
         """The results of rows [rows, hidden], which are sorted by expert; expert i's end before row `ends[i]`."""
         assert ends is not None, "there is no capacity in serving"
-        if self.is_for_kernel(rows):
+        if self.has_kernel:
             from weft.serve.weights.packed_expert_kernel import sorted_rows_by_kernel
 
             return sorted_rows_by_kernel(rows, ends, self)
@@ -120,18 +131,9 @@ class PackedExperts(nn.Module):
         """For tokens [tokens, hidden] the sums of the results of their chosen experts [tokens, k], times the weights
         [tokens, k], and plus the residual if there is one.
         """
-        if self.is_for_kernel(tokens):
+        if self.has_kernel:
             from weft.serve.weights.packed_expert_kernel import tokens_by_kernel
 
             return tokens_by_kernel(tokens, weights, chosen, self, residual)
         out = through_experts(tokens, weights, sort_by_expert(chosen, self.num_experts), self)
         return out if residual is None else residual + out
-
-    def is_for_kernel(self, rows: Tensor) -> bool:
-        """Are these rows on a GPU and in 16 bits, and can the kernel read this format?"""
-        sizes = (self.gate_up_proj.in_features, self.down_proj.in_features)
-        if isinstance(self.format, Grouped):
-            fits = all(self.format.size_of_group(size) % 32 == 0 for size in sizes)
-        else:
-            fits = isinstance(self.format, RowFp8) and math.gcd(*sizes) % 32 == 0
-        return rows.is_cuda and rows.dtype in HALF and fits

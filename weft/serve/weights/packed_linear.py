@@ -19,11 +19,12 @@ from weft.models.decoder import Attention
 from weft.models.experts import StackedExperts, SwiGLU
 from weft.models.gpt2 import GPT2MLP, GPT2Attention
 from weft.serve.weights.cpu_products import CpuWeight, DynamicWeight, arranged, limited, product_of, why_dequantised
+from weft.serve.weights.fast_path import NOWHERE, Kernel, Place, fast_path, kernel_of
 from weft.serve.weights.packed_experts import PackedExperts, PackedStack
-from weft.serve.weights.plain_norm import plain_norm
+from weft.serve.weights.plain_steps import AfterProduct
+from weft.serve.weights.quantised_product import quantised_product
 from weft.serve.weights.weight_formats import (
     HEAD_FORMATS,
-    AfterProduct,
     Grouped,
     RowInt8,
     WeightFormat,
@@ -40,8 +41,9 @@ class PackedLinear(nn.Linear):
     def __init__(self, format: WeightFormat, parts: Sequence[Tensor], num_in: int, bias: Tensor | None) -> None:
         nn.Module.__init__(self)
         self.format = format
-        self.for_cpu: CpuWeight | None = None  # the weight a second time (`arrange_for_cpu`)
         self.in_features, self.out_features = num_in, len(parts[0])
+        self._for_cpu: CpuWeight | None = None  # the weight a second time (`arrange_for_cpu`)
+        self.choose(NOWHERE)
         for index, part in enumerate(parts):
             self.register_buffer(f"part_{index}", part)
         self.has_bias = bias is not None  # to ask the module for its bias takes longer
@@ -55,45 +57,40 @@ class PackedLinear(nn.Linear):
     def weight(self) -> Tensor:  # type: ignore[override]
         return torch.empty(self.out_features, self.in_features, device="meta")
 
-    def product(self, hidden: Tensor) -> Tensor:
-        """hidden @ weight.T."""
-        own = self._for_rows(hidden)
-        return self.format.product(hidden, self.parts, AfterProduct()) if own is None else own.product(hidden)
-
-    def _for_rows(self, hidden: Tensor) -> CpuWeight | None:
-        """The weight for a product with codes on a CPU; None if there is none, or another way is faster."""
-        own, shape = self.for_cpu, hidden.shape
-        return own if own is not None and len(shape) == 2 and shape[0] <= own.max_rows else None
+    def choose(self, place: Place) -> None:
+        """Choose the kernels of products with hidden states in a place. Until then, they are plain functions."""
+        self._place = place
+        self.paths = fast_path("linear", place, self.format, (self.out_features, self.in_features), self.max_rows)
 
     def arrange_for_cpu(self, dtype: torch.dtype) -> None:
         """Keep the weight a second time as a CPU's product with codes takes it, where that is faster."""
         self.for_cpu = arranged(self.format, self.parts, dtype)
 
     @property
+    def for_cpu(self) -> CpuWeight | None:
+        return self._for_cpu
+
+    @for_cpu.setter
+    def for_cpu(self, weight: CpuWeight | None) -> None:
+        self._for_cpu = weight
+        self.choose(self._place)
+
+    @property
     def max_rows(self) -> int:
-        """The most rows of a product with codes on a CPU; 0 if all products decode the weight."""
-        return 0 if self.for_cpu is None else self.for_cpu.max_rows
+        """The most rows of a product with codes on a CPU; 0 if all products dequantise the weight."""
+        return 0 if self._for_cpu is None else self._for_cpu.max_rows
 
     def limit_rows(self, max_rows: int) -> None:
         """Use products with codes for at most so many rows."""
-        self.for_cpu = limited(self.for_cpu, max_rows)
+        self.for_cpu = limited(self._for_cpu, max_rows)
 
-    def fused(
-        self,
-        hidden: Tensor,
-        residual: Tensor | None = None,
-        is_gated: bool = False,
-        norm: RMSNorm | None = None,
-    ) -> Tensor:
-        """The linear of norm(hidden), and what follows it (`AfterProduct`)."""
-        after = AfterProduct(self.bias if self.has_bias else None, residual, is_gated)
-        own = self._for_rows(hidden)
-        if own is None:
-            return self.format.product(hidden, self.parts, after, norm)
-        return after.of(own.product(hidden if norm is None else plain_norm(hidden, norm)))
+    def multiply(self, hidden: Tensor, kernel: Kernel, after: AfterProduct, norm: RMSNorm | None = None) -> Tensor:
+        """Return norm(hidden) [rows, in] @ weight.T by a kernel, and what follows. The kernel must have the norm."""
+        return quantised_product(kernel, self.format, self._for_cpu, hidden, self.parts, after, norm)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.fused(hidden)
+        kernel = kernel_of(self.paths, len(hidden)) if hidden.dim() == 2 else "dequantise"
+        return self.multiply(hidden, kernel, AfterProduct(self.bias if self.has_bias else None))
 
     @torch.no_grad()
     def take(self, parts: Sequence[Tensor]) -> None:
@@ -182,6 +179,13 @@ def pack_head(model: nn.Module, name: str | None, device: torch.device | str) ->
         form = weight_format(name)
         model.tied_to = None
         model.lm_head = PackedLinear(form, form.encode(head.weight), head.weight.shape[1], head.bias)
+
+
+def choose_kernels(model: nn.Module, place: Place) -> None:
+    """Choose the kernels of all weights in fewer bits, for hidden states in a place."""
+    for module in model.modules():
+        if isinstance(module, PackedLinear | PackedStack | PackedExperts):
+            module.choose(place)
 
 
 def what_cpus_do(model: nn.Module) -> list[str]:

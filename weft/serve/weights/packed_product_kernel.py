@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.serve.weights.plain_steps import AfterProduct
 from weft.serve.weights.unpacking_kernel import four_bit_numbers, fp8_numbers
-from weft.serve.weights.weight_formats import AfterProduct
 
 _OUTPUTS = 64  # of a program
 _PROGRAMS = 512  # as many as keep a GPU busy

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from weft.models.attention import RMSNorm
 from weft.serve.weights.expert_tiles_kernel import ExpertRows, rows_of_tile
+from weft.serve.weights.plain_steps import AfterProduct
 from weft.serve.weights.unpacking_kernel import ones_like, raised_four_bit_numbers, small_fp8_numbers
-from weft.serve.weights.weight_formats import AfterProduct
 
 _TILE, _LARGE_TILE = 64, 128  # rows of codes: outputs times chunks
 _MANY_PROGRAMS = 1024  # so many large tiles are better than twice as many tiles

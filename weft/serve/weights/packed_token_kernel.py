@@ -24,8 +24,8 @@ from torch import Tensor
 from weft.models.attention import RMSNorm
 from weft.serve.weights.early_launch_kernel import early_launch, wait_for_results
 from weft.serve.weights.integer_products_kernel import bytes_of, products
+from weft.serve.weights.plain_steps import AfterProduct
 from weft.serve.weights.unpacking_kernel import two_ranges, wide_fp8
-from weft.serve.weights.weight_formats import AfterProduct
 
 _UNIT = 4  # words that a thread loads at once, all of one group
 

@@ -15,9 +15,7 @@ from weft.models.attention import RMSNorm
 from weft.models.expert_rows import RowOrder
 from weft.models.router import Router
 from weft.serve.weights.early_launch_kernel import early_launch, wait_for_results
-from weft.serve.weights.weight_formats import MAX_ROUTED_TOKENS
 
-MAX_EXPERTS = 256
 _LOADED = 16384  # numbers of the router's weight that a program loads at a time
 _STAGES = 3
 
@@ -80,11 +78,6 @@ def _order(
     tl.store(source_ptr + place, pair.to(tl.int64), mask=exists)
     ends = tl.sum((same[None, :] <= expert[:, None]).to(tl.int32), 1)
     tl.store(end_ptr + expert, ends, mask=expert < num_experts)
-
-
-def can_route(num_tokens: int, router: Router) -> bool:
-    """Are these few enough tokens and experts for `route_by_kernel`?"""
-    return 0 < num_tokens <= MAX_ROUTED_TOKENS and router.num_experts <= MAX_EXPERTS and not router.is_sigmoid
 
 
 def route_by_kernel(hidden: Tensor, norm: RMSNorm, router: Router) -> tuple[Tensor, Tensor, Tensor]:

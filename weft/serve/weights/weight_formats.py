@@ -15,40 +15,18 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from weft.errors import ConfigError, NumbersError
-from weft.models.attention import RMSNorm
 from weft.serve.weights.group_codes import GroupCodes, decode, encode, joined_ranges, size_of_block, split_ranges
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # the largest number of e4m3
-MAX_KERNEL_ROWS = 64  # of a product by a kernel, which is bound by memory; weights are decoded for more
-MAX_TOKEN_BYTES = 8192  # codes of one output of a product by the kernel for one row, which holds them in registers
-KERNEL_INPUTS = 32  # of a group, or of a weight of float8, at least: kernels take no others
-FEW_ROWS = 4  # of a product by the kernel for few rows
-MAX_PAIRS = 128  # of tokens and experts that one program puts in order
-MAX_ROUTED_TOKENS = 64  # that go to experts by the router's kernel, of which each is one program
 DECODED_WEIGHTS = 1 << 19  # that a CPU decodes at a time
-
-
-class AfterProduct(NamedTuple):
-    """What follows a product: out + bias; then silu(gate) * up of both end to end, or residual + out."""
-
-    bias: Tensor | None = None
-    residual: Tensor | None = None
-    is_gated: bool = False
-
-    def of(self, out: Tensor) -> Tensor:
-        out = out if self.bias is None else out + self.bias
-        if self.is_gated:
-            gate, up = out.chunk(2, dim=-1)
-            out = F.silu(gate) * up
-        return out if self.residual is None else self.residual + out
 
 
 class WeightFormat(Hashable, Protocol):
@@ -61,10 +39,8 @@ class WeightFormat(Hashable, Protocol):
 
     def decode(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor: ...
 
-    def product(
-        self, hidden: Tensor, parts: Sequence[Tensor], after: AfterProduct, norm: RMSNorm | None = None
-    ) -> Tensor:
-        """norm(hidden) @ weight.T, and what follows."""
+    def product(self, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        """Return hidden @ weight.T by plain functions."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +52,6 @@ class Grouped:
 
     def size_of_group(self, num_in: int) -> int:
         return math.gcd(num_in, self.group)
-
-    def has_kernel(self, num_in: int) -> bool:
-        """Do kernels take weights with so many inputs?"""
-        return self.size_of_group(num_in) >= KERNEL_INPUTS
 
     def empty(self, num_out: int, num_in: int, device: torch.device | str) -> tuple[Tensor, ...]:
         if num_in * self.bits % 8:
@@ -101,14 +73,12 @@ class Grouped:
         block = size_of_block(num_in, group)
         return (4, block, block // group) if self.bits == 4 else (8, group, 1)
 
-    def product(
-        self, hidden: Tensor, parts: Sequence[Tensor], after: AfterProduct, norm: RMSNorm | None = None
-    ) -> Tensor:
-        codes, ranges = parts
-        num_in = hidden.shape[-1]
-        if is_for_kernel(hidden) and self.has_kernel(num_in):
-            return product_by_kernel(hidden, codes, ranges, self.block(num_in), after, norm)
-        return after.of(decoded_product(self, hidden if norm is None else norm(hidden), parts))
+    def kernel_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return codes and ranges, as kernels take them."""
+        return parts[0], parts[1]
+
+    def product(self, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        return decoded_product(self, hidden, parts)
 
 
 @dataclass(frozen=True)
@@ -124,10 +94,8 @@ class Half:
     def decode(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         return parts[0].view(torch.float16).to(dtype)
 
-    def product(
-        self, hidden: Tensor, parts: Sequence[Tensor], after: AfterProduct, norm: RMSNorm | None = None
-    ) -> Tensor:
-        return after.of(decoded_product(self, hidden if norm is None else norm(hidden), parts))
+    def product(self, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        return decoded_product(self, hidden, parts)
 
 
 @dataclass(frozen=True)
@@ -160,10 +128,8 @@ class RowInt8(ScaledRows):
     code = torch.int8
     largest = 127.0
 
-    def product(
-        self, hidden: Tensor, parts: Sequence[Tensor], after: AfterProduct, norm: RMSNorm | None = None
-    ) -> Tensor:
-        return after.of(decoded_product(self, hidden if norm is None else norm(hidden), parts))
+    def product(self, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        return decoded_product(self, hidden, parts)
 
 
 @dataclass(frozen=True)
@@ -177,23 +143,19 @@ class RowFp8(ScaledRows):
         """For kernels: bits, inputs of a block and no groups."""
         return 8, size_of_block(num_in), 0
 
-    def has_kernel(self, num_in: int) -> bool:
-        """Do kernels take weights with so many inputs?"""
-        return num_in % KERNEL_INPUTS == 0
+    def kernel_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        return parts[0], parts[1].view(torch.float32)[..., 0]
 
-    def product(
-        self, hidden: Tensor, parts: Sequence[Tensor], after: AfterProduct, norm: RMSNorm | None = None
-    ) -> Tensor:
+    def product(self, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
         codes, scale = parts[0].view(FP8), parts[1].view(torch.float32)
-        if is_for_kernel(hidden) and self.has_kernel(hidden.shape[-1]):
-            return product_by_kernel(hidden, parts[0], scale[:, 0], self.block(hidden.shape[-1]), after, norm)
-        hidden = hidden if norm is None else norm(hidden)
-        if has_fp8_products(hidden) and len(codes) % 16 == 0 == hidden.shape[-1] % 16:
-            given = hidden.float().abs().amax(1, keepdim=True).clamp(min=1e-30) / FP8_MAX
-            rounded = (hidden.float() / given).to(FP8)
-            out = torch._scaled_mm(rounded, codes.T, given, scale.T, out_dtype=hidden.dtype, use_fast_accum=True)
-            return after.of(out)
-        return after.of(F.linear(hidden, codes.to(hidden.dtype)) * scale.to(hidden.dtype).T)
+        return F.linear(hidden, codes.to(hidden.dtype)) * scale.to(hidden.dtype).T
+
+    def float8_product(self, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        """Return hidden @ weight.T by a GPU's product of float8: each row of inputs is rounded to it by its largest."""
+        codes, scale = parts[0].view(FP8), parts[1].view(torch.float32)
+        given = hidden.float().abs().amax(1, keepdim=True).clamp(min=1e-30) / FP8_MAX
+        rounded = (hidden.float() / given).to(FP8)
+        return torch._scaled_mm(rounded, codes.T, given, scale.T, out_dtype=hidden.dtype, use_fast_accum=True)
 
 
 def decoded_product(format: WeightFormat, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
@@ -202,48 +164,6 @@ def decoded_product(format: WeightFormat, hidden: Tensor, parts: Sequence[Tensor
     some = zip(*(part.split(num_out) for part in parts), strict=True)
     products = [F.linear(hidden, format.decode(one, hidden.dtype)) for one in some]
     return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
-
-
-def product_by_kernel(
-    hidden: Tensor,
-    codes: Tensor,
-    ranges: Tensor,
-    block: tuple[int, int, int],
-    after: AfterProduct,
-    norm: RMSNorm | None,
-) -> Tensor:
-    """norm(hidden) @ weight.T, and what follows, by the kernel for this number of rows."""
-    if is_for_token_kernel(hidden, bits=block[0], has_groups=block[2] > 0):
-        from weft.serve.weights.packed_token_kernel import product_of_token_by_kernel
-
-        return product_of_token_by_kernel(hidden, codes, ranges, block, after, norm)
-    if len(hidden) <= FEW_ROWS:
-        from weft.serve.weights.packed_row_kernel import product_of_rows_by_kernel
-
-        return product_of_rows_by_kernel(hidden, codes, ranges, block, after, norm)
-    from weft.serve.weights.packed_product_kernel import packed_product_by_kernel
-
-    return packed_product_by_kernel(hidden if norm is None else norm(hidden), codes, ranges, block, after)
-
-
-def is_for_kernel(hidden: Tensor) -> bool:
-    """Are these few enough rows, on a GPU and in 16 bits, for the kernels?"""
-    is_half = hidden.dtype in (torch.float16, torch.bfloat16)
-    return hidden.is_cuda and is_half and hidden.dim() == 2 and len(hidden) <= MAX_KERNEL_ROWS
-
-
-def is_for_token_kernel(hidden: Tensor, bits: int, has_groups: bool) -> bool:
-    """Is the kernel for one row the fastest? Older GPUs cannot convert float8."""
-    if len(hidden) > 1 or hidden.shape[1] * bits > 8 * MAX_TOKEN_BYTES:
-        return False
-    return has_groups or torch.cuda.get_device_capability(hidden.device) >= (8, 9)
-
-
-def has_fp8_products(hidden: Tensor) -> bool:
-    """Does the GPU multiply rows of float8, each with a scale of its own, to results of bf16?"""
-    if not (hidden.is_cuda and hidden.dim() == 2 and hidden.dtype == torch.bfloat16):
-        return False
-    return torch.version.hip is None and torch.cuda.get_device_capability(hidden.device) >= (9, 0)
 
 
 FORMATS: dict[str, WeightFormat] = {
