@@ -159,7 +159,7 @@ def kernel_seconds(step: Callable[[], object], device: torch.device) -> list[tup
     is_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU]) as found:
         step()
-        _wait(device)
+        harness.synchronize(device)
     rows = [
         (event.key, event.count, (event.self_device_time_total if is_gpu else event.self_cpu_time_total) / 1e3)
         for event in found.key_averages()
@@ -194,11 +194,6 @@ def check_kernels() -> dict[str, float]:
                 name = f"{plain.__name__} {place}"
                 found[name] = max(found.get(name, 0.0), float(difference))
     return found
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 # --- all of them

@@ -148,31 +148,37 @@ Step = Callable[[Tensor, Tensor], Tensor]  # tokens and labels [batch, sequence]
 # --- contenders
 
 
-def weft_contender(name: str, case: Case, device: torch.device, stack: ExitStack, compiles: bool) -> Step:
-    from weft.optim.saved_state import make_optimizer
-
-    plan = build_dataclass(Plan, PLANS[name], "plan")
-    model = case.model
-    shape = AttentionShape(
-        case.batch, model.num_attention_heads, model.num_key_value_heads, case.sequence, model.head_dim
-    )
-    stack.enter_context(fastest_attention(shape, torch.bfloat16, device))
+def weft_model(
+    config: DecoderConfig, plan: Plan, batch: tuple[int, int], device: torch.device, stack: ExitStack, compiles: bool
+) -> tuple[nn.Module, Mesh, str | None]:
+    """Return weft's model with random weights as `weft train` has it for batches [sequences, tokens], with its mesh and
+    the kernel of attention, which `stack` keeps.
+    """
+    sizes = config.num_attention_heads, config.num_key_value_heads, batch[1], config.head_dim
+    kernel = stack.enter_context(fastest_attention(AttentionShape(batch[0], *sizes), torch.bfloat16, device))
     with torch.device("meta"):
-        whole = build(model)
-    shapes = parameter_shapes(model)
+        whole = build(config)
+    shapes = parameter_shapes(config)
 
     def value(name: str) -> Tensor:
         made = torch.empty(shapes[name], device=device)
         return made.normal_(0, 0.02) if made.dim() > 1 else made.fill_(1.0)
 
     mesh = Mesh(plan, device)
-    parallel = parallelize(whole, plan, mesh, value)
+    model = parallelize(whole, plan, mesh, value)
     if compiles:
-        compile_blocks(parallel, lambda message: print(message, file=sys.stderr))
+        compile_blocks(model, lambda message: print(message, file=sys.stderr))
+    return model, mesh, kernel
+
+
+def weft_contender(name: str, case: Case, device: torch.device, stack: ExitStack, compiles: bool) -> Step:
+    from weft.optim.saved_state import make_optimizer
     from weft.run_tables import TrainConfig
 
-    optimizer = make_optimizer(parallel, TrainConfig(steps=1, batch=1, learning_rate=LEARNING_RATE))
-    return lambda tokens, labels: train_step(parallel, optimizer, [(tokens, labels)], mesh, clip=CLIP).loss
+    plan = build_dataclass(Plan, PLANS[name], "plan")
+    model, mesh, _ = weft_model(case.model, plan, (case.batch, case.sequence), device, stack, compiles)
+    optimizer = make_optimizer(model, TrainConfig(steps=1, batch=1, learning_rate=LEARNING_RATE))
+    return lambda tokens, labels: train_step(model, optimizer, [(tokens, labels)], mesh, clip=CLIP).loss
 
 
 def plain_contender(case: Case, device: torch.device, compiles: bool) -> Step:
@@ -345,11 +351,11 @@ def time_steps(
     first_seconds = time.perf_counter() - begin
     for number in range(arguments.warm):
         step(*take(number))
-    _wait(device)
+    harness.synchronize(device)
     begin = time.perf_counter()
     for number in range(arguments.steps):
         last = step(*take(number))
-    _wait(device)
+    harness.synchronize(device)
     seconds = (time.perf_counter() - begin) / arguments.steps
     return {
         "step_seconds": seconds,
@@ -372,20 +378,8 @@ def matmul_ceiling(side: int) -> dict[str, Any]:
     """FLOP/s of a bf16 matmul of side³."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     left, right = (torch.randn(side, side, dtype=torch.bfloat16, device=device) for _ in range(2))
-    best = float("inf")
-    for _ in range(10):
-        _wait(torch.device(device))
-        begin = time.perf_counter()
-        for _ in range(5):
-            left @ right
-        _wait(torch.device(device))
-        best = min(best, (time.perf_counter() - begin) / 5)
-    return {"flops_per_second": 2 * side**3 / best}
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    seconds = harness.call_seconds(lambda: left @ right, torch.device(device), calls=5, repeats=10, of=min)
+    return {"flops_per_second": 2 * side**3 / seconds}
 
 
 # --- all of them

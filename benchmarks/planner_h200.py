@@ -28,16 +28,11 @@ from typing import Any
 
 import harness
 import torch
-from torch import Tensor
+from one_gpu import weft_model
 
 from weft.cluster.hardware import Cluster, load
-from weft.compile.attention_kernel import AttentionShape, fastest_attention
-from weft.compile.blocks import compile_blocks
-from weft.mesh import Mesh
-from weft.models import DecoderConfig, build
-from weft.models.hf import parameter_shapes
+from weft.models import DecoderConfig
 from weft.optim.saved_state import make_optimizer
-from weft.parallel.apply import parallelize
 from weft.plan import Memory, Plan, Recompute
 from weft.planner.model import planned_model
 from weft.run_tables import TrainConfig
@@ -139,22 +134,9 @@ def measure(case: Case, is_tiny: bool) -> dict[str, Any]:
     """Median seconds of a step, the peak of what tensors take, and the seconds of kernels by kind."""
     device = torch.device("cpu" if is_tiny else "cuda")
     plan, config = plan_of(case), config_of(case, is_tiny)
-    heads, keys = config.num_attention_heads, config.num_key_value_heads
-    shape = AttentionShape(case.micro_batch, heads, keys, case.sequence, config.head_dim)
     with ExitStack() as stack:
-        kernel = stack.enter_context(fastest_attention(shape, torch.bfloat16, device))
-        with torch.device("meta"):
-            model = build(config)
-        shapes = parameter_shapes(config)
-
-        def value(name: str) -> Tensor:
-            made = torch.empty(shapes[name], device=device)
-            return made.normal_(0, 0.02) if made.dim() > 1 else made.fill_(1.0)
-
-        mesh = Mesh(plan, device)
-        model = parallelize(model, plan, mesh, value)
-        if device.type == "cuda":
-            compile_blocks(model, lambda message: print(message, file=sys.stderr))
+        batch = (case.micro_batch, case.sequence)
+        model, mesh, kernel = weft_model(config, plan, batch, device, stack, compiles=not is_tiny)
         optimizer = make_optimizer(model, TrainConfig(steps=1, batch=1))
         tokens = torch.randint(config.vocab_size, (case.micro_batch, case.sequence + 1), device=device)
         batches = [(tokens[:, :-1], tokens[:, 1:])] * case.num_micro_batches
