@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,9 @@ RUN = 'folder = "run"\n[data]\nsource = "stdlib"\nsequence = 64\ntokenizer = "by
 BODY = {"prompt": "abc def ", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 # The command, with fewer restarts, and with ranks that count as hung sooner.
 PROGRAM = (
-    "from weft.launch.agent import Restarts; from weft.serve.http import local_ranks_server as server; "
+    "from weft.launch.agent import Restarts; from weft.serve.http import local_ranks_server as server, run_server; "
     "server.RESTARTS = Restarts(limit={limit}, hang_seconds={hang_seconds}); "
+    "run_server.HANG_SECONDS = {hang_seconds}; "
     "from weft.commands.main import run; run()"
 )
 
@@ -121,11 +123,26 @@ class ServedRanks:
 
 @contextmanager
 def served_ranks(
-    run: Path, *arguments: str, limit: int = 5, hang_seconds: float = 60.0, program: str = "", **environ: str
+    run: Path,
+    *arguments: str,
+    limit: int = 5,
+    hang_seconds: float = 60.0,
+    program: str = "",
+    launcher: Sequence[str] = (),
+    **environ: str,
 ) -> Iterator[ServedRanks]:
-    """Serve a run until the block ends; `program` is Python that runs first, in all its processes."""
+    """Serve a run until the block ends; `program` is Python that runs first, in all its processes. The words of a
+    `launcher` start it.
+    """
     log = run.parent / f"{run.name}.log"
-    words = [sys.executable, "-c", program + PROGRAM.format(limit=limit, hang_seconds=hang_seconds), "serve", str(run)]
+    words = [
+        *launcher,
+        sys.executable,
+        "-c",
+        program + PROGRAM.format(limit=limit, hang_seconds=hang_seconds),
+        "serve",
+        str(run),
+    ]
     words += ["--port", "0", "--json", "--device", "cpu", *arguments]
     own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ}
     with log.open("wb") as err, subprocess.Popen(words, stdout=subprocess.PIPE, stderr=err, env=own) as process:
@@ -139,5 +156,10 @@ def served_ranks(
             print(log.read_text(), file=sys.stderr)
             raise
         finally:
+            for one in (
+                (*ranks_of(process.pid), process.pid) if launcher else ()
+            ):  # torchrun does not end its ranks then
+                with suppress(ProcessLookupError):
+                    os.kill(one, signal.SIGKILL)
             process.kill()
             process.stdout.close()

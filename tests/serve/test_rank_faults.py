@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import socket
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -88,6 +90,27 @@ def test_ranks_start_again_after_each_fault_up_to_the_limit(tmp_path: Path) -> N
         assert served.process.wait(60) == 128 + signal.SIGKILL
         assert "rank 1 was killed by SIGKILL" in served.said
         assert "that was after 3 restarts within 3600 s" in served.said
+
+
+def test_torchrun_starts_ranks_that_hang_again_with_the_weights_that_were_served(tmp_path: Path) -> None:
+    """A newer checkpoint has come meanwhile, which nobody asked to follow."""
+    run = tmp_path / "run"
+    save_step(run, 1)
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = str(one.getsockname()[1])  # ranks that start again listen themselves
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher += ["--max-restarts", "1", "--monitor-interval", "0.2", "--no-python"]
+    with served_ranks(run, "plan.tensor.x=2", "--port", port, hang_seconds=3, launcher=launcher) as served:
+        right, before = many_answers(served), served.ranks()
+        save_step(run, 2)
+        served.kill(-1, signal.SIGSTOP)
+        wait_for_restart(served, before)
+        assert "no sign of life for" in served.said
+        assert "All ranks end with status 124, for the launcher to restart" in served.said
+        assert served.health() == (200, "step-00000001")
+        assert served.text() == right
+        assert "starts no rank again" not in served.said
 
 
 def many_answers(served: ServedRanks) -> str:

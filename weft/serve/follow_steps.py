@@ -15,7 +15,6 @@ from weft.serve.model.model_part import ModelPart
 def follow_steps(part: ModelPart) -> None:
     """Compute what the scheduling rank tells, until it tells this rank to end."""
     assert part.ranks is not None
-    part.ranks.is_watched = True
     while True:
         message = part.ranks.next_message()
         if message.kind == "stop":
@@ -30,6 +29,7 @@ def follow_steps(part: ModelPart) -> None:
             assert message.inputs is not None
             part.text_logprobs(message.inputs, part.paged.vocab_size, 0)
         elif message.kind == "idle":
+            part.ranks.is_watched = True  # from the first one on, which comes after the warm-up
             part.ranks.meet()
         elif message.kind == "pass":
             part.pass_by()

@@ -6,8 +6,9 @@ import json
 import os
 import signal
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -19,9 +20,19 @@ from torch import nn
 
 from weft.errors import EngineError, WeftError
 from weft.health.rank_status import Status
-from weft.launch.environment import RankInfo, check_world, init_process_group, shutdown
+from weft.health.watchdog import Deadline
+from weft.launch.environment import (
+    RankInfo,
+    check_world,
+    init_process_group,
+    is_elastic,
+    shutdown,
+    starts_again,
+    world_store,
+)
 from weft.mesh import Mesh
 from weft.plan import Plan
+from weft.resilience.peer_watch import Lookout
 from weft.saved_run import first_usable
 from weft.serve.attention.split_formats import split_format
 from weft.serve.cache_formats import block_size_of, cache_format, why_slow
@@ -50,6 +61,7 @@ from weft.serve.weights.usable_weights import ServedRecord, paths_to_try
 from weft.serve.worker import EngineWorker
 
 RANK_TIMEOUT = timedelta(minutes=10)  # of a rank that waits for another; a rank that died is found at once
+HANG_SECONDS = 60.0  # without a sign of life, and as long as ten steps, before ranks of a launcher count as hung
 END_SECONDS = 10.0
 
 Ready = Callable[[dict[str, Any]], None]
@@ -120,10 +132,10 @@ def run_rank(
     ready: Ready,
     say: Say,
     bar: Bar = no_bar,
-    record: ServedRecord = ServedRecord(),  # noqa: B008 (it records nothing)
+    record: ServedRecord | None = None,
 ) -> None:
     """Serve a model as one of the plan's ranks. Rank 0 listens, on `sock` if it is given. `record` has the weights that
-    were served before the ranks started again.
+    were served before the ranks started again; ranks of a launcher find it themselves.
     """
     check_world(rank_info, plan.num_ranks, plan.degrees)
     refuse_options(source, spec, plan, on_ranks=True)
@@ -132,6 +144,25 @@ def run_rank(
         sock = listen(spec.host, spec.port)
     mesh = _join(rank_info, spec, plan)
     say_once = say if rank_info.rank == 0 else lambda message: None
+    record = record or _record_of_launcher(rank_info, say_once)
+    with _lookout(rank_info, mesh):
+        _serve_rank(source, spec, mesh, sock, ready, say, bar, record)
+    record.remove()
+    shutdown()
+
+
+def _serve_rank(
+    source: Path,
+    spec: ServingSpec,
+    mesh: Mesh,
+    sock: socket.socket | None,
+    ready: Ready,
+    say: Say,
+    bar: Bar,
+    record: ServedRecord,
+) -> None:
+    """Read this rank's part of the model and serve it, as one of the ranks of a mesh."""
+    plan, say_once = mesh.plan, say if mesh.is_first else lambda message: None
     ranks = ServingRanks(mesh, cast(Sums, spec.sums.replace("-", "_")), spec.stream_weights > 0, say_once)
     replicas = mesh.with_own_group("data", "requests") if plan.data > 1 else mesh["data"]
     paths = _agreed_paths(ranks, source, record, say_once)
@@ -154,7 +185,7 @@ def run_rank(
             follow_steps(part)
     else:
         engine = Engine(loaded.model, of_engine, ranks, load)
-        warm = partial(_warm_up, engine, of_engine, spec, bar if rank_info.rank == 0 else no_bar)
+        warm = partial(_warm_up, engine, of_engine, spec, bar if mesh.is_first else no_bar)
         if replicas.index > 0:
             warm()
             ranks.is_watched = True
@@ -169,7 +200,31 @@ def run_rank(
                 ready(about)
 
             _serve_engine(front, loaded, sock, source, spec, plan.data, Path, warm, say_ready, say, record)
-    shutdown()
+
+
+def _lookout(rank_info: RankInfo, mesh: Mesh) -> AbstractContextManager[object]:
+    """A context in which ranks that a launcher started watch each other for hangs, as weft's agent watches its own."""
+    if rank_info.num_ranks == 1 or rank_info.launcher in ("none", "weft"):
+        return nullcontext()
+    assert mesh.ledger.status is not None
+    stacks = Path(tempfile.gettempdir()) / "weft-serve"
+    return Lookout(mesh.ledger.status, rank_info, world_store(), Deadline(HANG_SECONDS), stacks)
+
+
+def _record_of_launcher(rank_info: RankInfo, say: Say) -> ServedRecord:
+    """The weights that were served last, in a file that torchrun's ranks find when it starts them again."""
+    if not is_elastic(os.environ, rank_info):
+        say(
+            "the launcher starts no rank again (torchrun does with --max-restarts): if one fails or hangs, the server "
+            "ends, and its next start takes the newest weights"
+        )
+        return ServedRecord()
+    if rank_info.rank > 0:
+        return ServedRecord()
+    record = ServedRecord(Path(tempfile.gettempdir()) / f"weft-served-{os.getuid()}-{os.getppid()}")
+    if not starts_again(os.environ):
+        record.remove()  # of an earlier process with this number
+    return record
 
 
 def _join(rank_info: RankInfo, spec: ServingSpec, plan: Plan) -> Mesh:

@@ -50,7 +50,16 @@ class ServedRecord:
 
     def read(self) -> str | None:
         """The weights that were served last; None if none were."""
-        return self._path.read_text() if self._path is not None and self._path.exists() else None
+        if self._path is not None:
+            with suppress(OSError):
+                return self._path.read_text()
+        return None
+
+    def remove(self) -> None:
+        """Delete the file, as nobody starts again."""
+        if self._path is not None:
+            with suppress(OSError):
+                self._path.unlink()
 
 
 def paths_to_try(source: Path, last: str | None, say: Say) -> list[Path]:
