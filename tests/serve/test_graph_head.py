@@ -175,7 +175,7 @@ def test_other_weights_and_damaged_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is of 61 tokens, and 60 are served"):
         make_engine(tiny_model("llama"), head=read, vocab_size=60)
     engine = make_engine(tiny_model("llama"), head=read)
-    with pytest.raises(ConfigError, match="--head graph is of the weights in use"):
+    with pytest.raises(ConfigError, match="--follow replaces weights, which the graph of --head is made of"):
         engine.replace_weights(tiny_model("llama"))
     whole = path.read_bytes()
     for name, other in ((b'"beam"', b'"boom"'), (b'"number":"8"', b'"number":"x"')):  # one is missing, one no number

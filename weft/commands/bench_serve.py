@@ -17,7 +17,7 @@ from weft.commands.result_file import refuse_place, write_result
 from weft.errors import BAD_INPUT, ConfigError, LocalError
 
 if TYPE_CHECKING:
-    from weft.serve.load import LoadOptions, RateResult
+    from weft.serve.load_generator import LoadOptions, RateResult
 
 EXAMPLE = "Example: weft bench serve runs/quickstart --rate 2 --requests 40; or: weft bench serve http://127.0.0.1:8000"
 STOP_SECONDS = 60
@@ -50,8 +50,8 @@ def bench_serve_command(
     """
     import asyncio  # takes a tenth of the time of weft --help
 
-    from weft.serve.load import LoadOptions
-    from weft.serve.load_report import HEAD, svg, table_row
+    from weft.serve.load_generator import LoadOptions
+    from weft.serve.load_generator_report import HEAD, svg, table_row
 
     places = _places(out)
     lengths = prompt_tokens, answer_tokens
@@ -120,7 +120,7 @@ async def _measure(
     tell: Callable[[RateResult], None],
 ) -> tuple[str, LoadOptions, list[RateResult]]:
     """Returns the model's name, the options with lengths that were given or that fit the server, and the results."""
-    from weft.serve.load import open_target, run_load
+    from weft.serve.load_generator import open_target, run_load
 
     target = await open_target(url, key)
     prompt, answer = usual_lengths(target.context_length)

@@ -173,7 +173,7 @@ def _plan_serving(
 
     from weft.commands.console import make_console
     from weft.commands.plan_serve import plan_serving
-    from weft.commands.plan_serve_cpu import PlannedModel
+    from weft.commands.plan_serve_cpu import ModelToServe
     from weft.models.catalog import load_model
     from weft.planner.serving import ServingWorkload
     from weft.run_file import load_run
@@ -183,17 +183,17 @@ def _plan_serving(
     if run_file is not None:
         run = load_run(run_file, overrides)
         saved = "bf16" if run.plan.precision == "bf16" and not run.plan.memory.master else "fp32"
-        planned, cluster = PlannedModel(run.name, run.model, saved), cluster or run.cluster
+        planned, cluster = ModelToServe(run.name, run.model, saved), cluster or run.cluster
     else:
         assert model is not None
         folder = Path(model)
         if folder.is_dir():
             own = folder_format(folder) if spec.weights is None else None
             saved = "bf16" if computes_in(folder) == torch.bfloat16 else "fp32"
-            planned = PlannedModel(model, model_config(folder), saved, own is not None)
+            planned = ModelToServe(model, model_config(folder), saved, own is not None)
             spec = replace(spec, weights=spec.weights or own)
         else:
-            planned = PlannedModel(model, load_model(model))
+            planned = ModelToServe(model, load_model(model))
         cluster = cluster or "local"
     workload = ServingWorkload.of(*sizes)
     plan_serving(planned, cluster, workload, spec, accepted, make_console(as_json), as_json)

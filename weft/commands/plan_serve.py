@@ -12,7 +12,7 @@ from weft.architectures import LanguageConfig, RecurrentConfig, TransformerConfi
 from weft.cluster.cpu_rates import is_cpu
 from weft.cluster.hardware import Cluster, load
 from weft.commands.console import print_json, say
-from weft.commands.plan_serve_cpu import PlannedModel, plan_cpu_serving
+from weft.commands.plan_serve_cpu import ModelToServe, plan_cpu_serving
 from weft.errors import ConfigError, PlanError
 from weft.planner.predict import is_known
 from weft.planner.serving import (
@@ -37,7 +37,7 @@ NOT_PRICED = "Not priced on GPUs: --sums (sums over ranks are the library's), --
 
 
 def plan_serving(
-    model: PlannedModel,
+    model: ModelToServe,
     cluster_name: str,
     workload: ServingWorkload,
     spec: ServingSpec,

@@ -25,7 +25,7 @@ NOT_PRICED = (
 
 
 @dataclass(frozen=True)
-class PlannedModel:
+class ModelToServe:
     """The model that is planned for: its name and config, the precision in which its weights are saved, and whether
     they are a folder's own in fewer bits, nearest to the format that the options have.
     """
@@ -48,7 +48,7 @@ def measured_rates(cluster: Cluster) -> DecodeRates:
 
 
 def plan_cpu_serving(
-    model: PlannedModel, cluster: Cluster, length: int, spec: ServingSpec, console: Console, as_json: bool
+    model: ModelToServe, cluster: Cluster, length: int, spec: ServingSpec, console: Console, as_json: bool
 ) -> None:
     """Predict a decode of one request that has `length` tokens, and show it."""
     assert isinstance(model.config, LanguageConfig)
@@ -73,7 +73,7 @@ def plan_cpu_serving(
 
 
 def _sentences(
-    model: PlannedModel, spec: ServingSpec, rates: DecodeRates, found: CpuDecode, graph: GraphHead | None
+    model: ModelToServe, spec: ServingSpec, rates: DecodeRates, found: CpuDecode, graph: GraphHead | None
 ) -> list[str]:
     threads = f"{rates.threads} thread{'s' * (rates.threads > 1)}"
     lines = [

@@ -52,14 +52,13 @@ def search_serving(
     """
     found, refused = list[ServingPrediction](), list[str]()
     whole = ServingModel(config, cluster, Plan(), precision, replace(spec, stream_weights=0), has_codes)
-    given = (workload, precision, spec, has_codes)
     longest = max(map(sum, workload.lengths))
     is_long = longest * whole.cache_bytes(0) > LONG_SHARE * whole.weight_bytes
     for plan in serving_plans(
         config, cluster.num_devices, is_long and isinstance(cache_format(spec.cache), PlainFormat)
     ):
         try:
-            found.append(predict_serving(config, cluster, plan, *given))
+            found.append(predict_serving(config, cluster, plan, workload, precision, spec, has_codes))
         except PlanError as error:
             refused.append(str(error))
     return sorted(found, key=lambda one: -one.loaded.tokens_per_second), refused

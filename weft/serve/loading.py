@@ -242,8 +242,7 @@ def _load(saved: _Saved, spec: ServingSpec, device: torch.device, say: Say, rank
     form = None if spec.weights is None else weight_format(spec.weights, device)
     texts = list[Tensor]()
     if spec.calibration is not None:
-        given = (Path(spec.calibration), saved.tokenizer, saved.context_length, config.vocab_size)
-        texts = calibration_texts(*given)
+        texts = calibration_texts(Path(spec.calibration), saved.tokenizer, saved.context_length, config.vocab_size)
     packed: Packed | None = None
     if saved.quantised is not None:
         for reason in make_room_for_codes(model, cuts, saved.quantised):

@@ -37,36 +37,21 @@ class Option:
     """What is known of an option beside its name, type and default."""
 
     help: str
-    commands: tuple[Command, ...]  # that take it; none: it is set in Python only
-    flag: str | None  # on the command line, if it is not the field's name
-    minimum: float | None
-    maximum: float | None
-    choices: tuple[str, ...]  # all values, if these are a few words
-    variable: str | None  # of the environment, from which it is read if it is not given
-    on_gpu: Any  # the default on a GPU, where it is another than on CPUs
-    devices: tuple[Device, ...]  # on which it can be used
-    priced: tuple[Device, ...]  # for which `weft plan --serve` predicts its effect
-    recurrent: bool  # goes with LSTM and GRU models
+    commands: tuple[Command, ...] = ("serve",)  # that take it; none: it is set in Python only
+    flag: str | None = None  # on the command line, if it is not the field's name
+    minimum: float | None = None
+    maximum: float | None = None
+    choices: tuple[str, ...] = ()  # all values, if these are a few words
+    variable: str | None = None  # of the environment, from which it is read if it is not given
+    on_gpu: Any = None  # the default on a GPU, where it is another than on CPUs
+    devices: tuple[Device, ...] = DEVICES  # on which it can be used
+    priced: tuple[Device, ...] = DEVICES  # for which `weft plan --serve` predicts its effect
+    recurrent: bool = True  # goes with LSTM and GRU models
 
 
-def option(
-    default: T,
-    help: str,
-    *,
-    commands: tuple[Command, ...] = ("serve",),
-    flag: str | None = None,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    choices: tuple[str, ...] = (),
-    variable: str | None = None,
-    on_gpu: T | None = None,
-    devices: tuple[Device, ...] = DEVICES,
-    priced: tuple[Device, ...] = DEVICES,
-    recurrent: bool = True,
-) -> T:
-    """Return a field of a dataclass that is an option."""
-    about = Option(help, commands, flag, minimum, maximum, choices, variable, on_gpu, devices, priced, recurrent)
-    return field(default=default, metadata={"option": about})  # type: ignore[no-any-return]
+def option(default: T, help: str, **about: Any) -> T:
+    """Return a field of a dataclass that is an option; `about` are the other fields of `Option`."""
+    return field(default=default, metadata={"option": Option(help, **about)})
 
 
 def option_of(one: Field[Any]) -> Option:

@@ -87,9 +87,14 @@ class ModelPart:
             num_blocks = ranks.agree(num_blocks)
         num_rows = options.num_rows
         self.cache = self.paged.new_cache(num_blocks + 1, options.block_size, num_rows)  # the last block is for padding
-        answers_choose = self.paged.cache_format.answers_choose
-        given = (self._block_size(options), num_blocks, num_rows, self.device, answers_choose)
-        self.layout = PageLayout(*given, self._share(options))
+        self.layout = PageLayout(
+            self._block_size(options),
+            num_blocks,
+            num_rows,
+            self.device,
+            self.paged.cache_format.answers_choose,
+            self._share(options),
+        )
 
     @torch.inference_mode()
     def logits(

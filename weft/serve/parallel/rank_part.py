@@ -56,11 +56,7 @@ def refuse_model(config: LanguageConfig) -> None:
 def refuse_plan(config: LanguageConfig, plan: Plan) -> None:
     """Raise PlanError if a model cannot be served under a plan, ConfigError if it is not served at all."""
     refuse_model(config)
-    if isinstance(config, RecurrentConfig):
-        raise PlanError(
-            "a recurrent model is served on one rank, which keeps one state for each request; leave out the plan, and "
-            "start another server for more requests"
-        )
+    assert not isinstance(config, RecurrentConfig), "`serve/refusals.py` refuses a plan of one"
     degrees = TensorDegrees(plan.tensor.x, plan.tensor.y)
     context = Context(plan.context.degree)
     served = Plan(data=plan.data, pipe=Pipe(plan.pipe.degree), expert=plan.expert, tensor=degrees, context=context)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
-from weft.serve.load import RateResult
+from weft.serve.load_generator import RateResult
 
 HEAD = (
     f"{'requests/s':>10}{'answered':>12}{'tokens/s':>10}   {'first token p50, p90, p99':<32}{'per token p50, p90, p99'}"
