@@ -104,7 +104,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(fused_kernel, "gated_by_kernel", lambda out: made.append("gate") or out[:, :8])
     monkeypatch.setattr(fused_kernel, "row_linear_by_kernel", kernel("row"))
 
-    def product(name: str, form: Any, for_cpu: Any, hidden: Tensor, parts: Any, after: Any, norm: Any = None) -> Tensor:
+    def product(name: str, form: Any, hidden: Tensor, parts: Any, after: Any, norm: Any = None) -> Tensor:
         what = ["with norm"] * (norm is not None) + ["gated"] * after.is_gated
         made.append(" ".join([name, *what, *["added"] * (after.residual is not None)]))
         return torch.zeros(len(hidden), 16, dtype=hidden.dtype)

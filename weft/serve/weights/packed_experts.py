@@ -65,9 +65,9 @@ class PackedStack(nn.Module):
     def fused(self, expert: int, rows: Tensor, after: AfterProduct = AfterProduct()) -> Tensor:  # noqa: B008
         """rows @ weight.T of an expert, and what follows."""
         for_cpu = self.for_cpu[expert] if self.for_cpu else None
-        is_by_codes = for_cpu is not None and len(rows) <= for_cpu.max_rows
-        kernel = "codes" if is_by_codes else kernel_of(self.paths, len(rows))
-        return quantised_product(kernel, self.format, for_cpu, rows, self.parts_of(expert), after)
+        if for_cpu is not None and len(rows) <= for_cpu.max_rows:
+            return after.of(for_cpu.product(rows))
+        return quantised_product(kernel_of(self.paths, len(rows)), self.format, rows, self.parts_of(expert), after)
 
     def choose(self, place: Place) -> None:
         """Choose the kernels of products with one expert. Until then, they are plain functions."""

@@ -86,7 +86,10 @@ class PackedLinear(nn.Linear):
 
     def multiply(self, hidden: Tensor, kernel: Kernel, after: AfterProduct, norm: RMSNorm | None = None) -> Tensor:
         """Return norm(hidden) [rows, in] @ weight.T by a kernel, and what follows. The kernel must have the norm."""
-        return quantised_product(kernel, self.format, self._for_cpu, hidden, self.parts, after, norm)
+        if kernel == "codes":
+            assert self._for_cpu is not None
+            return after.of(self._for_cpu.product(hidden))
+        return quantised_product(kernel, self.format, hidden, self.parts, after, norm)
 
     def forward(self, hidden: Tensor) -> Tensor:
         kernel = kernel_of(self.paths, len(hidden)) if hidden.dim() == 2 else "dequantise"

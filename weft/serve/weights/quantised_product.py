@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from weft.models.attention import RMSNorm
-from weft.serve.weights.cpu_products import CpuWeight
 from weft.serve.weights.fast_path import Kernel
 from weft.serve.weights.plain_steps import AfterProduct
 from weft.serve.weights.weight_formats import Grouped, RowFp8, WeightFormat
@@ -18,18 +17,14 @@ WITH_NORM = ("row", "token", "few rows")  # kernels that compute the RMSNorm bef
 def quantised_product(
     kernel: Kernel,
     form: WeightFormat,
-    for_cpu: CpuWeight | None,
     hidden: Tensor,
     parts: Sequence[Tensor],
     after: AfterProduct,
     norm: RMSNorm | None = None,
 ) -> Tensor:
-    """Return norm(hidden) [rows, in] @ weight.T, and what follows. Only kernels WITH_NORM take one. `for_cpu` is the
-    weight as a CPU's product with codes takes it.
+    """Return norm(hidden) [rows, in] @ weight.T, and what follows. Only kernels WITH_NORM take a norm. The owner of a
+    weight multiplies with "codes", which are arranged for a CPU.
     """
-    if kernel == "codes":
-        assert for_cpu is not None
-        return after.of(for_cpu.product(hidden))
     if kernel == "dequantise":
         return after.of(form.product(hidden, parts))
     assert isinstance(form, Grouped | RowFp8), "kernels of GPUs take no others"
