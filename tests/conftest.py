@@ -66,6 +66,14 @@ def _same_draws() -> None:
     torch.default_generator.manual_seed(0)  # `torch.manual_seed` prints a stack for each kind of device, for later
 
 
+@pytest.fixture
+def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+    """The command line in this process, as a function."""
+    from commands_for_tests import caller
+
+    return caller(monkeypatch, capfd)
+
+
 @pytest.fixture(autouse=True)
 def _no_signal_stays_blocked() -> Iterator[None]:
     """A test that leaves a signal blocked would fail those after it: their processes inherit that."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands_for_tests import Weft, caller
+from commands_for_tests import Weft
 from runs_for_tests import write_run_file
 from torch import Tensor
 
@@ -177,11 +177,6 @@ def test_several_back_ends_are_compared() -> None:
 
 
 # --- the planner
-
-
-@pytest.fixture
-def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Weft:
-    return caller(monkeypatch, capfd)
 
 
 @pytest.mark.processes

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import experts_for_tests
 import pytest
 import torch
-from commands_for_tests import Left, Weft, caller
+from commands_for_tests import Left, Weft
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -44,11 +44,6 @@ pytestmark = pytest.mark.processes
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
     return write_run_file(tmp_path)
-
-
-@pytest.fixture
-def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Weft:
-    return caller(monkeypatch, capfd)
 
 
 # --- the schedule

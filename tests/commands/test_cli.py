@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands_for_tests import Weft, caller
+from commands_for_tests import Weft
 from rich.console import Console
 from runs_for_tests import events, losses, write_run_file
 from typer.testing import CliRunner
@@ -38,11 +38,6 @@ COMMANDS = [
     "init", "train", "plan", "verify", "chaos", "evaluate", "export", "profile", "report", "generate", "serve",
     "calibrate", "index", "doctor",
 ]  # fmt: skip
-
-
-@pytest.fixture
-def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Weft:
-    return caller(monkeypatch, capfd)
 
 
 @pytest.fixture

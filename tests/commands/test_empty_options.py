@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from commands_for_tests import Weft, caller
+from commands_for_tests import Weft
 
 TEXTS = ("--weights", "--cache", "--head", "--speculate", "--device", "--tokenizer")
 OPTIONS = {
@@ -14,11 +14,6 @@ OPTIONS = {
     ("bench", "serve", "run"): ("--out",),
     ("bench", "machine", "--serve"): ("--write",),
 }
-
-
-@pytest.fixture
-def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Weft:
-    return caller(monkeypatch, capfd)
 
 
 @pytest.mark.parametrize("command", OPTIONS, ids=" ".join)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from commands_for_tests import Weft, caller
+from commands_for_tests import Weft
 from experts_for_tests import RUN_FILE
 from runs_for_tests import losses, write_run_file
 
@@ -18,11 +18,6 @@ FOLDED = ("plan.tensor.x=2", 'plan.expert_over=["x"]')
 def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return write_run_file(tmp_path, RUN_FILE)
-
-
-@pytest.fixture
-def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Weft:
-    return caller(monkeypatch, capfd)
 
 
 @pytest.mark.soak

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands_for_tests import Weft, caller
+from commands_for_tests import Weft
 from quantised_folders_for_tests import CASES, CONFIG, Case, change_config, table, write_folder
 from torch import nn
 
@@ -29,11 +29,6 @@ FOLDERS = {  # how a folder is quantised, and its model; weft's format is the fo
     "experts": (Case("gptq", 4, 64), EXPERTS),
     **{name: (CASES[name], CONFIG) for name in ("gptq-order", "packed-order", "int8-asymmetric")},
 }
-
-
-@pytest.fixture
-def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Weft:
-    return caller(monkeypatch, capfd)
 
 
 def held_bytes(model: nn.Module) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands_for_tests import Weft, caller
+from commands_for_tests import Weft
 from decode_rates_for_tests import made_up_rates, write_machine
 
 from weft.architectures import DecoderConfig, RecurrentConfig
@@ -24,11 +24,6 @@ from weft.serve.head.vocabulary_graph import VocabularyGraph
 from weft.serve.measurement import measure_decode
 
 MODEL = "mpt-125m"
-
-
-@pytest.fixture
-def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Weft:
-    return caller(monkeypatch, capfd)
 
 
 @pytest.fixture

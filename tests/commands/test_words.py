@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands_for_tests import Weft, caller
+from commands_for_tests import Weft
 from runs_for_tests import make_run, write_run_file
 
 from weft.commands import main
@@ -20,11 +20,6 @@ from weft.data.images import read_labels
 from weft.run_file import load_run
 
 pytestmark = pytest.mark.processes
-
-
-@pytest.fixture
-def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Weft:
-    return caller(monkeypatch, capfd)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands_for_tests import Weft, caller
+from commands_for_tests import Weft
 from runs_for_tests import make_run, write_run_file
 
 from weft.cluster import local_gpus as devices
@@ -35,11 +35,6 @@ V100 = Gpu("Tesla V100-SXM2-32GB", 34_000_000_000, (7, 0))
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
     return write_run_file(tmp_path)
-
-
-@pytest.fixture
-def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Weft:
-    return caller(monkeypatch, capfd)
 
 
 def test_a_described_machine_is_seen_only_while_it_is_described(monkeypatch: pytest.MonkeyPatch) -> None:

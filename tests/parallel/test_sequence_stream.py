@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from awkward_for_tests import VOCABULARY, WIDTH, tokens
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -16,14 +17,7 @@ from weft.parallel.apply import refuse
 from weft.profiling import profile
 from weft.proof.prove import verify
 
-WIDTH, VOCABULARY = 8, 12
 SEQUENCE = weft.Plan(tensor=weft.Tensor(x=2, sequence=True))
-
-
-def tokens(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    found = torch.randint(0, VOCABULARY, (2, 4, 6), generator=generator)
-    return found[0], found[1]
 
 
 class Block(nn.Module):

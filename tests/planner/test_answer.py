@@ -161,11 +161,6 @@ def test_predict_gives_the_time_that_the_search_found(tmp_path: Path) -> None:
 # --- the command
 
 
-@pytest.fixture
-def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Weft:
-    return caller(monkeypatch, capfd)
-
-
 NAMED = ("plan", "--model", "mpt-1b", "--cluster", "h100:1x8", "--tokens-per-step", "256K")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import models_for_tests as models
 import pytest
 import torch.distributed as dist
-from commands_for_tests import Weft, caller
+from commands_for_tests import Weft
 from runs_for_tests import DEEP, make_run, write_run_file
 from torch import nn
 
@@ -26,11 +26,6 @@ from weft.proof.trial import explained
 ORACLE, RANK = importlib.import_module("weft.proof.prove"), importlib.import_module("weft.proof.rank")
 SHARDED = ("plan.shard={degree=2, stage=3}", "plan.micro_batch=2")
 Fault = Callable[..., Any]
-
-
-@pytest.fixture
-def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Weft:
-    return caller(monkeypatch, capfd)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands_for_tests import Weft, caller
+from commands_for_tests import Weft
 from runs_for_tests import DEEP, make_run, write_run_file
 from torch import nn
 
@@ -50,11 +50,6 @@ def images(tmp_path: Path) -> Path:
     path = tmp_path / "images.toml"
     path.write_text(IMAGES.format(folder=tmp_path))
     return path
-
-
-@pytest.fixture
-def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Weft:
-    return caller(monkeypatch, capfd)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from awkward_for_tests import VOCABULARY, WIDTH, tokens
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -14,19 +15,12 @@ from weft.proof.prove import verify
 
 pytestmark = pytest.mark.processes
 
-WIDTH, VOCABULARY = 8, 12
 X, Y, STAGE_3 = (
     weft.Plan(tensor=weft.Tensor(x=2)),
     weft.Plan(tensor=weft.Tensor(y=2)),
     weft.Plan(shard=weft.Shard(2, 3)),
 )
 SEQUENCE = weft.Plan(tensor=weft.Tensor(x=2, sequence=True))
-
-
-def tokens(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    found = torch.randint(0, VOCABULARY, (2, 4, 6), generator=generator)
-    return found[0], found[1]
 
 
 class Block(nn.Module):

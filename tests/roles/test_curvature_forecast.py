@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from commands_for_tests import Weft, caller
+from commands_for_tests import Weft
 from runs_for_tests import write_run_file
 
 from weft.run_file import Run, load_run
@@ -14,11 +14,6 @@ from weft.train.curvature_forecast import CurvatureForecast, forecast_curvature
 
 KFAC = ["plan.exact=false", "plan.data=2", "train.batch=8", "train.kfac={inverse_every=5}"]
 SUB_GRID = ["roles.curvature=2", "train.kfac.mode=sub-grid-async"]
-
-
-@pytest.fixture
-def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Weft:
-    return caller(monkeypatch, capfd)
 
 
 def run_of(folder: Path, *overrides: str) -> Run:

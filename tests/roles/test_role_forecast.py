@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands_for_tests import Weft, caller
+from commands_for_tests import Weft
 from runs_for_tests import write_run_file
 
 from weft.run_file import Run, load_run
@@ -16,11 +16,6 @@ from weft.train.batches import TrainingData
 from weft.train.role_forecast import RoleForecast, forecast_roles
 
 EVALUATED = ["train.evaluate_every=4", "train.evaluate_sequences=16", "data.held_out=0.2"]
-
-
-@pytest.fixture
-def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Weft:
-    return caller(monkeypatch, capfd)
 
 
 @pytest.fixture

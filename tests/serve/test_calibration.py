@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 import torch
-from commands_for_tests import Weft, caller
+from commands_for_tests import Weft
 from serving_for_tests import CONTEXT, MODELS, ONE, SIZES, tiny_model
 
 from weft.architectures import RecurrentConfig
@@ -32,11 +32,6 @@ COMMANDS = ("calibrate", "index")
 def text(tmp_path: Path) -> Path:
     (tmp_path / "text").write_text("some words, some words, and some more words " * 9)
     return tmp_path / "text"
-
-
-@pytest.fixture
-def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Weft:
-    return caller(monkeypatch, capfd)
 
 
 def refuse(message: str) -> None:

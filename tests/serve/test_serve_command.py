@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from commands_for_tests import Weft, caller
+from commands_for_tests import Weft
 from runs_for_tests import DEEP, make_run, train_on_ranks, write_run_file
 from serve_for_tests import LIMIT_SECONDS, wait_for
 from served_ranks_for_tests import ranks_of
@@ -167,11 +167,6 @@ def test_when_a_rank_is_killed_requests_get_503_until_the_model_is_back(run_file
         assert not set(ranks) & set(ranks_of(process.pid))  # all were started again
         process.send_signal(signal.SIGTERM)
         assert process.wait(LIMIT_SECONDS) == 0
-
-
-@pytest.fixture
-def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Weft:
-    return caller(monkeypatch, capfd)
 
 
 @pytest.mark.parametrize("name", ["replicas", pytest.param("slices", marks=pytest.mark.soak)])

@@ -34,7 +34,7 @@ from chats_for_tests import (
     write_run_file,
     write_tokenizer,
 )
-from commands_for_tests import Weft, caller
+from commands_for_tests import Weft
 from peft import PeftModel
 from runs_for_tests import Silent, losses, train_on_ranks
 from safetensors.torch import load_file
@@ -75,11 +75,6 @@ def largest_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 def train_by_command(weft: Weft, run_file: Path, *overrides: str) -> None:
     left = weft("train", run_file, "plan.data=1", *overrides, "--no-verify")
     assert left.status == 0, left.err
-
-
-@pytest.fixture
-def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Weft:
-    return caller(monkeypatch, capfd)
 
 
 @pytest.mark.processes
