@@ -74,6 +74,15 @@ def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
     return caller(monkeypatch, capfd)
 
 
+@pytest.fixture
+def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of a small run, in the current folder."""
+    from runs_for_tests import write_run_file
+
+    monkeypatch.chdir(tmp_path)
+    return write_run_file(tmp_path)
+
+
 @pytest.fixture(autouse=True)
 def _no_signal_stays_blocked() -> Iterator[None]:
     """A test that leaves a signal blocked would fail those after it: their processes inherit that."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 from commands_for_tests import Weft
 from rich.console import Console
-from runs_for_tests import events, losses, write_run_file
+from runs_for_tests import events, losses
 from typer.testing import CliRunner
 
 from weft import __version__
@@ -38,12 +38,6 @@ COMMANDS = [
     "init", "train", "plan", "verify", "chaos", "evaluate", "export", "profile", "report", "generate", "serve",
     "calibrate", "index", "doctor",
 ]  # fmt: skip
-
-
-@pytest.fixture
-def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return write_run_file(tmp_path)
 
 
 # --- help

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from commands_for_tests import Weft
-from runs_for_tests import make_run, write_run_file
+from runs_for_tests import make_run
 
 from weft.commands import main
 from weft.commands.early_stop import stopping_early
@@ -20,12 +20,6 @@ from weft.data.images import read_labels
 from weft.run_file import load_run
 
 pytestmark = pytest.mark.processes
-
-
-@pytest.fixture
-def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return write_run_file(tmp_path)
 
 
 def test_a_folder_that_is_not_there_and_a_run_that_has_not_saved(weft: Weft, tmp_path: Path) -> None:

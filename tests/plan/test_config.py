@@ -28,12 +28,6 @@ Refuse = Callable[..., str]
 
 
 @pytest.fixture
-def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return write_run_file(tmp_path)
-
-
-@pytest.fixture
 def refuse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refuse:
     """Calls `weft` in this process and returns its one line; nothing may be started before it is printed."""
 
