@@ -45,6 +45,7 @@ class RepeatingEngine:
     """Answers with the prompt's own tokens, again and again. `go_on` holds the steps back; `error` fails them."""
 
     context_length, vocab_size = 64, 257
+    num_step_tokens, token_budget = 1, 64
 
     def __init__(self) -> None:
         self.held: dict[str, list[Any]] = {}  # request and the number of its tokens

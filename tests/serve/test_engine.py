@@ -366,6 +366,16 @@ def test_what_cannot_be_served_is_refused_in_words() -> None:
         EngineOptions(block_size=0)
 
 
+def test_an_engine_says_how_many_tokens_its_step_has() -> None:
+    engine = make_engine(tiny_model("llama"), token_budget=8)
+    engine.add(Request("x", tuple(range(1, 21)), 3, GREEDY))
+    sizes = []
+    while engine.has_work():
+        engine.step()
+        sizes.append(engine.num_step_tokens)
+    assert sizes == [8, 8, 8, 4, 1]  # of this step and the one before, whose tokens may be waited for
+
+
 def test_swapped_pages_are_read_again_and_not_after_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [Request(str(i), (7 * i + 1, 5, 3, i), 9, GREEDY) for i in range(4)]
     sizes = {"num_blocks": 6, "max_running": 4, "swap_blocks": 20, "prefix_cache": False}

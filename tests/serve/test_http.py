@@ -19,6 +19,7 @@ from weft.serve.http import request_body
 from weft.serve.http.guard import HttpGuard
 from weft.serve.http.prometheus import ServerMetrics
 from weft.serve.spec import ServerLimits
+from weft.serve.worker import StepLimit
 
 FOREVER = 1 << 30
 
@@ -305,6 +306,24 @@ def test_an_engine_that_fails_answers_503_to_all_who_wait_and_the_server_ends(
     assert "ValueError: the device is lost" in capfd.readouterr().err
 
 
+def test_a_step_of_many_tokens_may_take_as_long_as_its_tokens_need() -> None:
+    """On a slow CPU, a prompt takes longer than ten decodes, and than 20 seconds."""
+    limit = StepLimit()
+    assert limit.seconds(1) == pytest.approx(101)
+    assert limit.seconds(2048) > 2048  # before a step was measured
+    for _ in range(20):
+        limit.add(1, 0.05)  # decodes
+    assert limit.seconds(1) == 20
+    assert limit.seconds(2048) == pytest.approx(10 * 2048 * 0.05)
+    for _ in range(15):
+        limit.add(2048, 40.0)
+    assert limit.seconds(2048) == pytest.approx(400)
+    assert limit.seconds(1) == pytest.approx(400)  # a larger step bounds it, too
+    for _ in range(15):
+        limit.add(4, 0.001)
+    assert limit.seconds(8) == 20
+
+
 def test_health_is_503_while_a_step_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "STALL_SECONDS", 0.3)
     engine = RepeatingEngine()
@@ -314,6 +333,9 @@ def test_health_is_503_while_a_step_does_not_end(monkeypatch: pytest.MonkeyPatch
         waiting = pool.submit(served.post, "/v1/completions", {"prompt": "x"})
         wait_for(lambda: served.get("/health").status_code == 503)
         assert "a step has lasted" in served.get("/health").json()["status"]
+        engine.num_step_tokens = 1 << 20  # a long prompt takes as long as its tokens need
+        assert served.get("/health").status_code == 200
+        engine.num_step_tokens = 1
         engine.go_on.set()
         assert waiting.result(LIMIT_SECONDS).status_code == 200
         wait_for(lambda: served.get("/health").json()["status"] == "ok")

@@ -94,6 +94,7 @@ class Engine:
             pages = HostPages(every, options.swap_blocks, part.paged.cache_format.keeps_whole_blocks)
         sizes = (options.token_budget, options.max_running, self._num_stages)
         self._scheduler = Scheduler(policy, *sizes, pages, not part.paged.cache_format.answers_choose)
+        self.token_budget = self._scheduler.token_budget
         self._texts = TextPasses(part, ranks, self._scheduler)
         self._sampler = Sampler(self._scheduler.max_running, self.vocab_size, part.device)
         # A replica of one rank is as an engine without ranks, unless it reads weights together with others.
@@ -120,6 +121,8 @@ class Engine:
         self._early: list[GeneratedToken] = []  # read outside of a step
         self._suspects: list[GeneratedToken] = []  # ends by NaN, until another text shows that weights are sound
         self._sound_token = 0  # a prompt with numbers began with it
+        self._step_sizes: deque[int] = deque(maxlen=self._num_stages + 1)  # tokens of the steps under way
+        self.num_step_tokens = 1  # that the step which is computed now, or was last, has at most
         self._num_arrived = 0
         self._num_generated = 0
         self._rng = random.Random(os.urandom(16))
@@ -230,6 +233,8 @@ class Engine:
             return self._judged()
         began = time.perf_counter()
         chunks = self._scheduler.schedule()
+        self._step_sizes.append(sum(chunk.num_tokens for chunk in chunks))
+        self.num_step_tokens = max(self._step_sizes)
         if chunks:
             if self._speculation is not None:
                 chunks = self._speculation.extend(chunks)

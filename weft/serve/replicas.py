@@ -43,6 +43,7 @@ class ReplicaFront:
         self._added: dict[int, list[Request]] = {index: [] for index in self._others}  # to be told
         self._cancelled: dict[int, list[str]] = {index: [] for index in self._others}
         self._states = {index: replace(engine.state()) for index in self._others}
+        self.num_step_tokens = 1
         self._clock, self._told_at = clock, clock()  # when ranks without work were told so
 
     def add(self, request: Request) -> None:
@@ -87,15 +88,19 @@ class ReplicaFront:
         quiet = [one for one in self._others if is_due and one not in busy]
         for index in quiet:
             _send({"idle": True}, self._axis, index)
+        self.num_step_tokens = self._engine.token_budget  # until other replicas say how many they had
         found = list[GeneratedToken]()
         if together or self._engine.has_work():
             found = self._engine.step()
         elif is_due:
             self._engine.idle()
+        most = self._engine.num_step_tokens
         for index in [*busy, *quiet]:
             answer = _receive(self._axis, index)
+            most = max(most, answer["num_step_tokens"])
             self._states[index] = EngineState(**answer["state"])
             found += [_token(table) for table in answer["tokens"]]
+        self.num_step_tokens = most
         tokens = [one for one in found if one.request in self._owner]
         for one in tokens:
             if one.finish is not None:
@@ -186,7 +191,8 @@ def serve_replica(engine: Engine, axis: Axis) -> None:
             for table in order["add"]:
                 engine.add(_request(table))
             tokens = engine.step() if engine.reads_together or engine.has_work() else []
-        _send({"tokens": [asdict(one) for one in tokens], "state": asdict(engine.state())}, axis, FRONT)
+        size = {"num_step_tokens": engine.num_step_tokens}
+        _send({"tokens": [asdict(one) for one in tokens], "state": asdict(engine.state())} | size, axis, FRONT)
 
 
 def _send(value: dict[str, Any], axis: Axis, peer: int) -> None:

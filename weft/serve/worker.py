@@ -8,6 +8,7 @@ one of them is computed between two steps, so that answers go on.
 from __future__ import annotations
 
 import asyncio
+import statistics
 import threading
 import time
 import traceback
@@ -25,23 +26,25 @@ from numpy.typing import NDArray
 from torch import nn
 
 from weft.errors import WeftError
-from weft.health.watchdog import Deadline
 from weft.serve.scheduling.request import EngineState, GeneratedToken, Request, RequestError, TokenLogprobs
 
 T = TypeVar("T")
 IDLE_SECONDS = 2.0
 STALL_SECONDS = 20.0  # a step lasts at least so long before it counts as one that does not end
+FIRST_TOKEN_SECONDS = 1.0  # for each token of a step before one was measured
 Pool = Literal["mean", "last"]  # of the last layer's hidden states
 
 
 class StepEngine(Protocol):
     """What the worker and the server use of an engine. To cancel a request that it does not hold does nothing.
 
-    `idle` is called every `IDLE_SECONDS` while there is no work, so that lost ranks are found.
+    `idle` is called every `IDLE_SECONDS` while there is no work, so that lost ranks are found. `num_step_tokens` are
+    the tokens that the step which is computed now, or was last, has at most.
     """
 
     context_length: int
     vocab_size: int
+    num_step_tokens: int
 
     def add(self, request: Request) -> None: ...
     def cancel(self, name: str) -> None: ...
@@ -57,6 +60,29 @@ class StepEngine(Protocol):
 
 class UnavailableError(WeftError):
     """The server takes no requests: it stops, or its engine failed. Another server may take them."""
+
+
+class StepLimit:
+    """How long a step may take before it counts as one that does not end: ten times the median of what each of the last
+    steps lets expect.
+
+    A step takes no longer than one of more tokens, and for each token no longer than one of fewer: so each step that
+    was measured bounds the time of any other, and a long prompt on a slow CPU may take as long as it needs.
+    """
+
+    def __init__(self) -> None:
+        self._measured: deque[tuple[int, float]] = deque(maxlen=20)  # tokens and seconds
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        """Add the time of a step of so many tokens."""
+        self._measured.append((max(1, num_tokens), seconds))
+
+    def seconds(self, num_tokens: int) -> float:
+        """The limit of a step of so many tokens."""
+        if not self._measured:
+            return 5 * STALL_SECONDS + num_tokens * FIRST_TOKEN_SECONDS
+        bounds = [time * max(1.0, num_tokens / one) for one, time in self._measured]
+        return max(STALL_SECONDS, 10 * statistics.median(bounds))
 
 
 class TokenStream:
@@ -110,8 +136,9 @@ class EngineWorker:
         self.has_failed = False
         self.failure = ""  # the engine's error, for operators
         self.state = engine.state()  # after the last step
-        self._deadline = Deadline(STALL_SECONDS)
+        self._limit = StepLimit()
         self._busy_since: float | None = None  # when the step or text began that is computed now
+        self._num_text_tokens = 0  # of the text that is computed now; 0: a step is
 
     def start(self) -> None:
         """Start the thread. Call it in the event loop."""
@@ -128,15 +155,22 @@ class EngineWorker:
         """How long the step or text that is computed now lasts, if that is far longer than steps do; else None."""
         since = self._busy_since
         seconds = 0.0 if since is None else time.monotonic() - since
-        return seconds if seconds > self._deadline.seconds else None
+        return seconds if seconds > self._limit.seconds(self._num_busy_tokens) else None
+
+    @property
+    def _num_busy_tokens(self) -> int:
+        return self._num_text_tokens or self._engine.num_step_tokens
 
     @contextmanager
-    def _busy(self, is_measured: bool) -> Iterator[None]:
-        """A context in which the engine computes. If `is_measured`, its time counts as that of a step."""
+    def _busy(self, is_measured: bool, num_text_tokens: int = 0) -> Iterator[None]:
+        """A context in which the engine computes a text of so many tokens, or a step. If `is_measured`, its time bounds
+        that of others.
+        """
+        self._num_text_tokens = num_text_tokens
         self._busy_since = began = time.monotonic()
         yield
         if is_measured:
-            self._deadline.add(time.monotonic() - began)
+            self._limit.add(self._num_busy_tokens, time.monotonic() - began)
         self._busy_since = None
 
     @property
@@ -205,16 +239,16 @@ class EngineWorker:
 
     async def embed(self, tokens: Sequence[int], pool: Pool) -> NDArray[np.float32]:
         """Returns the embedding of a text; the client holds a place. Raises RequestError or UnavailableError."""
-        return await self._text(lambda: self._engine.embed(tokens, pool).float().cpu().numpy())
+        return await self._text(lambda: self._engine.embed(tokens, pool).float().cpu().numpy(), len(tokens))
 
     async def score(self, request: Request) -> list[TokenLogprobs]:
         """Returns the log-probabilities of a prompt, as `embed` does."""
-        return await self._text(lambda: self._engine.score(request))
+        return await self._text(lambda: self._engine.score(request), len(request.tokens))
 
-    async def _text(self, function: Callable[[], T]) -> T:
-        """Returns what a function returns that computes a text."""
+    async def _text(self, function: Callable[[], T], num_tokens: int) -> T:
+        """Returns what a function returns that computes a text of so many tokens."""
         self.require_room(0)
-        return await asyncio.wrap_future(self._ask(self._texts, function))
+        return await asyncio.wrap_future(self._ask(self._texts, function, num_tokens))
 
     async def replace_weights(self, weights: nn.Module | Path) -> None:
         """Compute with the weights of another model of the same shape, or of a checkpoint, from the next step on."""
@@ -245,10 +279,10 @@ class EngineWorker:
         self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
-    def _ask(self, queue: deque[_EngineCall[Any]], function: Callable[[], T]) -> Future[T]:
+    def _ask(self, queue: deque[_EngineCall[Any]], function: Callable[[], T], num_tokens: int = 0) -> Future[T]:
         """Put a function into a queue. Returns what it will return."""
         result: Future[T] = Future()
-        self._put(queue, _EngineCall(function, result))
+        self._put(queue, _EngineCall(function, result, num_tokens))
         return result
 
     def _put(self, queue: deque[_EngineCall[Any]], action: _EngineCall[Any]) -> None:
@@ -293,9 +327,11 @@ class EngineWorker:
             while self._wait():
                 for _ in range(len(self._inbox)):  # what is asked for meanwhile waits for the next step
                     self._inbox.popleft().run()
-                with self._busy(is_measured=bool(self._texts)):
-                    while self._texts and not self._texts.popleft().run():
-                        pass  # nobody waits for it any more
+                while self._texts:
+                    text = self._texts.popleft()
+                    with self._busy(is_measured=False, num_text_tokens=text.num_tokens):
+                        if text.run():
+                            break  # else nobody waits for it any more
                 tokens = []
                 with self._busy(is_measured=self._engine.has_work()):
                     if self._engine.has_work():
@@ -328,10 +364,12 @@ class EngineWorker:
 
 
 class _EngineCall(Generic[T]):
-    """Something to do with the engine. With a `result`, somebody waits for it; without, it must not fail."""
+    """Something to do with the engine. With a `result`, somebody waits for it; without, it must not fail. `num_tokens`
+    are those of the text that it computes.
+    """
 
-    def __init__(self, function: Callable[[], T], result: Future[T] | None = None) -> None:
-        self._function, self._result = function, result
+    def __init__(self, function: Callable[[], T], result: Future[T] | None = None, num_tokens: int = 0) -> None:
+        self._function, self._result, self.num_tokens = function, result, num_tokens
 
     def run(self) -> bool:
         """Do it. Returns False if it was not done, as nobody waits for it any more."""
