@@ -319,7 +319,8 @@ def section(file: str, title: str, left_out: frozenset[str]) -> Iterator[str]:
     yield f"## {title}"
     yield ""
     hardware = "; ".join(f"{words(name)}: {cell(name, result[name])}" for name in HARDWARE if name in result)
-    yield f"`{result['command']}`, {result['date']} ([`{file}`](../../benchmarks/results/{file})). {hardware}"
+    place = f"[`{file}`](../../benchmarks/results/{file})"
+    yield f"`{result['command']}`, {result['date']} ({place}). {hardware or 'The file does not name the hardware.'}"
     yield ""
     yield from body({name: value for name, value in result.items() if name not in HEAD}, 3, left_out)
 
