@@ -383,11 +383,11 @@ def test_finds_channels_that_are_cut_in_another_order(monkeypatch: Patch) -> Non
 
 @pytest.mark.parametrize("name", ["plain", "GroupNorm"])
 def test_finds_a_skipped_all_reduce_of_dI(monkeypatch: Patch, name: str) -> None:  # noqa: N802
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        counted(ctx.axis, "all_reduce", gradients[0])
-        return gradients[0], None
+    def backward(gradient: Tensor, over: Axis) -> Tensor:
+        counted(over, "all_reduce", gradient)
+        return gradient
 
-    monkeypatch.setattr(tensor_ops._AllReduceGradient, "backward", staticmethod(backward))
+    monkeypatch.setattr(tensor_ops, "_ENTER", replace(tensor_ops._ENTER, backward=backward))
     found = failures(check(name, grid(2)))
     assert "worst gradient" in found
     assert "loss" in found  # of the later steps
@@ -396,11 +396,11 @@ def test_finds_a_skipped_all_reduce_of_dI(monkeypatch: Patch, name: str) -> None
 
 @pytest.mark.parametrize(("name", "plan"), [("plain", grid(2)), ("GroupNorm", grid(1, 2))])
 def test_finds_a_skipped_sum_of_partial_results(monkeypatch: Patch, name: str, plan: Plan) -> None:
-    def forward(ctx: Any, value: Tensor, over: Axis) -> Tensor:
+    def forward(value: Tensor, over: Axis) -> Tensor:
         counted(over, "all_reduce", value)
         return value.clone()
 
-    monkeypatch.setattr(tensor_ops._AllReduce, "forward", staticmethod(forward))
+    monkeypatch.setattr(tensor_ops, "_LEAVE", replace(tensor_ops._LEAVE, forward=forward))
     found = failures(check(name, plan, steps=1))
     assert "loss" in found
     assert without_traffic(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -220,14 +221,14 @@ def test_a_wrong_divisor_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.processes
 def test_a_lost_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    exchange = weft.parallel.expert.dispatch._exchange
+    exchange = weft.parallel.expert.dispatch._EXCHANGE
 
     def lose(*args: Any) -> Tensor:
-        rows = exchange(*args)
+        rows = exchange.forward(*args)
         rows[-1:] = 0
         return rows
 
-    monkeypatch.setattr(weft.parallel.expert.dispatch, "_exchange", lose)
+    monkeypatch.setattr(weft.parallel.expert.dispatch, "_EXCHANGE", replace(exchange, forward=lose))
     report = verify(make, batch, Plan(expert=2), steps=1)
     assert "loss" in {check.what for check in report.checks if not check.passed}
 

@@ -10,6 +10,7 @@ import torch
 from experts_for_tests import CONFIG, batch, make, make_balanced, make_mixtral, make_random
 from torch import Tensor
 
+from weft.comm import Axis
 from weft.errors import PlanError
 from weft.models.loss import ExampleLoss
 from weft.parallel.apply import cost, refuse
@@ -47,10 +48,10 @@ def test_more_plans_are_proved(model: Any, plan: Plan) -> None:
 def test_summed_gradients_of_gathered_rows_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gather whose backward sums over x, as the transpose of a gather of different values does."""
 
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.x.degree * gradient[ctx.x.index :: ctx.x.degree], None
+    def backward(gradient: Tensor, x: Axis) -> Tensor:
+        return x.degree * gradient[x.index :: x.degree]
 
-    monkeypatch.setattr(duplicates._AllRows, "backward", staticmethod(backward))
+    monkeypatch.setattr(duplicates, "_ALL_ROWS", replace(duplicates._ALL_ROWS, backward=backward))
     report = verify(make, batch, Plan(expert=2, tensor=X), steps=1)
     assert "worst gradient" in {check.what for check in report.checks if not check.passed}
 

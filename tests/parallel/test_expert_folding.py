@@ -62,12 +62,12 @@ def test_weights_whose_gradients_are_not_summed_over_y_are_noticed(monkeypatch: 
 @pytest.mark.soak
 @pytest.mark.processes
 def test_features_in_a_wrong_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    to_features = features._to_features
+    to_features = features._TO_FEATURES
 
     def swapped(rows: Tensor, y: Any) -> Tensor:
-        return to_features(rows.roll(rows.shape[1] // 2, 1), y)
+        return to_features.forward(rows.roll(rows.shape[1] // 2, 1), y)
 
-    monkeypatch.setattr(features, "_to_features", swapped)
+    monkeypatch.setattr(features, "_TO_FEATURES", replace(to_features, forward=swapped))
     report = verify(make, batch, Plan(tensor=TensorAxis(1, 2)), steps=1)
     assert "loss" in {check.what for check in report.checks if not check.passed}
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis, all_gather, all_to_all, shift
-from weft.inspection.first_order import first_order
+from weft.inspection.first_order import Transposable, first_order
 from weft.parallel.context.block_attention import (
     AttentionResult,
     GradientSums,
@@ -218,14 +218,14 @@ def all_to_all_attention(
     key, value = (heads.repeat_interleave(repeats, dim=1) for heads in (key, value))
     # [batch, heads, local_sequence, head_dim] -> [ranks, batch, heads of one, local_sequence, head_dim]
     parts = [heads.unflatten(1, (degree, -1)).transpose(0, 1) for heads in (query, key, value)]
-    received: Tensor = _AllToAll.apply(torch.cat(parts, dim=2), axis)
+    received = _ALL_TO_ALL.apply(torch.cat(parts, dim=2), axis)
     # [ranks, batch, heads of one, local_sequence, head_dim] -> [batch, heads of one, sequence, head_dim]
     whole = _in_order(received.permute(1, 2, 0, 3, 4).flatten(2, 3), axis, dim=2)
     query, key, value = whole.split([part.shape[2] for part in parts], dim=1)
     alone = Axis(axis.name, 1, 0, None, axis.ledger)
     out = ring_attention(query, key, value, alone, scale=scale, sliding_window=sliding_window, documents=documents)
     rows = _by_rank(out, axis, dim=2).unflatten(2, (degree, local_sequence)).permute(2, 0, 1, 3, 4)
-    returned: Tensor = _AllToAll.apply(rows, axis)  # [ranks, batch, heads of one, local_sequence, head_dim]
+    returned = _ALL_TO_ALL.apply(rows, axis)  # [ranks, batch, heads of one, local_sequence, head_dim]
     return returned.transpose(0, 1).flatten(1, 2)
 
 
@@ -246,21 +246,11 @@ def _repeats(kv_heads: int, degree: int) -> int:
     return degree // math.gcd(kv_heads, degree)
 
 
-class _AllToAll(torch.autograd.Function):
-    """Sends part i of the first dim to rank i. Backward is the same operation: gradients return to the senders."""
-
-    @staticmethod
-    def forward(ctx: Any, sent: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return _exchange(sent, axis)
-
-    @staticmethod
-    @first_order("context")
-    def backward(ctx: Any, grad_received: Tensor) -> tuple[Tensor, None]:
-        return _exchange(grad_received, ctx.axis), None
-
-
 def _exchange(sent: Tensor, axis: Axis) -> Tensor:
     received = torch.empty_like(sent, memory_format=torch.contiguous_format)
     all_to_all(received, sent.contiguous(), axis).wait()
     return received
+
+
+# Sends part i of the first dim to rank i. Backward is the same operation: gradients return to the senders.
+_ALL_TO_ALL = Transposable(_exchange, _exchange, "context")

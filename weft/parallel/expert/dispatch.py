@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Axis, all_to_all
-from weft.inspection.first_order import first_order
+from weft.inspection.first_order import Transposable, first_order
 
 Compute = Callable[[Tensor, Tensor | None], Tensor]  # `StackedExperts.forward`
 
@@ -41,40 +41,30 @@ def compute_on_owners(forward: Compute, axis: Axis, num_experts: int, rows: Tens
     experts = torch.arange(num_local, device=rows.device).repeat(axis.degree)
     order = experts.repeat_interleave(arriving, output_size=sum(received)).argsort(stable=True)
     inverse = order.argsort()
-    own = _Permute.apply(_Exchange.apply(rows, axis, sent, received), order, inverse)
+    own = _Permute.apply(_EXCHANGE.apply(rows, axis, sent, received), order, inverse)
     results = forward(own, by_rank[1].sum(0).cumsum(0).to(torch.int32))
-    back: Tensor = _Exchange.apply(_Permute.apply(results, inverse, order), axis, received, sent)
-    return back
+    return _EXCHANGE.apply(_Permute.apply(results, inverse, order), axis, received, sent)
 
 
 def _compute_even(forward: Compute, axis: Axis, num_experts: int, rows: Tensor) -> Tensor:
     """Returns the results of experts that have equally many rows, of each rank's tokens."""
     parts = [len(rows) // axis.degree] * axis.degree
-    arrived = _Exchange.apply(rows, axis, parts, parts).unflatten(0, (axis.degree, num_experts // axis.degree, -1))
+    arrived = _EXCHANGE.apply(rows, axis, parts, parts).unflatten(0, (axis.degree, num_experts // axis.degree, -1))
     results = forward(arrived.transpose(0, 1).flatten(0, 2), None)  # [local experts * ranks * rows, hidden]
     ordered = results.view_as(arrived.transpose(0, 1)).transpose(0, 1).flatten(0, 2)
-    back: Tensor = _Exchange.apply(ordered, axis, parts, parts)
-    return back
-
-
-class _Exchange(torch.autograd.Function):
-    """Sends so many rows to each rank and receives so many. Its backward sends gradients the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        ctx.axis, ctx.sent, ctx.received = axis, sent, received
-        return _exchange(rows, axis, sent, received)
-
-    @staticmethod
-    @first_order("expert")
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(gradient, ctx.axis, ctx.received, ctx.sent), None, None, None
+    return _EXCHANGE.apply(ordered, axis, parts, parts)
 
 
 def _exchange(rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> Tensor:
     arrived = rows.new_empty(sum(received), *rows.shape[1:])
     all_to_all(arrived, rows.contiguous(), axis, (received, sent)).wait()
     return arrived
+
+
+# Sends so many rows to each rank and receives so many. Its backward sends gradients the other way.
+_EXCHANGE = Transposable(
+    _exchange, lambda gradient, axis, sent, received: _exchange(gradient, axis, received, sent), "expert"
+)
 
 
 class _Permute(torch.autograd.Function):

@@ -9,14 +9,13 @@ then partial sums over x. The gradients of the rows are all-gathered over x in b
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from weft.comm import Axis, all_gather
 from weft.errors import PlanError
+from weft.inspection.first_order import Transposable
 
 Compute = Callable[[Tensor, Tensor | None], Tensor]
 
@@ -29,9 +28,8 @@ def compute_own_rows(compute: Compute, x: Axis, num_experts: int, rows: Tensor, 
         if torch.is_grad_enabled():
             raise PlanError(refusal(divided, x.degree))
         return compute(rows, ends)  # an evaluation: all ranks of x send all rows
-    results = compute(_TakeOwn.apply(rows, x), None if ends is None else own_ends(ends, x))
-    whole: Tensor = _AllRows.apply(results, x)
-    return whole
+    results = compute(_TAKE_OWN.apply(rows, x), None if ends is None else own_ends(ends, x))
+    return _ALL_ROWS.apply(results, x)
 
 
 def refusal(num_rows: int, x: int) -> str:
@@ -47,35 +45,15 @@ def own_ends(ends: Tensor, x: Axis) -> Tensor:
     return (ends - x.index + x.degree - 1) // x.degree
 
 
-class _TakeOwn(torch.autograd.Function):
-    """This rank's rows. Its backward gathers the gradients of all ranks' rows."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, x: Axis) -> Tensor:
-        ctx.x = x
-        return rows[x.index :: x.degree].contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _gathered(gradient, ctx.x), None
-
-
-class _AllRows(torch.autograd.Function):
-    """The rows of all ranks. Its backward takes this rank's: all ranks of x have the same gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, x: Axis) -> Tensor:
-        ctx.x = x
-        return _gathered(rows, x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient[ctx.x.index :: ctx.x.degree].contiguous(), None
+def _own_rows(rows: Tensor, x: Axis) -> Tensor:
+    return rows[x.index :: x.degree].contiguous()
 
 
 def _gathered(rows: Tensor, x: Axis) -> Tensor:
     parts = rows.new_empty(x.degree, *rows.shape)
     all_gather(parts, rows.contiguous()[None], x).wait()
     return parts.transpose(0, 1).flatten(0, 1)
+
+
+_TAKE_OWN = Transposable(_own_rows, _gathered, "tensor.drop_duplicates")
+_ALL_ROWS = Transposable(_gathered, _own_rows, "tensor.drop_duplicates")  # all ranks of x have the same gradients

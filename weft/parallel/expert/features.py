@@ -10,14 +10,12 @@ compute 1/y of the rows, so gradients of experts that y does not split are parti
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from weft.comm import Axis, all_to_all
 from weft.errors import PlanError
-from weft.inspection.first_order import first_order
+from weft.inspection.first_order import Transposable
 from weft.parallel.expert.duplicates import Compute, own_ends
 from weft.parallel.tensor.operations import gather_along, slice_along
 
@@ -31,9 +29,8 @@ def compute_whole_rows(compute: Compute, y: Axis, num_experts: int, rows: Tensor
             raise PlanError(refusal(divided, y.degree))
         results = compute(gather_along(rows, y, -1).contiguous(), ends)  # an evaluation: all ranks of y send all rows
         return slice_along(results, y, -1).contiguous()
-    own = compute(_ToRows.apply(rows, y), None if ends is None else own_ends(ends, y))
-    parts: Tensor = _ToFeatures.apply(own, y)
-    return parts
+    own = compute(_TO_ROWS.apply(rows, y), None if ends is None else own_ends(ends, y))
+    return _TO_FEATURES.apply(own, y)
 
 
 def refusal(num_rows: int, y: int) -> str:
@@ -42,30 +39,6 @@ def refusal(num_rows: int, y: int) -> str:
         f"tensor.y = {y} gives each of its ranks as many of {num_rows} rows for experts; use a micro-batch or a "
         f"capacity with a multiple of {y}, or y = 1"
     )
-
-
-class _ToRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, y: Axis) -> Tensor:
-        ctx.y = y
-        return _to_rows(rows, y)
-
-    @staticmethod
-    @first_order("expert")
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _to_features(gradient, ctx.y), None
-
-
-class _ToFeatures(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, y: Axis) -> Tensor:
-        ctx.y = y
-        return _to_features(rows, y)
-
-    @staticmethod
-    @first_order("expert")
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _to_rows(gradient, ctx.y), None
 
 
 def _to_rows(rows: Tensor, y: Axis) -> Tensor:
@@ -82,3 +55,7 @@ def _to_features(rows: Tensor, y: Axis) -> Tensor:
     received = torch.empty_like(sent)
     all_to_all(received, sent, y).wait()
     return received.transpose(0, 1).flatten(0, 1)
+
+
+_TO_ROWS = Transposable(_to_rows, _to_features, "expert")
+_TO_FEATURES = Transposable(_to_features, _to_rows, "expert")

@@ -16,85 +16,12 @@ from torch import Tensor
 from torch.autograd import Function
 
 from weft.comm import Axis, all_gather, all_reduce, reduce_scatter
-from weft.inspection.first_order import first_order
+from weft.inspection.first_order import Transposable
 from weft.inspection.parameter_cut import share
 
 
-class _AllReduceGradient(Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return value.view_as(value)
-
-    @staticmethod
-    @first_order("tensor.x and tensor.y")
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        gradient = gradients[0].contiguous().clone()
-        all_reduce(gradient, ctx.axis).wait()
-        return gradient, None
-
-
-class _AllReduce(Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, axis: Axis) -> Tensor:
-        value = value.contiguous().clone()
-        all_reduce(value, axis).wait()
-        return value
-
-    @staticmethod
-    @first_order("tensor.x and tensor.y")
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None
-
-
-class _Gather(Function):
-    """Gathers the parts along a dim. Every rank uses the result in the same way; backward takes this rank's part."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        # Contiguous, and not a view: the next module may change it in place, as nn.ReLU(inplace=True) does.
-        return gather_along(value, axis, dim).clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    @first_order("tensor.x and tensor.y")
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return slice_along(gradients[0], ctx.axis, ctx.dim).contiguous(), None, None
-
-
-class _ReduceScatter(Function):
-    """Sums over the axis and returns this rank's part along a dim; backward gathers."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        whole = value.movedim(dim, 0).contiguous()
-        part = whole.new_empty(whole.shape[0] // axis.degree, *whole.shape[1:])
-        reduce_scatter(part.view(-1), whole.view(-1), axis).wait()
-        return part.movedim(0, dim)
-
-    @staticmethod
-    @first_order("tensor.x and tensor.y")
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gather_along(gradients[0], ctx.axis, ctx.dim), None, None
-
-
-class _Slice(Function):
-    """Returns this rank's part along a dim of a value that all ranks hold; backward gathers."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return slice_along(value, axis, dim).contiguous()
-
-    @staticmethod
-    @first_order("tensor.x and tensor.y")
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gather_along(gradients[0], ctx.axis, ctx.dim), None, None
-
-
 @torch._disable_dynamo  # type: ignore[attr-defined]  # torch.compiler.disable would import the compiler with weft
-def apply(operation: type[Function], *args: Any) -> Any:
+def apply(operation: type[Function] | Transposable, *args: Any) -> Any:
     """Run an operation that communicates. torch.compile does not trace it."""
     return operation.apply(*args)
 
@@ -120,29 +47,59 @@ def slice_along(value: Tensor, axis: Axis, dim: int) -> Tensor:
     return value.narrow(dim, axis.index * size, size)
 
 
+def _all_parts(value: Tensor, axis: Axis, dim: int) -> Tensor:
+    # Contiguous, and not a view: the next module may change it in place, as nn.ReLU(inplace=True) does.
+    return gather_along(value, axis, dim).clone(memory_format=torch.contiguous_format)
+
+
+def _own_part(value: Tensor, axis: Axis, dim: int) -> Tensor:
+    return slice_along(value, axis, dim).contiguous()
+
+
+def _own_part_of_sum(value: Tensor, axis: Axis, dim: int) -> Tensor:
+    whole = value.movedim(dim, 0).contiguous()
+    part = whole.new_empty(whole.shape[0] // axis.degree, *whole.shape[1:])
+    reduce_scatter(part.view(-1), whole.view(-1), axis).wait()
+    return part.movedim(0, dim)
+
+
+def _sum(value: Tensor, axis: Axis) -> Tensor:
+    value = value.contiguous().clone()
+    all_reduce(value, axis).wait()
+    return value
+
+
+_OPTION = "tensor.x and tensor.y"
+_ENTER = Transposable(lambda value, _: value.view_as(value), _sum, _OPTION)
+_LEAVE = Transposable(_sum, lambda gradient, _: gradient, _OPTION)
+_GATHER = Transposable(_all_parts, _own_part, _OPTION)
+_SCATTER_SUM = Transposable(_own_part_of_sum, gather_along, _OPTION)
+_SCATTER = Transposable(_own_part, gather_along, _OPTION)
+
+
 def enter(value: Tensor, axis: Axis) -> Tensor:
     """Returns the value unchanged; backward sums the gradient over the axis."""
-    return value if axis.degree == 1 else apply(_AllReduceGradient, value, axis)
+    return value if axis.degree == 1 else apply(_ENTER, value, axis)
 
 
 def leave(value: Tensor, axis: Axis) -> Tensor:
     """Returns the sum over the axis; backward leaves the gradient unchanged."""
-    return value if axis.degree == 1 else apply(_AllReduce, value, axis)
+    return value if axis.degree == 1 else apply(_LEAVE, value, axis)
 
 
 def gather(value: Tensor, axis: Axis, dim: int) -> Tensor:
     """Returns all parts along a dim. Every rank must use the result in the same way."""
-    return value if axis.degree == 1 else apply(_Gather, value, axis, dim)
+    return value if axis.degree == 1 else apply(_GATHER, value, axis, dim)
 
 
 def scatter_sum(value: Tensor, axis: Axis, dim: int) -> Tensor:
     """Returns this rank's part along a dim of the sum over the axis."""
-    return value if axis.degree == 1 else apply(_ReduceScatter, value, axis, dim)
+    return value if axis.degree == 1 else apply(_SCATTER_SUM, value, axis, dim)
 
 
 def scatter(value: Tensor, axis: Axis, dim: int) -> Tensor:
     """Returns this rank's part along a dim of a value that all ranks hold."""
-    return value if axis.degree == 1 else apply(_Slice, value, axis, dim)
+    return value if axis.degree == 1 else apply(_SCATTER, value, axis, dim)
 
 
 def own_part(value: Tensor, axis: Axis, dim: int) -> Tensor:
