@@ -35,12 +35,10 @@ from torch import Tensor, nn
 from weft.models import Decoder, DecoderConfig, build
 from weft.models.router import Router
 from weft.serve.attention import four_bit_attention_kernel
-from weft.serve.attention.batch import PagedBatch
-from weft.serve.attention.four_bit_cache import FourBitFormat
-from weft.serve.attention.layer_cache import CacheFormat, CacheSizes, PlainFormat
-from weft.serve.attention.loki_cache import LokiFormat
-from weft.serve.attention.loki_choice import LokiChoice
-from weft.serve.cache_formats import DEFAULT_BLOCK_SIZE
+from weft.serve.attention.batch import CacheSizes, PagedBatch
+from weft.serve.attention.choice import LokiChoice
+from weft.serve.attention.formats import DEFAULT_BLOCK_SIZE, CacheFormat, Loki
+from weft.serve.attention.four_bits import FourBitStorage
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.model.decode_graph import GraphRecorder
 from weft.serve.scheduling.request import Request, Sampling
@@ -118,9 +116,9 @@ def attention_seconds(form: CacheFormat, sizes: Sizes, device: torch.device, num
 
 def attention_result(form: CacheFormat, sizes: Sizes, device: torch.device) -> dict[str, float]:
     """The attention of a format beside that of the plain one."""
-    plain = attention_seconds(PlainFormat(), sizes, device)
+    plain = attention_seconds(CacheFormat(), sizes, device)
     own = attention_seconds(form, sizes, device)
-    kept = [one.bytes_per_token(sizes.num_key_heads, sizes.head_dim, 2) for one in (PlainFormat(), form)]
+    kept = [one.bytes_per_token(sizes.num_key_heads, sizes.head_dim, 2) for one in (CacheFormat(), form)]
     return {
         "requests": sizes.num_requests,
         "tokens_each": sizes.num_tokens,
@@ -133,9 +131,9 @@ def attention_result(form: CacheFormat, sizes: Sizes, device: torch.device) -> d
 
 
 def measure_four_bits(sizes: Sizes, device: torch.device) -> dict[str, float]:
-    form, found = FourBitFormat(), attention_result(FourBitFormat(), sizes, device)
+    form, found = CacheFormat(FourBitStorage()), attention_result(CacheFormat(FourBitStorage()), sizes, device)
     heads = (sizes.num_key_heads, sizes.head_dim, 2)
-    memory = PlainFormat().bytes_per_token(*heads) * sizes.num_requests * sizes.num_tokens
+    memory = CacheFormat().bytes_per_token(*heads) * sizes.num_requests * sizes.num_tokens
     held = (memory - (sizes.num_requests + 1) * form.bytes_per_row(*heads)) / form.bytes_per_token(*heads)
     found["times_the_tokens_held"] = held / (sizes.num_requests * sizes.num_tokens)
     found["bytes_per_second"] = form.bytes_per_token(*heads) * sizes.num_requests * sizes.num_tokens / found["seconds"]
@@ -144,7 +142,7 @@ def measure_four_bits(sizes: Sizes, device: torch.device) -> dict[str, float]:
 
 def sweep_four_bits(sizes: Sizes, device: torch.device) -> None:
     """Print the times of the kernel as it could be launched."""
-    print(f"plain: {1e6 * attention_seconds(PlainFormat(), sizes, device):.0f} us", flush=True)
+    print(f"plain: {1e6 * attention_seconds(CacheFormat(), sizes, device):.0f} us", flush=True)
     for warps, stages, programs in (
         *((1, 3, number) for number in (512, 1024, 2048)),
         *((1, number, 1024) for number in (2, 4)),
@@ -153,14 +151,14 @@ def sweep_four_bits(sizes: Sizes, device: torch.device) -> None:
     ):
         four_bit_attention_kernel._WARPS, four_bit_attention_kernel._STAGES = warps, stages
         four_bit_attention_kernel._PROGRAMS = programs
-        seconds = attention_seconds(FourBitFormat(), sizes, device)
+        seconds = attention_seconds(CacheFormat(FourBitStorage()), sizes, device)
         print(f"{warps} warps, {stages} stages, {programs} programs: {1e6 * seconds:.0f} us", flush=True)
 
 
 def measure_loki(sizes: Sizes, device: torch.device) -> dict[str, float]:
     axes = torch.linalg.qr(torch.randn(1, sizes.num_key_heads, sizes.head_dim, sizes.head_dim))[0]
     choice = LokiChoice() if sizes.num_tokens > 4096 else LokiChoice(newest=4, dense_below=32)
-    return attention_result(LokiFormat(axes, choice), sizes, device)
+    return attention_result(CacheFormat(loki=Loki(axes, choice)), sizes, device)
 
 
 def decode_rate(model: nn.Module, num_out: int, prompt: tuple[int, ...], **options: Any) -> dict[str, float]:

@@ -14,13 +14,12 @@ from weft.models.attention import RMSNorm
 from weft.models.expert_rows import sort_by_expert
 from weft.models.experts import StackedExperts
 from weft.models.router import Router
-from weft.serve.attention.batch import PagedBatch, slots_of
+from weft.serve.attention.batch import CacheSizes, PagedBatch, slots_of
+from weft.serve.attention.choice import LokiChoice, LokiPages
 from weft.serve.attention.decode_attention_kernel import decode_attention_by_kernel
-from weft.serve.attention.four_bit_cache import FourBitFormat, FourBitLayer
-from weft.serve.attention.layer_cache import CacheSizes
-from weft.serve.attention.loki_cache import LokiFormat, chosen_attention, chosen_attention_by_kernel, first_dims
-from weft.serve.attention.loki_choice import LokiChoice
-from weft.serve.attention.paged_attention import decode_attention
+from weft.serve.attention.formats import CacheFormat, Loki
+from weft.serve.attention.four_bits import FourBitPages, FourBitStorage
+from weft.serve.attention.plain import PlainPages, decode_attention
 from weft.serve.attention.whole_attention_kernel import whole_attention_by_kernel
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.model.decode_graph import GraphRecorder
@@ -100,7 +99,7 @@ def four_bits(device: torch.device) -> Found:
         lengths = torch.tensor([1, page, 700, 1024, 2000], dtype=torch.int32, device=device)
         tables, slots = pages_of(lengths, page)
         sizes = CacheSizes(tables.numel() + 1, page, 5, *heads[1:], dtype, device)
-        layers = [FourBitLayer(sizes) for _ in range(2)]
+        layers = [FourBitPages(sizes) for _ in range(2)]
         for mine, other in zip((*layers[0].pages, layers[0]._tails), (*layers[1].pages, layers[1]._tails), strict=True):
             mine.random_(0, 256) if mine.dtype == torch.uint8 else mine.uniform_(-0.5, 1)
             other.copy_(mine)
@@ -141,7 +140,7 @@ def four_bit_prompts(device: torch.device) -> Found:
         lengths, number = torch.tensor(ends, dtype=torch.int32, device=device), len(chunks)
         tables, _ = pages_of(lengths, page)
         sizes = CacheSizes(tables.numel() + 1, page, number, *heads[1:], dtype, device)
-        layers = [FourBitLayer(sizes) for _ in range(2)]
+        layers = [FourBitPages(sizes) for _ in range(2)]
         both = list(zip(*((*layer.pages, layer._tails) for layer in layers), strict=True))
         for mine, other in both:
             mine.random_(0, 256) if mine.dtype == torch.uint8 else mine.uniform_(-0.5, 1)
@@ -169,13 +168,16 @@ def chosen(device: torch.device) -> Found:
         keys, values = (torch.randn(tables.numel() * 16, *heads[1:], dtype=dtype, device=device) for _ in range(2))
         keys *= torch.linspace(2, 0, heads[2], dtype=dtype, device=device)  # the first dims say most
         choice = LokiChoice(newest=16, dense_below=256)
-        given = (query, keys, values, tables, lengths, 16, window, choice)
-        first = first_dims(keys, 16, choice.num_dims(heads[2]))
-        expected = chosen_attention(*given)
+        plain = PlainPages(*(one.unflatten(0, (-1, 16)) for one in (keys, values)))
+        sizes = CacheSizes(len(plain.pages[0]), 16, 5, *heads[1:], dtype, device)
+        loki = LokiPages(torch.eye(heads[2]).expand(heads[1], -1, -1), choice, plain, sizes)
+        loki.pages[2].copy_(plain.pages[0][..., : choice.num_dims(heads[2])].transpose(1, 2))
+        batch = PagedBatch(*[lengths] * 3, tables, lengths, lengths, 16, 5)
+        expected = loki._decode(query, batch, window)
         name = f"chosen tokens {dtype} {heads} {window}"
         # Scores that are nearly equal may be chosen either way.
-        yield name, difference(chosen_attention_by_kernel(*given[:5], first, window, choice), expected), 0.03
-        all_tokens = difference(decode_attention_by_kernel(*given[:-1]), expected)
+        yield name, difference(loki._decode_by_kernel(query, batch, window), expected), 0.03
+        all_tokens = difference(decode_attention_by_kernel(query, keys, values, tables, lengths, 16, window), expected)
         yield name + ", 1 over the difference to all tokens", 1 / max(all_tokens, 1e-9), 25
 
 
@@ -253,8 +255,8 @@ def engines(device: torch.device) -> Found:
 
     axes = torch.linalg.qr(torch.randn(2, 2, 16, 16))[0]
     for name, options in (
-        ("int4", {"cache": FourBitFormat(), "block_size": 64}),
-        ("loki", {"cache": LokiFormat(axes, LokiChoice(newest=4, dense_below=16))}),
+        ("int4", {"cache": CacheFormat(FourBitStorage()), "block_size": 64}),
+        ("loki", {"cache": Loki(axes, LokiChoice(newest=4, dense_below=16))}),
         *((kind, {}) for kind in GPU_FORMATS),
         *((f"experts {kind}", {}) for kind in GPU_FORMATS),
     ):

@@ -26,9 +26,8 @@ from weft.planner.kernels import LAUNCH_SECONDS
 from weft.planner.lean_kernels import MORE_KERNELS, decode_reads
 from weft.planner.serving import ServingModel
 from weft.planner.serving_speculation import price_speculation
-from weft.serve.attention.four_bit_cache import FourBitFormat
-from weft.serve.attention.layer_cache import CacheFormat, PlainFormat
-from weft.serve.attention.loki_cache import LokiFormat
+from weft.serve.attention.formats import CacheFormat, Loki
+from weft.serve.attention.four_bits import FourBitStorage
 from weft.serve.spec import ServingSpec
 
 RESULTS = Path(__file__).parent / "results"
@@ -70,9 +69,9 @@ def attention(lean: dict[str, Any]) -> Iterator[Row]:
     kernels = ServingModel(LLAMA_8B, load("h200:1x1"), Plan(), "bf16").kernels
     number, each = lean["four_bits"]["requests"], lean["four_bits"]["tokens_each"]
     formats: tuple[tuple[CacheFormat, float], ...] = (
-        (PlainFormat(), lean["four_bits"]["plain_seconds"]),
-        (FourBitFormat(), lean["four_bits"]["seconds"]),
-        (LokiFormat(torch.zeros(1)), lean["loki"]["seconds"]),
+        (CacheFormat(), lean["four_bits"]["plain_seconds"]),
+        (CacheFormat(FourBitStorage()), lean["four_bits"]["seconds"]),
+        (CacheFormat(loki=Loki(torch.zeros(1))), lean["loki"]["seconds"]),
     )
     for form, measured in formats:
         seconds, _ = decode_reads(kernels, form, number, number * each, (32, 8, 128))

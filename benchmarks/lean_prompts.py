@@ -24,15 +24,19 @@ from serve_gpu import LLAMA_8B, TINY, random_model
 from torch import nn
 
 from weft.serve.attention import four_bit_prompt_kernel
-from weft.serve.attention.batch import PagedBatch
-from weft.serve.attention.four_bit_cache import FourBitFormat, FourBitLayer
-from weft.serve.attention.layer_cache import CacheFormat, CacheSizes, PlainFormat
-from weft.serve.cache_formats import DEFAULT_BLOCK_SIZE
+from weft.serve.attention.batch import CacheSizes, PagedBatch
+from weft.serve.attention.formats import DEFAULT_BLOCK_SIZE, CacheFormat
+from weft.serve.attention.four_bits import FourBitPages, FourBitStorage
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.scheduling.request import Request, Sampling
 
 HEADS = (32, 8, 128)
-FORMS: tuple[CacheFormat, ...] = (PlainFormat(), FourBitFormat(), FourBitFormat(32), FourBitFormat(128))
+FORMS: tuple[CacheFormat, ...] = (
+    CacheFormat(),
+    CacheFormat(FourBitStorage()),
+    CacheFormat(FourBitStorage(32)),
+    CacheFormat(FourBitStorage(128)),
+)
 PLAIN_FUNCTIONS = "int4, plain functions"
 
 
@@ -53,10 +57,10 @@ def layer_seconds(form: CacheFormat, chunk: int, length: int, device: torch.devi
     query = torch.randn(chunk, num_heads, head_dim, dtype=dtype, device=device)
     keys, values = (torch.randn(chunk, num_key_heads, head_dim, dtype=dtype, device=device) for _ in range(2))
     if by_plain:
-        assert isinstance(layer, FourBitLayer)
-        layer._prompts_by_kernel = layer._prompts  # type: ignore[method-assign]
+        assert isinstance(layer.storage, FourBitPages)
+        layer.storage._prompts_by_kernel = layer.storage._prompts  # type: ignore[method-assign]
 
-    if isinstance(form, PlainFormat):
+    if form.kind == "plain":
         _, keys, values = layer.room(batch)  # a step writes them there
 
     def step() -> None:
@@ -96,8 +100,8 @@ def prompt_seconds(model: nn.Module, form: CacheFormat, length: int, budget: int
         cache=form,
     )
     engine, found = Engine(model, options), []
-    by_kernel = FourBitLayer._prompts_by_kernel
-    with patch.object(FourBitLayer, "_prompts_by_kernel", FourBitLayer._prompts if by_plain else by_kernel):
+    by_kernel = FourBitPages._prompts_by_kernel
+    with patch.object(FourBitPages, "_prompts_by_kernel", FourBitPages._prompts if by_plain else by_kernel):
         for index in range(3):
             engine.add(Request(str(index), tuple(range(length)), 1, Sampling(temperature=0)))
             begin = time.perf_counter()

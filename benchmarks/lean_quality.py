@@ -28,10 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from weft.data.tokenizer import Tokenizer
-from weft.serve.attention.four_bit_cache import GROUPS, FourBitFormat
-from weft.serve.attention.layer_cache import CacheFormat, PlainFormat
-from weft.serve.attention.loki_cache import LokiFormat
-from weft.serve.attention.loki_choice import LokiChoice
+from weft.serve.attention.choice import LokiChoice
+from weft.serve.attention.formats import CacheFormat, Loki
+from weft.serve.attention.four_bits import GROUPS, FourBitStorage
 from weft.serve.calibration.corrected_codes import pack_corrected
 from weft.serve.calibration.loki_calibration import calibrate
 from weft.serve.engine import Engine, EngineOptions
@@ -70,7 +69,7 @@ def perplexity(model: nn.Module, rows: Tensor, form: CacheFormat, by_codes: bool
             linear.for_cpu = replace(linear.for_cpu, max_rows=width) if by_codes and linear.for_cpu else None
     for stack in (one for one in model.modules() if isinstance(one, PackedStack)):
         stack.for_cpu = [replace(one, max_rows=width) for one in stack.for_cpu if one is not None] if by_codes else []
-    if not form.answers_choose:
+    if form.loki is None:
         losses = [float(row_loss(part, row)) for row in rows]
         return math.exp(sum(losses) / (number * (width - 1)))
     table = torch.arange(number * blocks, dtype=torch.int32).view(number, blocks)
@@ -95,11 +94,11 @@ def row_loss(part: ModelPart, row: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits[:-1].double(), row[1:], reduction="sum")
 
 
-def random_axes(found: LokiFormat) -> LokiFormat:
+def random_axes(found: Loki) -> Loki:
     """The control: axes that have nothing to do with the keys."""
     generator = torch.Generator().manual_seed(0)
     shape = found.axes.shape
-    return LokiFormat(torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float64))[0], found.choice)
+    return Loki(torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float64))[0], found.choice)
 
 
 def speculation(read: Callable[[], nn.Module], rows: Tensor, width: int) -> dict[str, Any]:
@@ -147,19 +146,20 @@ def main() -> None:
 
     loki, explained, is_before = calibrate(read(), [calibration], LOKI)
     print(f"{int(is_before.sum())} of {is_before.numel()} key heads have axes of keys before rotation")
-    cases: dict[str, tuple[nn.Module, CacheFormat]] = {"dense": (read(), PlainFormat())}
-    cases |= {f"weights {name}": (packed(name, False), PlainFormat()) for name in FORMATS}
-    cases |= {f"weights {name}, corrected": (packed(name, True), PlainFormat()) for name in ("int4", "int4-128")}
-    cases |= {f"cache {form.name}": (read(), form) for form in map(FourBitFormat, GROUPS)}
-    cases |= {"cache loki": (read(), loki), "cache loki, random axes": (read(), random_axes(loki))}
-    cases["weights int4, cache int4"] = (packed("int4", True), FourBitFormat())
+    cases: dict[str, tuple[nn.Module, CacheFormat]] = {"dense": (read(), CacheFormat())}
+    cases |= {f"weights {name}": (packed(name, False), CacheFormat()) for name in FORMATS}
+    cases |= {f"weights {name}, corrected": (packed(name, True), CacheFormat()) for name in ("int4", "int4-128")}
+    cases |= {f"cache {form.name}": (read(), form) for form in (CacheFormat(FourBitStorage(group)) for group in GROUPS)}
+    axes = {"cache loki": loki, "cache loki, random axes": random_axes(loki)}
+    cases |= {name: (read(), CacheFormat(loki=one)) for name, one in axes.items()}
+    cases["weights int4, cache int4"] = (packed("int4", True), CacheFormat(FourBitStorage()))
     for name in ("fp16", "int8-row", "int8", "int4"):
         model = packed(name, False)
         pack_head(model, name, "cpu")
         if reason := why_dequantised(FORMATS[name], model.lm_head.in_features, torch.float32):
             print(f"weights and head {name}, by codes: not here, as {reason}")
         else:
-            cases[f"weights and head {name}, by codes"] = (model, PlainFormat())
+            cases[f"weights and head {name}, by codes"] = (model, CacheFormat())
     found: dict[str, Any] = {}
     for name, (model, form) in cases.items():
         weights = sum(one.numel() * one.itemsize for one in (*model.parameters(), *model.buffers()))

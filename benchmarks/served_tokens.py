@@ -31,9 +31,9 @@ from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import GPT2, Decoder, DecoderConfig, GPT2Config, build, initialise
 from weft.plan import Context, Pipe, Plan, Tensor
-from weft.serve.attention.loki_choice import LokiChoice
-from weft.serve.cache_formats import cache_format
-from weft.serve.calibration.loki_calibration import calibrate, save
+from weft.serve.attention.choice import LokiChoice
+from weft.serve.attention.formats import cache_format, save_loki
+from weft.serve.calibration.loki_calibration import calibrate
 from weft.serve.engine import Engine
 from weft.serve.follow_steps import follow_steps
 from weft.serve.model.model_part import EngineOptions, ModelPart
@@ -234,8 +234,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         texts = [torch.randint(0, VOCAB, (4, 64), generator=torch.Generator().manual_seed(0))]
         for model in MODELS:
-            form = calibrate(load(Case(model), None), texts, CHOICE)[0]
-            save(Path(folder) / f"{model}.safetensors", form)
+            loki = calibrate(load(Case(model), None), texts, CHOICE).loki
+            save_loki(Path(folder) / f"{model}.safetensors", loki)
         for case in (one for one in cases() if given.only in one.name):
             found[case.name] = record(case, Path(folder))
             if given.compare and found[case.name] != known.get(case.name):

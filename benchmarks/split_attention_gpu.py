@@ -17,9 +17,9 @@ import harness
 import torch
 from torch import Tensor
 
+from weft.serve.attention.attend import add_up
 from weft.serve.attention.batch import PagedBatch, PageShare
-from weft.serve.attention.paged_attention import attend
-from weft.serve.attention.split_attention import add_up, attend_own_pages
+from weft.serve.attention.plain import PlainPages
 from weft.serve.attention.split_attention_kernel import add_up_by_kernel
 
 PAGE, DEGREE, REPEATS = 16, 2, 15
@@ -36,6 +36,11 @@ def microseconds(function: Callable[[], Tensor], device: torch.device) -> float:
             function()
         run = graph.replay
     return round(1e6 * harness.call_seconds(run, device, 10, REPEATS, left_out=3), 1)
+
+
+def attend(query: Tensor, pages: PlainPages, batch: PagedBatch) -> Tensor:
+    """The attention of a batch, or one rank's part of it."""
+    return pages.attend(query, pages.keys, pages.values, batch, None)
 
 
 def row(num_queries: int, length: int, heads: tuple[int, int, int], device: torch.device) -> dict[str, float]:
@@ -59,20 +64,20 @@ def row(num_queries: int, length: int, heads: tuple[int, int, int], device: torc
         return PagedBatch(*[tables] * 3, tables, lengths, lengths, block_size, decodes, *prompts, share=share)
 
     whole = batch(DEGREE * PAGE, None)
-    all_pages = [one.flatten(0, 2) for one in (keys, values)]
+    all_pages = PlainPages(*(one.flatten(1, 2) for one in (keys, values)))
     own, pages = [], []
     for index in range(DEGREE):
         own.append(batch(PAGE, PageShare(index, DEGREE, PAGE)))
-        pages.append([one[:, index].flatten(0, 1).contiguous() for one in (keys, values)])
-    parts = torch.stack([attend_own_pages(query, *pages[i], own[i], None) for i in range(DEGREE)])
+        pages.append(PlainPages(*(one[:, index].contiguous() for one in (keys, values))))
+    parts = torch.stack([attend(query, pages[i], own[i]) for i in range(DEGREE)])
     by = add_up_by_kernel if device.type == "cuda" else add_up
-    expected = attend(query, *all_pages, whole, None)
+    expected = attend(query, all_pages, whole)
     return {
         "tokens": length,
         "queries": num_queries,
         "difference": float((by(parts, dtype) - expected).abs().max()),
-        "all pages": microseconds(lambda: attend(query, *all_pages, whole, None), device),
-        "own pages": microseconds(lambda: attend_own_pages(query, *pages[0], own[0], None), device),
+        "all pages": microseconds(lambda: attend(query, all_pages, whole), device),
+        "own pages": microseconds(lambda: attend(query, pages[0], own[0]), device),
         "add up": microseconds(lambda: by(parts, dtype), device),
     }
 

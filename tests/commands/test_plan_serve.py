@@ -17,8 +17,7 @@ from weft.models import DecoderConfig, write_config
 from weft.plan import Plan
 from weft.planner.serving import ServingModel
 from weft.planner.serving_speculation import price_speculation
-from weft.serve.attention.loki_cache import LokiFormat
-from weft.serve.calibration.loki_calibration import save
+from weft.serve.attention.formats import Loki, save_loki
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.loading import load_for_generation
 from weft.serve.weights.folder_codes import folder_format
@@ -101,7 +100,7 @@ def test_a_gpu_that_the_catalog_does_not_know_is_refused_in_words(weft: Weft, nu
 
 def test_axes_and_replicas_that_read_weights_together_are_refused(weft: Weft, tmp_path: Path) -> None:
     path = tmp_path / "axes"
-    save(path, LokiFormat(torch.eye(64).expand(12, 12, 64, 64), identity="any"))
+    save_loki(path, Loki(torch.eye(64).expand(12, 12, 64, 64), identity="any"))
     sizes = ("--requests", 2, "--prompt", 16, "--output", 4, "--json")
     given = ("plan", "--serve", "--cluster", "a100-40:1x2", "--model", "mpt-125m", *sizes, "--cache")
     found = weft(*given, f"loki={path}", "--stream-weights", 2).json

@@ -16,8 +16,7 @@ from weft.commands import bench, plan_serve_cpu
 from weft.models import RecurrentModel, save_folder, write_config
 from weft.models.catalog import load_model
 from weft.planner.serving_cpu import predict_decode
-from weft.serve.attention.loki_cache import LokiFormat
-from weft.serve.calibration.loki_calibration import save
+from weft.serve.attention.formats import Loki, save_loki
 from weft.serve.head import graph_head
 from weft.serve.head.graph_head import GraphHead
 from weft.serve.head.vocabulary_graph import VocabularyGraph
@@ -184,9 +183,9 @@ def test_what_only_a_cpu_has_is_refused_for_gpus(weft: Weft, tmp_path: Path) -> 
 def test_axes_of_another_model_are_refused(weft: Weft, tmp_path: Path) -> None:
     path = tmp_path / "axes"
     given = ("plan", "--serve", "--cluster", "h200:1x1", "--model", "llama3-8b", "--requests", 1, "--cache")
-    save(path, LokiFormat(torch.eye(128).expand(32, 8, 128, 128), identity="any"))
+    save_loki(path, Loki(torch.eye(128).expand(32, 8, 128, 128), identity="any"))
     assert weft(*given, f"loki={path}").status == 0
-    save(path, LokiFormat(torch.eye(24).expand(3, 2, 24, 24), identity="any"))
+    save_loki(path, Loki(torch.eye(24).expand(3, 2, 24, 24), identity="any"))
     refused = weft(*given, f"loki={path}")
     assert refused.status == 2
     assert "is of 3 layers with 2 key heads of 24, and llama3-8b has 32 with 8 of 128; run weft cal" in refused.err

@@ -214,7 +214,7 @@ def _tokens(
     """What an engine answers to some requests, in fp32; on a CPU in fp64, as products with codes round inputs there."""
     from serving_for_tests import GREEDY, serve_all, tokens_of
 
-    from weft.serve.cache_formats import block_size_of, cache_format
+    from weft.serve.attention.formats import block_size_of, cache_format
     from weft.serve.engine import Engine, EngineOptions
     from weft.serve.scheduling.request import Request
     from weft.serve.scheduling.speculation import LAYERS, early_layers
@@ -234,7 +234,7 @@ def _tokens(
 
 def _embedded(device: str, cache: str | None) -> list[float]:
     """A text of several pages, in chunks, beside a request: in fp32 on a GPU, in fp64 on a CPU."""
-    from weft.serve.cache_formats import block_size_of, cache_format
+    from weft.serve.attention.formats import block_size_of, cache_format
     from weft.serve.engine import Engine, EngineOptions
     from weft.serve.scheduling.request import Request
 
@@ -312,7 +312,7 @@ def _compiled_while_serving(way: str, warms_up: bool) -> list[str]:
     from serving_for_tests import GREEDY
     from triton import knobs
 
-    from weft.serve.cache_formats import block_size_of, cache_format
+    from weft.serve.attention.formats import block_size_of, cache_format
     from weft.serve.engine import Engine, EngineOptions
     from weft.serve.scheduling.request import Request
     from weft.serve.warm_up import WAYS, warm_up

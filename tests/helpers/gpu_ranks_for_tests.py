@@ -155,12 +155,12 @@ def served_on_ranks(
 
 def _chosen_tokens(cache: str | None) -> Any:
     """A format of the cache by which decodes choose tokens, with the same axes in every process."""
-    from weft.serve.attention.loki_cache import LokiFormat
-    from weft.serve.attention.loki_choice import LokiChoice
+    from weft.serve.attention.choice import LokiChoice
+    from weft.serve.attention.formats import CacheFormat, Loki
 
     generator = torch.Generator().manual_seed(0)
     axes = torch.linalg.qr(torch.randn(5, 2, 64, 64, generator=generator, dtype=torch.float64))[0]
-    return None if cache is None else LokiFormat(axes, LokiChoice(0.5, 0.3, newest=2, dense_below=4))
+    return None if cache is None else CacheFormat(loki=Loki(axes, LokiChoice(0.5, 0.3, newest=2, dense_below=4)))
 
 
 def _served(plan: Any, ahead: int, sums: Any, device: torch.device, form: Any, dtype: torch.dtype) -> Any:
@@ -169,7 +169,7 @@ def _served(plan: Any, ahead: int, sums: Any, device: torch.device, form: Any, d
 
     from weft.mesh import Mesh
     from weft.models import DecoderConfig
-    from weft.serve.cache_formats import block_size_of
+    from weft.serve.attention.formats import block_size_of
     from weft.serve.engine import EngineOptions
     from weft.serve.model.ranks import ServingRanks
     from weft.serve.scheduling.request import Request
@@ -198,7 +198,7 @@ def split_logits(architecture: str, device: str = "cuda", dtype: str = "bfloat16
     from weft.mesh import Mesh
     from weft.models import DecoderConfig
     from weft.plan import Context, Plan
-    from weft.serve.attention import split_attention
+    from weft.serve.attention.plain import PlainPages
     from weft.serve.model.ranks import ServingRanks
 
     def rank(index: int) -> Any:
@@ -211,7 +211,7 @@ def split_logits(architecture: str, device: str = "cuda", dtype: str = "bfloat16
         exact, alone = (logits_of_long("long", one, place, None) for one in (torch.float32, given))
         ranks = ServingRanks(Mesh(Plan(context=Context(2)), place))
         together = logits_of_long("long", given, place, ranks)
-        whole = split_attention.attend_own_pages
+        whole = PlainPages.attend
 
         def dropped(*given: Any) -> torch.Tensor:
             part = whole(*given)
@@ -219,7 +219,7 @@ def split_logits(architecture: str, device: str = "cuda", dtype: str = "bfloat16
                 part[..., -1] = -torch.inf
             return part
 
-        split_attention.attend_own_pages = dropped
+        PlainPages.attend = dropped  # type: ignore[method-assign]
         wrong = logits_of_long("long", given, place, ranks)
         errors = [float((one - exact).abs().max()) for one in (together, alone, wrong)]
         return [*errors, float(exact.abs().max()), together.tolist()]

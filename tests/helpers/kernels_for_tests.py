@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from attention_for_tests import decodes_of, loki_of, pages_of
 from torch import Tensor
 
 from weft.models import loss_kernel, row_kernel, row_operations
@@ -33,14 +34,12 @@ from weft.serve.attention import (
     prompt_attention_kernel,
 )
 from weft.serve.attention.batch import PagedBatch, angles_at, slots_of, tiles_of
+from weft.serve.attention.choice import LokiChoice, LokiPages, chosen_tokens
 from weft.serve.attention.decode_attention_kernel import decode_attention_by_kernel
 from weft.serve.attention.four_bit_attention_kernel import four_bit_attention_by_kernel
-from weft.serve.attention.four_bit_cache import FourBitLayer
-from weft.serve.attention.layer_cache import CacheSizes
-from weft.serve.attention.loki_cache import LokiLayer, chosen_attention, chosen_attention_by_kernel, first_dims
-from weft.serve.attention.loki_choice import LokiChoice, chosen_tokens
+from weft.serve.attention.four_bits import FourBitPages
 from weft.serve.attention.loki_kernel import chosen_slots_by_kernel
-from weft.serve.attention.paged_attention import attend, decode_attention, prompt_attention_by_tiles
+from weft.serve.attention.plain import PlainStorage, decode_attention, prompt_attention_by_tiles
 from weft.serve.attention.prompt_attention_kernel import prompt_attention_by_kernel
 from weft.serve.head import filter_kernel, sampling_kernel
 from weft.serve.head.sampling import _settings_of, draw, filtered_draw_by_sorting
@@ -307,7 +306,7 @@ def tiles() -> dict[str, dict[str, float]]:
         for by, out in zip((prompt_attention_by_kernel, prompt_attention_by_tiles), outs, strict=True):
             by(query, keys, values, tables, tile, 4, window, out)
         batch = PagedBatch(*[tables] * 4, torch.tensor(lengths), tables[:, 0], 4, 0, queries, lengths)
-        whole = attend(query[2:], keys, values, batch, window)
+        whole = pages_of(keys, values, 4).attend(query[2:], keys, values, batch, window)
         tile[3] += 1
         wrong = torch.zeros_like(query)
         prompt_attention_by_kernel(query, keys, values, tables, tile, 4, window, wrong)
@@ -332,7 +331,7 @@ def four_bits() -> dict[str, dict[str, float]]:
     ):
         four_bit_attention_kernel._PROGRAMS = num_programs
         sizes = CacheSizes(13, page, 4, num_key_heads, head_dim, dtype, torch.device("cpu"))
-        layers = [FourBitLayer(sizes) for _ in range(2)]
+        layers = [FourBitPages(sizes) for _ in range(2)]
         lengths = torch.tensor([1, page, 2 * page + 2, 3 * page], dtype=torch.int32)
         tables = torch.randperm(12, dtype=torch.int32).reshape(4, 3)
         rows = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
@@ -379,7 +378,7 @@ def four_bit_prompts() -> dict[str, dict[str, float]]:
     for index, (dtype, (num_heads, num_key_heads, head_dim), window, page, chunks) in enumerate(cases):
         number = len(chunks) + 1  # the first request decodes
         sizes = CacheSizes(3 * number + 1, page, number, num_key_heads, head_dim, dtype, torch.device("cpu"))
-        layers = [FourBitLayer(sizes) for _ in range(2)]
+        layers = [FourBitPages(sizes) for _ in range(2)]
         tables = torch.randperm(3 * number, dtype=torch.int32).reshape(number, 3)
         rows = torch.randperm(number, dtype=torch.int32)
         for one, other in zip(*((*layer.pages, layer._tails) for layer in layers), strict=True):
@@ -421,13 +420,13 @@ def chosen() -> dict[str, dict[str, float]]:
         keys, values = (torch.randn(48 * 4, num_key_heads, head_dim).to(dtype) for _ in range(2))
         keys[..., 0], keys[..., 1:6] = keys[..., 0].round(), 0
         added = pages_after_decodes(choice, (num_heads, num_key_heads, head_dim), dtype)
-        given = (query, keys, values, tables, lengths, 4, window, choice)
-        first = first_dims(keys, 4, choice.num_dims(head_dim))
+        given, loki = (query, keys, values, tables, lengths, 4, window), loki_of(keys, values, 4, choice)
+        first, batch = loki.pages[2], decodes_of(tables, lengths, 4)
         numbers = (choice.tokens, choice.newest, choice.dense_below, choice.most_tokens(52))
         slots, counts = chosen_slots_by_kernel(query, first, tables, lengths, window, numbers)
         every = slots_of(tables, 52, 4).long()
         scored = keys[..., : choice.num_dims(head_dim)][every]
-        places, taken = chosen_tokens(query, scored, lengths, window, choice)
+        places, taken = chosen_tokens(query, scored, lengths, window, choice, batch.pages)
         wrong = 0
         for request in range(3):
             for head in range(num_key_heads):
@@ -435,11 +434,11 @@ def chosen() -> dict[str, dict[str, float]]:
                 plain = every[request][places[request, head][taken[request, head]].sort()[0]].tolist()
                 wrong += mine != plain
         name = f"{dtype} {num_heads} {num_key_heads} {head_dim} {window}"
-        expected = chosen_attention(*given)
+        expected = loki._decode(query, batch, window)
         found[name] = {
-            "mixed": difference(chosen_attention_by_kernel(*given[:5], first, window, choice), expected),
+            "mixed": difference(loki._decode_by_kernel(query, batch, window), expected),
             "choices that differ": float(wrong),
-            "to all tokens": difference(decode_attention(*given[:-1]), expected),
+            "to all tokens": difference(decode_attention(*given), expected),
             **added,
         }
     return found
@@ -450,7 +449,7 @@ def pages_after_decodes(choice: LokiChoice, heads: tuple[int, int, int], dtype: 
     num_heads, num_key_heads, head_dim = heads
     sizes = CacheSizes(6, 4, 3, num_key_heads, head_dim, dtype, torch.device("cpu"))
     axes = torch.linalg.qr(torch.randn(num_key_heads, head_dim, head_dim))[0]
-    layers = [LokiLayer(axes, choice, sizes) for _ in range(2)]
+    layers = [LokiPages(axes, choice, PlainStorage().new_pages(sizes), sizes) for _ in range(2)]
     query, keys, values = (torch.randn(3, number, head_dim).to(dtype) for number in (num_heads, *2 * (num_key_heads,)))
     given = (query, keys, values, torch.tensor([5, 14, 23]))
     found = [layer._turn_and_store(*given, index == 1) for index, layer in enumerate(layers)]

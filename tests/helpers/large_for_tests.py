@@ -20,7 +20,7 @@ from weft.optim.update import update
 from weft.optim.update_kernel import update_by_kernel
 from weft.serve.attention.batch import tiles_of
 from weft.serve.attention.decode_attention_kernel import decode_attention_by_kernel
-from weft.serve.attention.paged_attention import decode_attention, prompt_attention_by_tiles
+from weft.serve.attention.plain import decode_attention, prompt_attention_by_tiles
 from weft.serve.attention.prompt_attention_kernel import prompt_attention_by_kernel
 from weft.serve.head.sampling_kernel import draw_by_kernel
 from weft.serve.model.fused_kernel import (

@@ -7,16 +7,10 @@ import torch
 from torch import Tensor
 
 from weft.models.attention import RMSNorm
-from weft.serve.attention import decode_attention_kernel, prompt_attention_kernel, whole_attention_kernel
+from weft.serve.attention import decode_attention_kernel, plain, prompt_attention_kernel, whole_attention_kernel
+from weft.serve.attention.attend import add_up, takes_kernels
 from weft.serve.attention.batch import PagedBatch, PageShare, angles_at, slots_of
-from weft.serve.attention.paged_attention import attend, decode_attention
-from weft.serve.attention.split_attention import (
-    _decodes,
-    _decodes_by_kernel,
-    _prompts_by_kernel,
-    add_up,
-    attend_own_pages,
-)
+from weft.serve.attention.plain import PlainPages, decode_attention
 from weft.serve.attention.split_attention_kernel import add_up_by_kernel
 from weft.serve.attention.whole_attention_kernel import whole_attention_by_kernel
 from weft.serve.head import sampling_kernel
@@ -108,16 +102,17 @@ def shares() -> dict[str, dict[str, float]]:
         whole = [torch.randn(20, degree, page_size, num_key_heads, head_dim).to(dtype) for _ in range(2)]
         given = (tables, torch.tensor(lengths, dtype=torch.int32), tables[:, 0])
         batch = PagedBatch(*[tables] * 3, *given, degree * page_size, 2, queries, lengths[2:])
-        expected = attend(query.double(), *(one.flatten(0, 2).double() for one in whole), batch, window)
+        pages = PlainPages(*(one.flatten(1, 2).double() for one in whole))
+        expected = pages.attend(query.double(), pages.keys, pages.values, batch, window)
         parts = torch.full((2, degree, len(query), num_heads, head_dim + 1), torch.nan)
         for index in range(degree):
-            keys, values = (one[:, index].flatten(0, 1).contiguous() for one in whole)
+            pages = PlainPages(*(one[:, index].contiguous() for one in whole))
             share = PageShare(index, degree, page_size)
             batch = PagedBatch(*[tables] * 3, *given, page_size, 2, queries, lengths[2:], share=share)
-            parts[0, index] = attend_own_pages(query, keys, values, batch, window)
-            decodes = _decodes_by_kernel if window is None else _decodes
-            decodes(query[:2], keys, values, batch, window, parts[1, index, :2])
-            _prompts_by_kernel(query[2:], keys, values, batch, window, parts[1, index, 2:])
+            parts[0, index] = pages.attend(query, pages.keys, pages.values, batch, window)
+            plain.takes_kernels = lambda query: True  # as on a GPU
+            parts[1, index] = pages.attend(query, pages.keys, pages.values, batch, window)
+            plain.takes_kernels = takes_kernels
         found[f"{dtype} {num_heads} {num_key_heads} {head_dim} {window} {num_programs}"] = {
             "parts": difference(*parts.nan_to_num(nan=77, neginf=-9)),
             "added up": difference(*(add(parts[1], dtype) for add in (add_up, add_up_by_kernel))),

@@ -20,10 +20,8 @@ from weft.planner.lean_kernels import MORE_KERNELS, decode_reads, packed_product
 from weft.planner.serving import ServingModel, ServingWorkload
 from weft.planner.serving_search import predict_serving, search_serving, serving_plans
 from weft.planner.serving_speculation import price_speculation
-from weft.serve.attention.four_bit_cache import FourBitFormat
-from weft.serve.attention.layer_cache import PlainFormat
-from weft.serve.attention.loki_cache import LokiFormat
-from weft.serve.calibration.loki_calibration import save
+from weft.serve.attention.formats import CacheFormat, Loki, save_loki
+from weft.serve.attention.four_bits import FourBitStorage
 from weft.serve.scheduling.speculation import MAX_DRAFTS
 from weft.serve.spec import ServingSpec
 from weft.serve.weights.weight_formats import weight_format
@@ -68,7 +66,11 @@ def test_decodes_with_weights_in_fewer_bits_are_predicted_as_measured_on_an_h200
 
 def test_attention_over_lean_caches_is_predicted_as_measured_on_an_h200() -> None:
     kernels = ServingModel(LLAMA_8B, load("h200:1x1"), Plan(), "bf16").kernels
-    formats = {"plain": PlainFormat(), "int4": FourBitFormat(), "loki": LokiFormat(torch.zeros(1))}
+    formats = {
+        "plain": CacheFormat(),
+        "int4": CacheFormat(FourBitStorage()),
+        "loki": CacheFormat(loki=Loki(torch.zeros(1))),
+    }
     four_bits, loki = LEAN["four_bits"], LEAN["loki"]
     measured = {"plain": four_bits["plain_seconds"], "int4": four_bits["seconds"], "loki": loki["seconds"]}
     found = {}
@@ -79,7 +81,10 @@ def test_attention_over_lean_caches_is_predicted_as_measured_on_an_h200() -> Non
         assert found[name] == pytest.approx(measured[name], rel=0.1), name
         assert read == num_cached * 8 * {"plain": 512, "int4": 144, "loki": 192}[name]  # the page's table
     assert found["int4"] < found["loki"] < found["plain"]
-    for form, of_token, measured_ms in ((FourBitFormat(32), 152, 0.223), (FourBitFormat(128), 136, 0.190)):
+    for form, of_token, measured_ms in (
+        (CacheFormat(FourBitStorage(32)), 152, 0.223),
+        (CacheFormat(FourBitStorage(128)), 136, 0.190),
+    ):
         seconds, read = decode_reads(kernels, form, four_bits["requests"], num_cached, (32, 8, 128))
         assert read == num_cached * 8 * of_token
         seconds += MORE_KERNELS["int4"] * LAUNCH_SECONDS
@@ -90,7 +95,7 @@ def test_attention_over_lean_caches_is_predicted_as_measured_on_an_h200() -> Non
 
 def test_drafts_over_chosen_tokens_are_decodes_without_a_graph(tmp_path: Path) -> None:
     path = tmp_path / "axes"
-    save(path, LokiFormat(torch.eye(128).expand(32, 8, 128, 128), identity="any"))
+    save_loki(path, Loki(torch.eye(128).expand(32, 8, 128, 128), identity="any"))
     plain, loki = (
         ServingModel(LLAMA_8B, load("h200:1x1"), Plan(), "bf16", spec=ServingSpec(cache=one))
         for one in (None, f"loki={path}")
@@ -418,7 +423,7 @@ def test_tokens_outside_of_a_sliding_window_are_not_priced() -> None:
     loaded = [one.simulate([(8192, 8)], one.cache_tokens) for one in models]
     assert loaded[1].seconds < loaded[0].seconds
     assert loaded[1].floor_seconds < loaded[0].floor_seconds
-    scores = [prompt_attention(kernels, PlainFormat(), 5, 12, window, (1, 2))[1] / 8 for window in (None, 9, 3, 12)]
+    scores = [prompt_attention(kernels, CacheFormat(), 5, 12, window, (1, 2))[1] / 8 for window in (None, 9, 3, 12)]
     assert scores == [7 * 5 + 12.5, 7 * 2 + 2 + 9 * 3, 15, 7 * 5 + 12.5]
 
 

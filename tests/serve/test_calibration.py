@@ -16,7 +16,7 @@ from weft.architectures import RecurrentConfig
 from weft.data.tokenizer import ByteTokenizer
 from weft.errors import ConfigError, DataError
 from weft.models import DecoderConfig, build, initialise, save_folder
-from weft.serve.attention.loki_choice import LokiChoice
+from weft.serve.attention.choice import LokiChoice
 from weft.serve.calibration.corrected_codes import pack_corrected
 from weft.serve.calibration.graph_index import index_model
 from weft.serve.calibration.loki_calibration import calibrate

@@ -22,7 +22,8 @@ from torch import nn
 
 from weft.errors import ConfigError
 from weft.models import GPT2, Decoder
-from weft.serve.attention.four_bit_cache import FourBitFormat
+from weft.serve.attention.formats import CacheFormat
+from weft.serve.attention.four_bits import FourBitStorage
 from weft.serve.drafts.early_layers import EarlyLayersDrafter
 from weft.serve.scheduling.request import Request
 from weft.serve.scheduling.scheduler import ActiveRequest
@@ -93,7 +94,7 @@ def test_the_cache_is_the_models_own_and_holds_what_it_holds_without_drafts() ->
 def test_a_cache_of_four_bits_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     draft_always(monkeypatch)
     requests = [Request(str(i), tuple(range(i, i + 20)), 11, GREEDY) for i in range(3)]
-    sizes = {"block_size": 64, "num_blocks": 6, "cache": FourBitFormat()}
+    sizes = {"block_size": 64, "num_blocks": 6, "cache": CacheFormat(FourBitStorage())}
     expected = tokens_of(serve_all(make_engine(tiny_model("llama"), **sizes), requests))
     engine = make_engine(tiny_model("llama"), **sizes, speculate=EarlyLayers(1))
     assert tokens_of(serve_all(engine, requests)) == expected

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from weft.errors import ConfigError
 from weft.models import DecoderConfig, build, initialise
-from weft.serve.attention import four_bit_cache
-from weft.serve.attention.batch import PagedBatch
-from weft.serve.attention.four_bit_cache import GROUP, FourBitFormat, FourBitLayer
-from weft.serve.attention.layer_cache import CacheSizes
-from weft.serve.cache_formats import cache_format
+from weft.serve.attention import four_bits
+from weft.serve.attention.batch import CacheSizes, PagedBatch
+from weft.serve.attention.formats import CacheFormat, cache_format
+from weft.serve.attention.four_bits import GROUP, FourBitPages, FourBitStorage
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.scheduling.request import Request
 
@@ -33,8 +32,8 @@ def sizes_of(size: int = GROUP, dtype: torch.dtype = torch.float64) -> CacheSize
     return CacheSizes(NUM_BLOCKS, size, 3, KEY_HEADS, DIM, dtype, torch.device("cpu"))
 
 
-def new_layer(size: int = GROUP) -> FourBitLayer:
-    return FourBitLayer(sizes_of(size))
+def new_layer(size: int = GROUP) -> FourBitPages:
+    return FourBitPages(sizes_of(size))
 
 
 def batch_of(start: int, end: int, size: int = GROUP) -> PagedBatch:
@@ -48,7 +47,7 @@ def batch_of(start: int, end: int, size: int = GROUP) -> PagedBatch:
 
 
 def attended(
-    layer: FourBitLayer, tokens: tuple[Tensor, Tensor, Tensor], sizes: Sequence[int], window: int | None = None
+    layer: FourBitPages, tokens: tuple[Tensor, Tensor, Tensor], sizes: Sequence[int], window: int | None = None
 ) -> Tensor:
     """The results of a request whose tokens come in chunks of these sizes."""
     parts, start = [], 0
@@ -68,7 +67,7 @@ def random_tokens(number: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return query, keys * torch.tensor([1, 9, 1, 0.1, 1, 1]), values  # one channel of keys is large
 
 
-def oracle(layer: FourBitLayer, tokens: tuple[Tensor, Tensor, Tensor], window: int | None = None) -> Tensor:
+def oracle(layer: FourBitPages, tokens: tuple[Tensor, Tensor, Tensor], window: int | None = None) -> Tensor:
     """Attention of every token, one by one, over the layer's decoded pages and its own page's keys as they are."""
     query, own, _ = tokens
     keys, values = (one.flatten(0, 1) for one in layer.decoded(TABLE[0].long(), torch.float64))
@@ -148,20 +147,20 @@ def test_pages_hold_the_rounded_numbers() -> None:
     assert bool(((values - tokens[2]).abs() <= of_tokens / 2 * (1 + 1e-6)).all())
 
 
-def swap_halves(layer: FourBitLayer) -> None:
+def swap_halves(layer: FourBitPages) -> None:
     layer._key_codes.copy_((layer._key_codes >> 4) | (layer._key_codes << 4))
 
 
-def forget_tails(layer: FourBitLayer) -> None:
+def forget_tails(layer: FourBitPages) -> None:
     layer._tails.zero_()
 
 
-def take_the_next_scale(layer: FourBitLayer) -> None:
+def take_the_next_scale(layer: FourBitPages) -> None:
     layer._key_ranges[..., 0].copy_(layer._key_ranges[..., 0].roll(1, 2))
 
 
 @pytest.mark.parametrize("damage", [swap_halves, forget_tails, take_the_next_scale])
-def test_damage_is_noticed(damage: Callable[[FourBitLayer], None]) -> None:
+def test_damage_is_noticed(damage: Callable[[FourBitPages], None]) -> None:
     tokens, layer = random_tokens(GROUP + 9), new_layer()
     attended(layer, tokens, [GROUP + 8])
     expected = oracle(layer, tokens)[-1]
@@ -198,8 +197,8 @@ def test_bytes_of_pages_and_tails_are_as_stated(heads: int, dim: int, size: int)
     sizes = CacheSizes(5, size, 7, heads, dim, torch.bfloat16, torch.device("cpu"))
     form = cache_format({32: "int4-32", 64: "int4", 128: "int4-128"}[size])
     assert form.block_size == size
-    layer = form.layer(0, sizes)
-    assert isinstance(layer, FourBitLayer)
+    layer = form.layer(0, sizes).storage
+    assert isinstance(layer, FourBitPages)
     held = sum(page.numel() * page.itemsize for page in layer.pages)
     assert held == 5 * size * form.bytes_per_token(heads, dim, 2)
     assert layer._tails.numel() * 2 == 8 * form.bytes_per_row(heads, dim, 2)
@@ -221,7 +220,7 @@ def longer_model(seed: int = 0) -> nn.Module:
 
 
 def engine_of(**options: object) -> Engine:
-    sizes = {"block_size": GROUP, "num_blocks": 30, "cache": FourBitFormat(), **options}
+    sizes = {"block_size": GROUP, "num_blocks": 30, "cache": CacheFormat(FourBitStorage()), **options}
     return Engine(longer_model(), EngineOptions(**sizes))  # type: ignore[arg-type]
 
 
@@ -259,7 +258,7 @@ def test_tokens_do_not_depend_on_chunks_memory_prefixes_swapping_or_drafts(
 ) -> None:
     requests, expected = requests_and_tokens()
     draft_always(monkeypatch)
-    monkeypatch.setattr(four_bit_cache, "DECODED_TOKENS", 2 * GROUP)  # several requests are decoded in turns
+    monkeypatch.setattr(four_bits, "DECODED_TOKENS", 2 * GROUP)  # several requests are decoded in turns
     drafter = {"speculate": longer_model()} if options.get("speculate") == "itself" else {}
     engine = engine_of(**{**options, **drafter})
     assert tokens_of(serve_all(engine, requests, every=1)) == expected
@@ -288,6 +287,6 @@ def test_sizes_that_it_cannot_keep_are_refused() -> None:
     with pytest.raises(ConfigError, match="needs blocks of 64 tokens, not 16; give block_size = 64"):
         engine_of(block_size=16)
     with pytest.raises(ConfigError, match="needs heads of an even size"):
-        FourBitLayer(CacheSizes(2, GROUP, 1, 1, 5, torch.float32, torch.device("cpu")))
+        FourBitPages(CacheSizes(2, GROUP, 1, 1, 5, torch.float32, torch.device("cpu")))
     with pytest.raises(ConfigError, match="blocks of 32, 64 or 128 tokens, not heads of 6 and blocks of 48"):
-        FourBitLayer(sizes_of(48))
+        FourBitPages(sizes_of(48))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from attention_for_tests import chosen_attention
 from commands_for_tests import caller
 from serving_for_tests import GREEDY, likeliest, make_engine, serve_all, tiny_model, tokens_of
 from torch import Tensor
@@ -15,20 +16,16 @@ from torch import Tensor
 from weft.errors import ConfigError
 from weft.models import DecoderConfig, build, initialise, save_folder
 from weft.models.attention import rotate
-from weft.serve.attention.batch import PagedBatch, slots_of
-from weft.serve.attention.layer_cache import CacheSizes
-from weft.serve.attention.loki_cache import LokiFormat, LokiLayer, chosen_attention
-from weft.serve.attention.loki_choice import LokiChoice, chosen_tokens
-from weft.serve.attention.paged_attention import decode_attention
-from weft.serve.cache_formats import cache_format
+from weft.serve.attention.batch import CacheSizes, PagedBatch, PageShare, slots_of
+from weft.serve.attention.choice import LokiChoice, LokiPages, chosen_tokens
+from weft.serve.attention.formats import CacheFormat, Loki, cache_format, load_loki, save_loki
+from weft.serve.attention.plain import PlainStorage, decode_attention
 from weft.serve.calibration.loki_calibration import (
     RecordingFormat,
     best_axes,
     calibrate,
     explained_shares,
-    load,
     principal_axes,
-    save,
 )
 from weft.serve.model.model_part import EngineOptions, ModelPart
 from weft.serve.model.step_inputs import text_inputs
@@ -78,7 +75,7 @@ def test_the_chosen_tokens_are_those_of_a_search_through_all() -> None:
     keys[:, :, 0] = keys[:, :, 0].round()  # equal scores are frequent
     keys[:, :, 1:] = 0
     slots = slots_of(tables, 20, SIZE).long()
-    places, counts = chosen_tokens(query, keys[..., :4][slots], lengths, None, SOME)
+    places, counts = chosen_tokens(query, keys[..., :4][slots], lengths, None, SOME, PageShare(0, 1, SIZE))
     for request, length in enumerate(lengths.tolist()):
         for head in range(HEADS):
             pair = query[request, head // 2 * 2 :][:2, :4]  # the queries that share the key head
@@ -103,7 +100,7 @@ def test_how_tokens_are_added_changes_no_page() -> None:
     table = torch.tensor([[2, 0, 1]], dtype=torch.int32)
     pages = []
     for cuts in ([0, 11], [0, 3, 4, 9, 11], list(range(12))):
-        layer = LokiLayer(axes_of(), SOME, sizes)
+        layer = LokiPages(axes_of(), SOME, PlainStorage().new_pages(sizes), sizes)
         for begin, end in zip(cuts, cuts[1:], strict=False):  # noqa: RUF007
             places = torch.arange(begin, end)
             slots = table[0].long()[places // SIZE] * SIZE + places % SIZE
@@ -124,15 +121,15 @@ def test_how_tokens_are_added_changes_no_page() -> None:
 def test_an_engine_that_chooses_all_tokens_gives_the_tokens_of_a_plain_one(name: str) -> None:
     model = tiny_model(name).double()
     texts = [torch.randint(0, 61, (3, 24), generator=torch.Generator().manual_seed(0))]
-    found, explained, is_before = calibrate(tiny_model(name).double(), texts, ALL)
+    loki, explained, is_before = calibrate(tiny_model(name).double(), texts, ALL)
     assert not bool(is_before.any()) or name != "gpt2"  # which does not rotate
     assert bool((explained.diff(dim=-1) >= -1e-12).all())
     requests = [Request(str(i), (7 * i + 1, 5, 3, i), 14, GREEDY) for i in range(4)]
-    engine = make_engine(tiny_model(name).double(), cache=found, num_blocks=12, token_budget=9)
+    engine = make_engine(tiny_model(name).double(), cache=CacheFormat(loki=loki), num_blocks=12, token_budget=9)
     assert tokens_of(serve_all(engine, requests, every=1)) == {
         one.name: likeliest(model, one.tokens, 14) for one in requests
     }
-    few = LokiFormat(found.axes, LokiChoice(0.2, 0.2, 1, 1))
+    few = CacheFormat(loki=Loki(loki.axes, LokiChoice(0.2, 0.2, 1, 1)))
     assert tokens_of(serve_all(make_engine(tiny_model(name).double(), cache=few), requests)) != {
         one.name: likeliest(model, one.tokens, 14) for one in requests
     }  # it is not exact
@@ -215,9 +212,9 @@ def test_calibration_sees_keys_before_rotation() -> None:
 
 def test_a_file_is_read_again_and_refused_for_another_model(tmp_path: Path) -> None:
     path, texts = tmp_path / "axes", [torch.arange(24).view(1, 24)]
-    found = calibrate(tiny_model("llama"), texts, SOME).form
-    save(path, found)
-    again = load(path)
+    found = calibrate(tiny_model("llama"), texts, SOME).loki
+    save_loki(path, found)
+    again = load_loki(path)
     assert again.choice == SOME
     assert torch.equal(again.axes, found.axes.float())
     product = again.axes.mT @ again.axes
@@ -225,10 +222,10 @@ def test_a_file_is_read_again_and_refused_for_another_model(tmp_path: Path) -> N
     make_engine(tiny_model("llama").bfloat16(), cache=cache_format(f"loki={path}"))  # in another dtype, too
     for other in (tiny_model("llama", seed=1), tiny_model("qwen2")):
         with pytest.raises(ConfigError, match="is of another model; run weft calibrate on the model that is served"):
-            make_engine(other, cache=again)
-    save(path, LokiFormat(found.axes * 1.1, SOME, found.identity))
+            make_engine(other, cache=CacheFormat(loki=again))
+    save_loki(path, Loki(found.axes * 1.1, SOME, found.identity))
     with pytest.raises(ConfigError, match="are not orthogonal: the file is damaged"):
-        load(path)
+        load_loki(path)
     path.write_bytes(b"nonsense")
     with pytest.raises(ConfigError, match="cannot be read"):
         cache_format(f"loki={path}")

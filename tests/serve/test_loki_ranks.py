@@ -24,11 +24,10 @@ from weft.mesh import Mesh
 from weft.models import DecoderConfig, build
 from weft.plan import Pipe, Plan, Tensor
 from weft.planner.serving import ServingModel
-from weft.serve.attention.loki_cache import LokiFormat
-from weft.serve.attention.loki_choice import LokiChoice
+from weft.serve.attention.choice import LokiChoice
+from weft.serve.attention.formats import CacheFormat, Loki, cache_format, save_loki
 from weft.serve.attention.model_identity import model_identity
-from weft.serve.cache_formats import cache_format
-from weft.serve.calibration.loki_calibration import calibrate, save
+from weft.serve.calibration.loki_calibration import calibrate
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.model.model_part import ModelPart
 from weft.serve.model.ranks import ServingRanks
@@ -53,7 +52,7 @@ FOUR_RANKS = [
 
 
 @cache
-def calibrated(name: str) -> LokiFormat:
+def calibrated(name: str) -> Loki:
     texts = [torch.randint(0, 61, (3, 24), generator=torch.Generator().manual_seed(0))]
     return calibrate(whole_model(name), texts, CHOICE)[0]
 
@@ -63,8 +62,8 @@ def on_one_rank(name: str, times: int = 1) -> dict[str, list[int]]:
     model, form = whole_model(name), calibrated(name)
     if times > 1:
         model = with_key_heads_repeated(name, times)
-        form = LokiFormat(form.axes.repeat_interleave(times, 1), CHOICE)
-    options = EngineOptions(block_size=4, num_blocks=60, cache=form)
+        form = Loki(form.axes.repeat_interleave(times, 1), CHOICE)
+    options = EngineOptions(block_size=4, num_blocks=60, cache=CacheFormat(loki=form))
     return tokens_of(serve_all(Engine(model, options), requests()))
 
 
@@ -97,11 +96,11 @@ def test_answers_depend_on_the_request_alone(options: dict[str, Any], monkeypatc
     draft_always(monkeypatch)
     alone = {}
     for one in requests():
-        engine = make_engine(whole_model("llama"), cache=calibrated("llama"), num_blocks=60)
+        engine = make_engine(whole_model("llama"), cache=CacheFormat(loki=calibrated("llama")), num_blocks=60)
         alone |= tokens_of(serve_all(engine, [one]))
     if options.get("speculate") == "itself":
         options = {**options, "speculate": tiny_model("llama")}
-    engine = make_engine(whole_model("llama"), cache=calibrated("llama"), **options)
+    engine = make_engine(whole_model("llama"), cache=CacheFormat(loki=calibrated("llama")), **options)
     assert tokens_of(serve_all(engine, requests(), every=1)) == alone
     state = engine.state()
     assert state.num_preempted > 0 or options.get("num_blocks") != 8
@@ -116,12 +115,12 @@ def test_a_prompt_shares_no_block_with_an_answer() -> None:
     it gives alone, to the last bits; blocks of prompts are shared.
     """
     tokens, sampling = tuple(range(5, 18)), Sampling(temperature=0, num_logprobs=0)
-    engine = make_engine(whole_model("llama"), cache=calibrated("llama"))
+    engine = make_engine(whole_model("llama"), cache=CacheFormat(loki=calibrated("llama")))
     [answer] = tokens_of(serve_all(engine, [Request("first", tokens, 12, sampling)])).values()
     longer = Request("longer", (*tokens, *answer, 3), 4, sampling)
     found = serve_all(engine, [longer])["longer"]
     assert engine.state().num_prefix_tokens == 12  # three blocks of the first prompt
-    alone = make_engine(whole_model("llama"), cache=calibrated("llama"), prefix_cache=False)
+    alone = make_engine(whole_model("llama"), cache=CacheFormat(loki=calibrated("llama")), prefix_cache=False)
     expected = serve_all(alone, [longer])["longer"]
     for one, two in zip(found, expected, strict=True):
         assert one.logprobs is not None
@@ -130,7 +129,7 @@ def test_a_prompt_shares_no_block_with_an_answer() -> None:
 
 
 def test_tokens_of_answers_are_decodes_and_those_of_prompts_are_not() -> None:
-    layout = PageLayout(4, 8, 2, torch.device("cpu"), answers_choose=True)
+    layout = PageLayout(4, 8, 2, torch.device("cpu"), answers_are_decodes=True)
     tables = ([3, 1, 2], [5, 6])
     held = [HeldBlocks(array("i", blocks), 0, b"", 0) for blocks in tables]
     prompt = (1, 2, 3, 4, 5)
@@ -146,12 +145,12 @@ def test_tokens_of_answers_are_decodes_and_those_of_prompts_are_not() -> None:
     assert inputs.flat[2].tolist() == [6, 7, 8, 5, 6, 3, 4]
     assert inputs.tables[:, 0].tolist() == [7, 8, 9, 6, 7, 5]
     assert inputs.sampled == [0, 1, 2, 4]
-    plain = step_inputs(chunks, replace(layout, answers_choose=False))
+    plain = step_inputs(chunks, replace(layout, answers_are_decodes=False))
     assert plain.queries == [3, 4]
     assert plain.sampled == [0, 1, 2, 6]
     of_prompt = ScheduledChunk(ActiveRequest(Request("p", (1, 2), 3), 2, 5, 0, [1, 2]), 1, 2, True)
     assert not is_decode(of_prompt, layout)
-    assert is_decode(of_prompt, replace(layout, answers_choose=False))
+    assert is_decode(of_prompt, replace(layout, answers_are_decodes=False))
 
 
 @pytest.mark.processes
@@ -167,7 +166,7 @@ def test_four_ranks_give_the_tokens_of_one_under_every_axis(one_in: int) -> None
         return [served(name, plan) for name, plan in cases]
 
     def served(name: str, plan: Plan) -> Any:
-        options = EngineOptions(**SCARCE, cache=calibrated(name))  # type: ignore[arg-type]
+        options = EngineOptions(**SCARCE, cache=CacheFormat(loki=calibrated(name)))  # type: ignore[arg-type]
         return tokens_on_ranks(name, Mesh(plan), requests(), options)
 
     for (name, plan), found in zip(cases, run_local(rank, 4, LIMIT_SECONDS)[0], strict=True):
@@ -176,34 +175,34 @@ def test_four_ranks_give_the_tokens_of_one_under_every_axis(one_in: int) -> None
         assert found["preempted"] > 0
 
 
-class OtherHeads(LokiFormat):
+class OtherHeads(Loki):
     """The control: every rank takes the axes of the first heads."""
 
-    def part(self, layers: range, key_heads: range) -> LokiFormat:
-        return LokiFormat(self.axes[layers.start : layers.stop, : len(key_heads)], self.choice, self.identity)
+    def part(self, layers: range, key_heads: range) -> Loki:
+        return Loki(self.axes[layers.start : layers.stop, : len(key_heads)], self.choice, self.identity)
 
 
 @pytest.mark.processes
 def test_axes_of_other_heads_and_files_of_other_models_are_noticed_and_bytes_are_as_planned(tmp_path: Path) -> None:
     plan, path = Plan(tensor=Tensor(2)), tmp_path / "axes"
     right = calibrated("llama")
-    save(path, right)
+    save_loki(path, right)
     expected = {name: on_one_rank("llama")[name] for name in ("0", "1", "2", "3")}
     given = requests()[:4]
     refuse_plan(CONFIGS["llama"], plan)
-    other = LokiFormat(right.axes, CHOICE, model_identity(tiny_model("llama", seed=1)))
+    other = Loki(right.axes, CHOICE, model_identity(tiny_model("llama", seed=1)))
     staged = Plan(pipe=Pipe(2))
 
     def rank(_: int) -> Any:
         torch.set_num_threads(1)
         wrong = OtherHeads(right.axes, CHOICE, right.identity)
-        options = EngineOptions(**SCARCE, cache=wrong)  # type: ignore[arg-type]
+        options = EngineOptions(**SCARCE, cache=CacheFormat(loki=wrong))  # type: ignore[arg-type]
         tokens = tokens_on_ranks("llama", Mesh(plan), given, options)
         refusals, held = [], []
         for case in (plan, staged):
             ranks = ServingRanks(Mesh(case))
             try:
-                options = EngineOptions(block_size=4, num_blocks=7, cache=other)
+                options = EngineOptions(block_size=4, num_blocks=7, cache=CacheFormat(loki=other))
                 ModelPart(part_of("llama", ranks.place), options, ranks)
             except ConfigError as error:
                 refusals.append(str(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,11 +22,11 @@ from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, build, initialise
 from weft.plan import Context, Pipe, Plan, Tensor
-from weft.serve.attention.four_bit_cache import FourBitFormat
-from weft.serve.attention.layer_cache import CacheFormat, PlainFormat
-from weft.serve.attention.loki_cache import LokiFormat
-from weft.serve.attention.loki_choice import LokiChoice
-from weft.serve.attention.split_attention import partial_attention
+from weft.serve.attention.attend import attend_decodes
+from weft.serve.attention.batch import PagedBatch, PageShare
+from weft.serve.attention.choice import LokiChoice
+from weft.serve.attention.formats import CacheFormat, Loki
+from weft.serve.attention.four_bits import FourBitStorage
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.generate import generate
 from weft.serve.scheduling.request import Request, Sampling
@@ -33,10 +34,10 @@ from weft.serve.scheduling.request import Request, Sampling
 BAD = 60  # a token after which the model gives NaN
 NEVER_BAD = Sampling(temperature=0, logit_bias={BAD: -1e9})
 AXES = torch.eye(4).expand(2, 2, 4, 4).contiguous()
-LOKI = LokiFormat(AXES, LokiChoice(dims=0.5, tokens=0.3, newest=2, dense_below=1))
+LOKI = CacheFormat(loki=Loki(AXES, LokiChoice(dims=0.5, tokens=0.3, newest=2, dense_below=1)))
 FORMATS: dict[str, tuple[CacheFormat, int]] = {
-    "plain": (PlainFormat(), 4),
-    "int4": (FourBitFormat(32), 32),
+    "plain": (CacheFormat(), 4),
+    "int4": (CacheFormat(FourBitStorage(32)), 32),
     "loki": (LOKI, 4),
 }
 
@@ -150,16 +151,19 @@ def test_drafts_end_where_numbers_do() -> None:
     assert {name: found for name, found in tokens_of(results).items() if name in expected} == expected
 
 
-def test_parts_of_attention_do_not_read_what_no_query_sees() -> None:
+@pytest.mark.parametrize("share", [None, PageShare(0, 2, 4)], ids=["whole", "share"])
+@pytest.mark.parametrize("is_of_heads", [False, True])
+def test_decodes_do_not_read_what_they_do_not_see(share: PageShare | None, is_of_heads: bool) -> None:
     generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, 3, 2, 4, generator=generator) for _ in range(3))
-    mask = torch.tensor([[True, False, True], [False, False, False]])[:, None].expand(2, 3, 3)
-    expected = partial_attention(query, key, value, mask)
+    query, key, value = (torch.randn(2, number, 2, 4, generator=generator) for number in (1, 3, 3))
+    mask = torch.tensor([[True, False, True], [False, True, False]])
+    seen = mask[:, None].expand(2, 2, 3) if is_of_heads else mask
+    batch = PagedBatch(*[torch.ones(2)] * 3, torch.zeros(2, 1), *[torch.ones(2)] * 2, 4, 2, share=share)
+    reader = SimpleNamespace(requests_at_once=lambda batch: 2, read=lambda *given: (key, value, seen))
+    expected = attend_decodes(query[:, 0], reader, batch, None)
     for tensor in (key, value):
-        tensor.masked_fill_(~mask[:, 0, :, None, None], math.nan)
-    of_heads = mask[:, :, None].expand(2, 3, 2, 3)
-    for one in (mask, of_heads):
-        torch.testing.assert_close(partial_attention(query, key, value, one), expected)
+        tensor.masked_fill_(~mask[..., None, None], math.nan)
+    torch.testing.assert_close(attend_decodes(query[:, 0], reader, batch, None), expected)
 
 
 @pytest.mark.processes

@@ -18,10 +18,10 @@ import torch
 import torch.nn.attention.varlen as varlen
 from torch import Tensor
 
-from weft.serve.attention import paged_attention
 from weft.serve.attention import paged_flash_kernel as paged_flash
+from weft.serve.attention import plain
 from weft.serve.attention.batch import PagedBatch
-from weft.serve.attention.paged_attention import prompt_attention
+from weft.serve.attention.plain import prompt_attention
 
 CPU = torch.device("cpu")
 HAS_PAGES = "block_table" in inspect.signature(varlen.varlen_attn).parameters
@@ -123,7 +123,7 @@ def test_without_flash_attention_3_the_real_function_is_not_called() -> None:
 def test_a_machine_with_flash_attention_3_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     activated = install(monkeypatch, pages_by_loop)
     query = torch.empty(1, 1, 16)
-    assert paged_attention._flash_for(query) is paged_flash.paged_flash_attention
+    assert plain._flash_for(query) is paged_flash.paged_flash_attention
     assert activated == ["FA3"]
 
 
@@ -137,6 +137,6 @@ def test_flash_attention_that_goes_wrong_is_not_used(
     install(monkeypatch, function)
     query = torch.empty(1, 1, 16)
     with pytest.warns(UserWarning, match=words):
-        assert paged_attention._flash_for(query) is paged_attention.flash_prompt_attention
+        assert plain._flash_for(query) is plain.flash_prompt_attention
     with warnings.catch_warnings(action="error"):  # said once
-        assert paged_attention._flash_for(query) is paged_attention.flash_prompt_attention
+        assert plain._flash_for(query) is plain.flash_prompt_attention

@@ -18,8 +18,9 @@ from weft.architectures import RecurrentConfig
 from weft.errors import ConfigError, WeftError
 from weft.models import build, read_config, read_weights, save_folder
 from weft.models.recurrent import RecurrentLayer, RecurrentModel
-from weft.serve.attention.four_bit_cache import FourBitFormat
-from weft.serve.attention.loki_choice import LokiChoice
+from weft.serve.attention.choice import LokiChoice
+from weft.serve.attention.formats import CacheFormat
+from weft.serve.attention.four_bits import FourBitStorage
 from weft.serve.calibration.loki_calibration import calibrate
 from weft.serve.head.graph_head import GraphHead, output_identity, output_matrix
 from weft.serve.head.vocabulary_graph import build_graph
@@ -168,7 +169,7 @@ def test_folders_are_written_and_read_and_others_refused(tmp_path: Path) -> None
     ("options", "words"),
     [
         ({"speculate": "ngram"}, "and no keys and values; leave out --speculate"),
-        ({"cache": FourBitFormat(), "block_size": 64}, "leave out --cache"),
+        ({"cache": CacheFormat(FourBitStorage()), "block_size": 64}, "leave out --cache"),
         ({"swap_blocks": 2}, "leave out --swap-blocks"),
         ({"stream_weights": 1}, "leave out --stream-weights"),
     ],

@@ -10,7 +10,8 @@ from serving_for_tests import CONFIGS, GREEDY, make_engine, serve_all, tiny_mode
 
 from weft.errors import ConfigError, PlanError
 from weft.models import save_folder
-from weft.serve.attention.loki_cache import LokiChoice, LokiFormat
+from weft.serve.attention.choice import LokiChoice
+from weft.serve.attention.formats import CacheFormat, Loki
 from weft.serve.attention.model_identity import model_identity
 from weft.serve.loading import load_model
 from weft.serve.model.paged_model import PagedModel, layers_of
@@ -147,7 +148,7 @@ def test_files_for_a_model_are_checked_with_its_own_values() -> None:
     axes = torch.linalg.qr(torch.randn(4, 2, 4, 4))[0].double()
     own, other = (model_identity(tiny_model("llama-deep", seed).double()) for seed in (0, 1))
     for identity in (own, other):
-        cache = LokiFormat(axes, LokiChoice(newest=1, dense_below=1), identity)
+        cache = CacheFormat(loki=Loki(axes, LokiChoice(newest=1, dense_below=1), identity))
         streamed = lazily("llama-deep", None, EngineSizes(stream_weights=1, resident_blocks=1), [])
         if identity == own:
             plain = make_engine(tiny_model("llama-deep").double(), cache=cache)

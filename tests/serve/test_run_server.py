@@ -15,8 +15,7 @@ from weft.errors import ConfigError, PlanError
 from weft.launch.environment import RankInfo
 from weft.models import save_folder
 from weft.plan import Plan
-from weft.serve.attention.loki_cache import LokiFormat
-from weft.serve.calibration.loki_calibration import save
+from weft.serve.attention.formats import Loki, save_loki
 from weft.serve.http import run_server
 from weft.serve.http.run_server import refuse_options, run_rank
 from weft.serve.loading import load_model
@@ -62,7 +61,7 @@ def test_what_a_recurrent_model_does_not_have_is_refused_before_it_is_read(kind:
 
 def test_axes_are_of_the_weights_that_they_were_made_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_folder(tmp_path, tiny_model("llama"))  # type: ignore[arg-type]
-    save(tmp_path / "axes", LokiFormat(torch.eye(4).expand(2, 2, 4, 4), identity="any"))
+    save_loki(tmp_path / "axes", Loki(torch.eye(4).expand(2, 2, 4, 4), identity="any"))
     monkeypatch.setattr(run_server, "require_run", lambda source: None)
     options = replace(OPTIONS, cache=f"loki={tmp_path / 'axes'}")
     with pytest.raises(ConfigError, match="--follow replaces weights, of which the axes of --cache loki are made; le"):

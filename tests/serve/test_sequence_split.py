@@ -26,9 +26,10 @@ from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.plan import Context, Pipe, Plan
 from weft.plan import Tensor as TensorDegrees
-from weft.serve.attention import split_attention
 from weft.serve.attention.batch import PageShare
-from weft.serve.attention.four_bit_cache import FourBitFormat
+from weft.serve.attention.formats import CacheFormat
+from weft.serve.attention.four_bits import FourBitStorage
+from weft.serve.attention.plain import PlainPages
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.follow_steps import follow_steps
 from weft.serve.model.model_part import ModelPart
@@ -82,15 +83,15 @@ def test_logits_and_traffic_are_as_stated_and_a_dropped_part_is_noticed() -> Non
         inputs = step_of(tuple(range(9)), 0, 5, [0, 1], 4)
         assert parts["llama"].logits(inputs) is not None
         calls = {"/".join(key): [one.calls, one.num_bytes] for key, one in mesh.ledger.entries().items()}
-        whole = split_attention.attend_own_pages
+        whole = PlainPages.attend
 
         def dropped(*given: Any) -> Tensor:
             part = whole(*given)
-            if index == 1 and given[3].num_decodes:
+            if index == 1 and given[4].num_decodes:
                 part[..., -1] = -torch.inf
             return part
 
-        split_attention.attend_own_pages = dropped
+        PlainPages.attend = dropped  # type: ignore[method-assign]
         wrong = logits_of(parts["llama"], *SEQUENCE).tolist()
         return {"logits": logits, "wrong": wrong, "calls": calls, "pages": pages}
 
@@ -120,7 +121,7 @@ def test_a_cache_of_four_bits_is_split_by_sequence(name: str, degree: int) -> No
     """Logits equal those of one rank with pages of the same size. Negative control: a rank that drops the keys of its
     pages that are full.
     """
-    form, ends = FourBitFormat(), (40, 190, 191, 192, 193, 320, 330, 389, 390)
+    form, ends = CacheFormat(FourBitStorage()), (40, 190, 191, 192, 193, 320, 330, 389, 390)
     options = EngineOptions(block_size=64, num_blocks=8, context_length=400, cache=form, max_running=3)
     expected = logits_of(ModelPart(whole_model(name), options), ends, (5, 0, 3, 1, 7, 2, 4))
     plan = Plan(context=Context(degree))
@@ -133,7 +134,7 @@ def test_a_cache_of_four_bits_is_split_by_sequence(name: str, degree: int) -> No
         logits = logits_of(part, ends, (5, 0, 3, 1)).tolist()
         wrong = ModelPart(part_of(name, ranks.place), options, ranks)
         for layer in wrong.cache:
-            layer._code_pages = lambda *given: None  # type: ignore[attr-defined]
+            layer.storage._code_pages = lambda *given: None  # type: ignore[attr-defined]
         return logits, logits_of(wrong, ends, (5, 0, 3, 1)).tolist()
 
     for logits, wrong in run_local(rank, degree, LIMIT_SECONDS):

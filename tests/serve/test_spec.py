@@ -63,7 +63,7 @@ def test_what_recurrent_models_do_not_have_is_refused_by_its_name(name: str) -> 
 
 def test_every_row_of_the_table_is_met() -> None:
     class Cache:
-        name, identity, answers_choose = "loki", "of a model", True
+        name, identity, loki = "loki", "of a model", True
 
     two, stages, cache = Plan(data=2), Plan(data=2, pipe=Pipe(2)), Cache()
     cases = [

@@ -23,10 +23,9 @@ from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.plan import Context, Plan
 from weft.plan import Tensor as TensorDegrees
-from weft.serve.attention import split_loki_cache
-from weft.serve.attention.loki_cache import LokiFormat
-from weft.serve.attention.loki_choice import LokiChoice
-from weft.serve.attention.split_loki_cache import choice_calls
+from weft.serve.attention import choice as choice_module
+from weft.serve.attention.choice import LokiChoice, choice_calls
+from weft.serve.attention.formats import CacheFormat, Loki
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.model.model_part import ModelPart
 from weft.serve.model.ranks import ServingRanks
@@ -40,16 +39,18 @@ ENDS = (9, 20, *range(21, 41))  # two chunks, and decodes
 BLOCKS = (5, 0, 3, 1, 7, 2, 4, 6, 9, 8)
 
 
-def loki(name: str, choice: LokiChoice = CHOICE) -> LokiFormat:
+def loki(name: str, choice: LokiChoice = CHOICE) -> Loki:
     """Axes that mix all dims, of each layer and key head of a tiny model."""
     sizes = ServedSizes.of(CONFIGS[name])
     shape = (sizes.num_layers, sizes.num_key_heads, sizes.head_dim, sizes.head_dim)
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return LokiFormat(torch.linalg.qr(drawn)[0], choice)
+    return Loki(torch.linalg.qr(drawn)[0], choice)
 
 
 def options(name: str, page_size: int, choice: LokiChoice = CHOICE) -> EngineOptions:
-    return EngineOptions(block_size=page_size, num_blocks=10, context_length=48, cache=loki(name, choice))
+    return EngineOptions(
+        block_size=page_size, num_blocks=10, context_length=48, cache=CacheFormat(loki=loki(name, choice))
+    )
 
 
 @pytest.mark.parametrize(("name", "degree"), [("llama", 2), ("mistral", 2), ("gpt2", 4)])
@@ -70,8 +71,8 @@ def test_logits_are_those_of_one_rank_and_traffic_is_as_stated(name: str, degree
         mesh.ledger.clear()
         part.logits(step_of(range(20), 19, 20, BLOCKS[:5], 4))
         calls = {"/".join(key): [one.calls, one.num_bytes] for key, one in mesh.ledger.entries().items()}
-        whole = split_loki_cache.gathered
-        split_loki_cache.gathered = lambda own, axis: own[None] if own.shape[-1] == 1 else whole(own, axis)
+        whole = choice_module.gathered
+        choice_module.gathered = lambda own, axis: own[None] if own.shape[-1] == 1 else whole(own, axis)
         return logits, calls, logits_of(part, ends, BLOCKS).tolist()
 
     heads, pages = (sizes.num_heads, sizes.num_key_heads), (5, degree, 4 // degree)
@@ -92,14 +93,14 @@ def as_tensor(rows: list[Any]) -> Tensor:
 
 def test_answers_are_those_of_one_rank_beside_x_with_chunks_and_too_few_blocks() -> None:
     plan = Plan(context=Context(2), tensor=TensorDegrees(2))
-    given = EngineOptions(block_size=4, num_blocks=60, cache=loki("llama"))
+    given = EngineOptions(block_size=4, num_blocks=60, cache=CacheFormat(loki=loki("llama")))
     expected = tokens_of(serve_all(Engine(whole_model("llama"), given), requests()))
     refuse_plan(CONFIGS["llama"], plan)
 
     def rank(_: int) -> Any:
         torch.set_num_threads(1)
         sizes = {"num_blocks": 7, "token_budget": 4, "max_running": 4}
-        scarce = EngineOptions(block_size=2, cache=loki("llama"), **sizes)  # type: ignore[arg-type]
+        scarce = EngineOptions(block_size=2, cache=CacheFormat(loki=loki("llama")), **sizes)  # type: ignore[arg-type]
         return tokens_on_ranks("llama", Mesh(plan), requests(), scarce)
 
     found = run_local(rank, 4, LIMIT_SECONDS)[0]

@@ -31,15 +31,16 @@ def calibrate_command(
     """Find the axes of keys for a cache that chooses tokens (Loki). On a text, with a model."""
     refuse_place(out)
     kind = chosen_device(device)
-    from weft.serve.attention.loki_choice import LokiChoice
-    from weft.serve.calibration.loki_calibration import calibrate, save
+    from weft.serve.attention.choice import LokiChoice
+    from weft.serve.attention.formats import save_loki
+    from weft.serve.calibration.loki_calibration import calibrate
     from weft.serve.loading import calibration_texts, load_for_generation, model_vocab_size
 
     choice = LokiChoice(dims, tokens, newest, dense_below)
     model, tokens_of, context = load_for_generation(source, tokenizer, kind, lambda text: print(text, file=sys.stderr))
     texts = calibration_texts(data, tokens_of, context, model_vocab_size(model))
     found, explained, is_before = calibrate(model, texts, choice, progress_on_stderr)
-    save(out, found)
+    save_loki(out, found)
     number = choice.num_dims(found.axes.shape[-1])
     shares = explained[..., number - 1].mean(-1).tolist()
     if as_json:

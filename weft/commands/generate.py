@@ -32,7 +32,7 @@ def generate_command(
     spec = given()
     from rich.console import Console
 
-    from weft.serve.cache_formats import cache_format, why_slow
+    from weft.serve.attention.formats import cache_format, why_slow
     from weft.serve.generate import generate
     from weft.serve.head.graph_head import graph_head
     from weft.serve.loading import load_draft, load_model, model_config

@@ -26,8 +26,7 @@ from weft.planner.serving import (
 from weft.planner.serving_search import search_serving
 from weft.planner.serving_speculation import SpeculationPrice, price_speculation
 from weft.planner.serving_streaming import StreamingPrice
-from weft.serve.attention.loki_cache import LokiFormat
-from weft.serve.cache_formats import cache_format
+from weft.serve.attention.formats import cache_format
 from weft.serve.parallel.traffic import ServedSizes
 from weft.serve.refusals import ServingCase, kind_of, refuse
 from weft.serve.spec import ServingSpec
@@ -100,11 +99,11 @@ def _refuse_lengths(name: str, config: LanguageConfig, workload: ServingWorkload
 
 def _refuse_axes(name: str, config: TransformerConfig, cache: str | None) -> None:
     """Raise ConfigError for a file of Loki's axes that is of a model with other layers or heads."""
-    form = cache_format(cache)
+    loki = cache_format(cache).loki
     sizes = ServedSizes.of(config)
     wanted = (sizes.num_layers, sizes.num_key_heads, sizes.head_dim, sizes.head_dim)
-    if isinstance(form, LokiFormat) and tuple(form.axes.shape) != wanted:
-        layers, heads, size = form.axes.shape[:3]
+    if loki is not None and tuple(loki.axes.shape) != wanted:
+        layers, heads, size = loki.axes.shape[:3]
         raise ConfigError(
             f"the file of --cache {cache} is of {layers} layers with {heads} key heads of {size}, and {name} has "
             f"{wanted[0]} with {wanted[1]} of {wanted[2]}; run weft calibrate on the model that is served"

@@ -9,10 +9,10 @@ import math
 from weft.architectures import DecoderConfig, TransformerConfig
 from weft.errors import ConfigError
 from weft.planner.kernels import LAUNCH_SECONDS, Kernels
-from weft.serve.attention.four_bit_cache import FourBitFormat
-from weft.serve.attention.layer_cache import MAX_WHOLE_DECODES, CacheFormat
-from weft.serve.attention.loki_cache import LokiFormat
-from weft.serve.attention.loki_choice import LokiChoice
+from weft.serve.attention.choice import LokiChoice
+from weft.serve.attention.formats import CacheFormat
+from weft.serve.attention.four_bits import FourBitStorage
+from weft.serve.attention.plain import MAX_WHOLE_DECODES
 from weft.serve.parallel.traffic import ServedSizes
 from weft.serve.weights.fast_path import (
     FEW_ROWS,
@@ -166,13 +166,7 @@ def small_kernels(form: CacheFormat, num_tokens: int, num_decodes: int) -> int:
     """Kernels of a layer beside its matmuls, in a step of so many tokens."""
     is_whole = form.name == "plain" and num_tokens == num_decodes <= MAX_WHOLE_DECODES
     number = SMALL_KERNELS_FOR_ONE if num_tokens == 1 else SMALL_KERNELS
-    return number + MORE_KERNELS[_kind(form)] - is_whole
-
-
-def _kind(form: CacheFormat) -> str:
-    if isinstance(form, FourBitFormat):
-        return "int4"
-    return "loki" if isinstance(form, LokiFormat) else "plain"
+    return number + MORE_KERNELS[form.kind] - is_whole
 
 
 def decode_reads(
@@ -183,13 +177,13 @@ def decode_reads(
     """
     num_heads, num_key_heads, head_dim = heads
     stored = num_cached * form.bytes_per_token(num_key_heads, head_dim, kernels.item_bytes)
-    if isinstance(form, FourBitFormat):
-        return stored / (kernels.bytes_per_second * PAGE_RATE[form.group]), stored
-    if not isinstance(form, LokiFormat) or not num_decodes:
+    if isinstance(form.storage, FourBitStorage):
+        return stored / (kernels.bytes_per_second * PAGE_RATE[form.storage.group]), stored
+    if form.loki is None or not num_decodes:
         return stored / kernels.bytes_per_second, stored
-    share = _chosen_share(form.choice, num_cached / num_decodes)
+    share = _chosen_share(form.loki.choice, num_cached / num_decodes)
     per_token = num_key_heads * kernels.item_bytes
-    read = num_cached * per_token * (form.choice.num_dims(head_dim) + share * 2 * head_dim)
+    read = num_cached * per_token * (form.loki.choice.num_dims(head_dim) + share * 2 * head_dim)
     written = num_cached * num_heads * SCORE_BYTES
     # One program finds the chosen tokens of a key head, and has one processor's share of the memory rate.
     num_programs, num_processors = num_decodes * num_key_heads, kernels.device.num_processors or 1
@@ -209,7 +203,7 @@ def prompt_attention(
     full = min(max(most - start, 0), computed)  # tokens that attend to all before them
     scores = num_heads * (full * (start + full / 2) + (computed - full) * most)
     seconds = kernels.attention(8 * head_dim * scores, 2 * scores, min(end, most))[0]
-    rate = PROMPT_RATE[form.group] if isinstance(form, FourBitFormat) else 1.0
+    rate = PROMPT_RATE[form.storage.group] if isinstance(form.storage, FourBitStorage) else 1.0
     return seconds / rate, 4 * head_dim * scores
 
 

@@ -33,8 +33,8 @@ from weft.planner.lean_kernels import (
 from weft.planner.micro_batch import LINK_SHARE
 from weft.planner.serving_streaming import StreamedStage, StreamingPrice, streamed_stage
 from weft.profiling.software import software_for_text
-from weft.serve.attention.split_attention import merge_bytes
-from weft.serve.cache_formats import cache_format
+from weft.serve.attention.attend import merge_bytes
+from weft.serve.attention.formats import cache_format
 from weft.serve.model.mixed_graph import MAX_TOKENS
 from weft.serve.model.model_part import GPU_SHARE
 from weft.serve.parallel.rank_part import RankPlace, part_bytes, refuse_model, stage_of
@@ -335,7 +335,8 @@ class ServingModel:
     def _is_graph(self, num_tokens: int, has_prompts: bool) -> bool:
         """Is a step without drafts a CUDA graph?"""
         form, has_ranks = self._cache_format, self.plan.num_ranks > self.plan.data
-        is_recorded = form.name == "plain" and num_tokens <= MAX_TOKENS if has_prompts else form.has_kernel
+        has_kernel = form.has_kernel(self.plan.context.degree > 1)
+        is_recorded = form.kind == "plain" and num_tokens <= MAX_TOKENS if has_prompts else has_kernel
         is_recorded = is_recorded and self.kernels.item_bytes == 2
         return is_recorded and not has_ranks and not self._streamed
 

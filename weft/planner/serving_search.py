@@ -14,8 +14,7 @@ from weft.errors import PlanError
 from weft.plan import Context, Pipe, Plan, Tensor
 from weft.planner.lean_kernels import refuse_cache
 from weft.planner.serving import MAX_RUNNING, ServingModel, ServingPrediction, ServingTimes, ServingWorkload
-from weft.serve.attention.layer_cache import PlainFormat
-from weft.serve.cache_formats import cache_format
+from weft.serve.attention.formats import cache_format
 from weft.serve.parallel.rank_part import refuse_plan
 from weft.serve.parallel.traffic import ServedSizes
 from weft.serve.refusals import ServingCase, refuse
@@ -54,9 +53,7 @@ def search_serving(
     whole = ServingModel(config, cluster, Plan(), precision, replace(spec, stream_weights=0), has_codes)
     longest = max(map(sum, workload.lengths))
     is_long = longest * whole.cache_bytes(0) > LONG_SHARE * whole.weight_bytes
-    for plan in serving_plans(
-        config, cluster.num_devices, is_long and isinstance(cache_format(spec.cache), PlainFormat)
-    ):
+    for plan in serving_plans(config, cluster.num_devices, is_long and cache_format(spec.cache).kind == "plain"):
         try:
             found.append(predict_serving(config, cluster, plan, workload, precision, spec, has_codes))
         except PlanError as error:

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import NumbersError
-from weft.serve.attention.host_pages import HostPages
 from weft.serve.drafts.drafters import make_drafter
 from weft.serve.follow_steps import read_together
 from weft.serve.head.sampling import SampledTokens, Sampler
@@ -88,12 +87,9 @@ class Engine:
         self.num_slots = part.layout.num_blocks * part.layout.block_size  # tokens that the cache holds
         has_prefixes = options.prefix_cache and part.paged.keeps_pages
         policy = PagedBlocks(part.layout.num_blocks, part.layout.block_size, has_prefixes)
-        pages = None
-        if options.swap_blocks:
-            every = [page for layer in part.cache for page in layer.pages]
-            pages = HostPages(every, options.swap_blocks, part.paged.cache_format.keeps_whole_blocks)
         sizes = (options.token_budget, options.max_running, self._num_stages)
-        self._scheduler = Scheduler(policy, *sizes, pages, not part.paged.cache_format.answers_choose)
+        pages = part.host_pages(options.swap_blocks)
+        self._scheduler = Scheduler(policy, *sizes, pages, not part.layout.answers_are_decodes)
         self.token_budget = self._scheduler.token_budget
         self._texts = TextPasses(part, ranks, self._scheduler)
         self._sampler = Sampler(self._scheduler.max_running, self.vocab_size, part.device)

@@ -12,8 +12,7 @@ from torch import nn
 
 from weft.data.tokenizer import Tokenizer, encode_text
 from weft.errors import ConfigError
-from weft.serve.attention.layer_cache import CacheFormat, PlainFormat
-from weft.serve.cache_formats import block_size_of
+from weft.serve.attention.formats import CacheFormat, block_size_of
 from weft.serve.engine import Engine
 from weft.serve.head.graph_head import GraphHead
 from weft.serve.scheduling.request import Request, RequestError, Sampling
@@ -51,7 +50,7 @@ def generate(
         speculate=speculate,
         cache=cache,
         head=head,
-        block_size=block_size_of(cache or PlainFormat()),
+        block_size=block_size_of(cache or CacheFormat()),
     )
     engine = Engine(model, options)
     tokens = encode_text(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from weft.architectures import ModelConfig, RecurrentConfig
 from weft.errors import ConfigError, PlanError, WeftError
 from weft.plan import Plan
-from weft.serve.attention.layer_cache import CacheFormat
+from weft.serve.attention.formats import CacheFormat
 from weft.serve.scheduling.speculation import LAYERS, EarlyLayers
 from weft.serve.spec import EngineSizes, ServingSpec, flag_of, option_of
 
@@ -129,7 +129,7 @@ REFUSALS = (
         "--follow replaces weights, which the graph of --head is made of",
     ),
     Refusal(
-        lambda case: case.has("follow") and case.cache is not None and case.cache.answers_choose,
+        lambda case: case.has("follow") and case.cache is not None and case.cache.loki is not None,
         "--follow replaces weights, of which the axes of --cache loki are made",
     ),
     Refusal(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # these import torch
     import torch
     from torch import nn
 
-    from weft.serve.attention.layer_cache import CacheFormat
+    from weft.serve.attention.formats import CacheFormat
     from weft.serve.head.graph_head import GraphHead
     from weft.serve.scheduling.grammar import Grammars
     from weft.serve.scheduling.speculation import EarlyLayers

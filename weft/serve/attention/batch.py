@@ -14,12 +14,28 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from weft.comm import Axis
+
 TILE_QUERIES = 16  # tokens of a prompt in a tile, at most; with the heads that share a key head, enough for a matmul
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on the device; the host does not wait for it."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """The sizes of a cache: pages of `block_size` tokens, and `num_rows` requests that run at once."""
+
+    num_blocks: int
+    block_size: int
+    num_rows: int
+    num_key_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    context: Axis | None = None  # the ranks that hold the pages of each block together; None: this rank has all
 
 
 DecodePlaces = slice | tuple[Tensor, Tensor]  # slots that lie end to end, of one request; or those of `decode_places`
@@ -52,6 +68,10 @@ class PageShare:
         lengths = lengths.clamp(min=0)
         in_block = (lengths % self.block_size - self.index * self.page_size).clamp(0, self.page_size)
         return lengths // self.block_size * self.page_size + in_block
+
+    def number(self, length: int) -> int:
+        """How many of the first `length` tokens of a request are own ones."""
+        return int(self.count(torch.tensor(length)))
 
     def positions(self, number: int, device: torch.device) -> Tensor:
         """The positions of the first `number` own tokens."""
@@ -91,7 +111,7 @@ class PagedBatch:
     tiles: Tensor | None = None  # [4, tiles] int32
     share: PageShare | None = None  # ranks hold pages together: slots and `block_size` are of this rank's pages
     _places: dict[int | None, DecodePlaces] = field(default_factory=dict)  # by window
-    _own_places: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of `share`, by window
+    _own_places: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by window
     _angles: tuple[Tensor, Tensor] | None = None
 
     def decode_places(self, window: int | None) -> DecodePlaces:
@@ -113,18 +133,25 @@ class PagedBatch:
         return slice(start if window is None else start + max(0, length - window), start + length)
 
     @cached_property
+    def pages(self) -> PageShare:
+        """Which tokens lie in this rank's pages: its share, or all."""
+        return PageShare(0, 1, self.block_size) if self.share is None else self.share
+
+    @cached_property
     def own_lengths(self) -> Tensor:
-        """How many tokens of each decode are in this rank's pages, which are a share."""
-        assert self.share is not None
-        return self.share.count(self.lengths[: self.num_decodes])
+        """How many tokens of each decode lie in this rank's pages."""
+        return self.pages.count(self.lengths[: self.num_decodes])
+
+    @cached_property
+    def own_slots(self) -> Tensor:
+        """The slots of all tokens of this rank's pages of each decode [requests, tokens]."""
+        return slots_of(self.tables[: self.num_decodes], self.tables.shape[1] * self.block_size, self.block_size)
 
     def own_places(self, window: int | None) -> tuple[Tensor, Tensor]:
-        """`decode_places` of this rank's pages, which are a share."""
+        """`own_slots`, and which of these tokens each decode sees. Blocks of the model with this window share it."""
         if window not in self._own_places:
-            assert self.share is not None
-            number = self.num_decodes
-            slots = slots_of(self.tables[:number], self.tables.shape[1] * self.block_size, self.block_size)
-            self._own_places[window] = slots, self.share.sees(self.lengths[:number], slots.shape[1], window)
+            lengths, number = self.lengths[: self.num_decodes], self.own_slots.shape[1]
+            self._own_places[window] = self.own_slots, self.pages.sees(lengths, number, window)
         return self._own_places[window]
 
     def angles(self, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -135,9 +162,9 @@ class PagedBatch:
 
     @cached_property
     def prompt_slots(self) -> list[Tensor]:
-        """The slots of all tokens in the cache, of each request with a chunk of a prompt."""
+        """The slots of all tokens in this rank's pages, of each request with a chunk of a prompt."""
         return [
-            slots_of(self.tables[index, None], length, self.block_size)[0]
+            slots_of(self.tables[index, None], self.pages.number(length), self.block_size)[0]
             for index, length in enumerate(self.prompt_lengths, self.num_decodes)
         ]
 
@@ -207,7 +234,7 @@ def pages_of(
 ) -> list[tuple[int, int, int, int, int, bool]]:
     """The pages of chunks of prompts: the row in the block tables, the page's number in its request, the first of the
     chunk's tokens in it among the tokens of all chunks, where these begin and end in the page, and whether the page is
-    one of the two that the request has beside the cache after the chunk (`four_bit_cache.py`).
+    one of the two that the request has beside the cache after the chunk (`four_bits.py`).
 
     Each chunk has so many `queries`, the last of the `lengths` tokens that its request has in the cache.
     """

@@ -1,4 +1,4 @@
-"""`decode_attention` of `paged_attention.py` as Triton kernels for GPUs, which read each key and value once.
+"""`decode_attention` of `plain.py` as Triton kernels for GPUs, which read each key and value once.
 
 A program handles the queries that share one key head of one request, over a part of its tokens: with few requests, the
 sequence is split into parts so that all of the GPU works. A part's result and the logarithm of its softmax denominator
@@ -187,7 +187,7 @@ def decode_attention_by_kernel(
     chosen: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Equals `paged_attention.decode_attention`; see there for the arguments. Without `out`, all requests have tokens.
+    """Equals `plain.decode_attention`; see there for the arguments. Without `out`, all requests have tokens.
 
     With `chosen` slots [requests, key heads, most], `lengths` [requests, key heads] says how many of them there are.
     If `out` is [requests, heads, head_dim + 1], the last are the logarithms of softmax denominators. Then, a request

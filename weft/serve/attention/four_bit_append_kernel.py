@@ -1,4 +1,4 @@
-"""Adds the keys and values of decodes to the cache of 4 bits (`four_bit_cache.py`), as one Triton kernel.
+"""Adds the keys and values of decodes to the cache of 4 bits (`four_bits.py`), as one Triton kernel.
 
 A program handles one key head of one request: its value is coded into the page, its key goes to the tail, and if the
 page is full now, its keys are coded. The bits are those of the plain functions. A step that is computed again writes
@@ -148,7 +148,7 @@ def append_by_kernel(
     slots: Tensor,
     rows: Tensor,
 ) -> None:
-    """Add keys and values [requests, key heads, head_dim] of one token each; see `four_bit_cache.py` for the pages."""
+    """Add keys and values [requests, key heads, head_dim] of one token each; see `four_bits.py` for the pages."""
     num_requests, num_key_heads, head_dim = keys.shape
     assert keys.is_contiguous() and values.is_contiguous(), "the heads of all tokens lie end to end"  # noqa: PT018
     _append[(num_requests, num_key_heads)](

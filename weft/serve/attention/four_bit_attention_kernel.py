@@ -1,4 +1,4 @@
-"""Decode attention over the cache of 4 bits (`four_bit_cache.py`) as a Triton kernel, which decodes what it reads.
+"""Decode attention over the cache of 4 bits (`four_bits.py`) as a Triton kernel, which decodes what it reads.
 
 A program handles the queries that share one key head of one request, over a part of its pages, as in
 `decode_attention_kernel.py`. Codes go into the products as they are:
@@ -249,7 +249,7 @@ def four_bit_attention_by_kernel(
     rows: Tensor,
     window: int | None,
 ) -> Tensor:
-    """Attention of one query for each request [requests, heads, head_dim]; see `four_bit_cache.py` for the pages."""
+    """Attention of one query for each request [requests, heads, head_dim]; see `four_bits.py` for the pages."""
     num_requests, num_heads, head_dim = query.shape
     num_key_heads, num_groups = tails.shape[3], pages[3].shape[2]
     key_codes, key_ranges, value_codes, value_ranges = pages

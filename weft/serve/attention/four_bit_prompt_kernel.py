@@ -1,4 +1,4 @@
-"""Prompts over the cache of 4 bits (`four_bit_cache.py`) as Triton kernels: what they add to it, and their attention.
+"""Prompts over the cache of 4 bits (`four_bits.py`) as Triton kernels: what they add to it, and their attention.
 
 A chunk of a prompt lies in pages, of which the first and the last may be partly its own. The kernels take the pages of
 all chunks of a step together (`PagedBatch.prompt_pages`):
@@ -343,7 +343,7 @@ def attend_prompts_by_kernel(
     window: int | None,
 ) -> Tensor:
     """Add the keys and values [tokens, key heads, head_dim] of a batch's prompts to the cache; the attention of their
-    queries [tokens, heads, head_dim]. See `four_bit_cache.py` for the pages and tails.
+    queries [tokens, heads, head_dim]. See `four_bits.py` for the pages and tails.
     """
     num_key_heads, page, head_dim = tails.shape[3], tails.shape[2], tails.shape[4]
     chunks, tables, rows = batch.prompt_pages, batch.tables, batch.rows

@@ -1,4 +1,4 @@
-"""Queries and keys of decodes along the axes of Loki (`loki_cache.py`), keys and values to their pages, as a kernel.
+"""Queries and keys of decodes along the axes of Loki (`choice.py`), keys and values to their pages, as a kernel.
 
 A program multiplies the queries and the key of one key head of one token with some of the axes. One launch takes the
 place of about a dozen.

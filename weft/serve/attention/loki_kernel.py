@@ -1,4 +1,4 @@
-"""Which tokens a decode of Loki attends to (`loki_cache.py`), as Triton kernels.
+"""Which tokens a decode of Loki attends to (`choice.py`), as Triton kernels.
 
 The first kernel scores all tokens by the first dims of their keys, for each query. Pages keep these dims a second
 time, those of a key head end to end, because memory is read in long pieces. The second kernel takes for each token the

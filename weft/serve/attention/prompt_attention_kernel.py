@@ -1,4 +1,4 @@
-"""`prompt_attention_by_tiles` of `paged_attention.py` as a Triton kernel for GPUs, which reads pages.
+"""`prompt_attention_by_tiles` of `plain.py` as a Triton kernel for GPUs, which reads pages.
 
 A program handles the queries of one tile that share one key head. It stops at the last key that its queries may see.
 How many programs there are follows from the number of tiles, and tiles without queries end at once, so a launch can be
@@ -99,7 +99,7 @@ def prompt_attention_by_kernel(
     out: Tensor,
     share: PageShare | None = None,
 ) -> None:
-    """Equals `paged_attention.prompt_attention_by_tiles`; see there for the arguments.
+    """Equals `plain.prompt_attention_by_tiles`; see there for the arguments.
 
     With a `share`, pages are a rank's own. If `out` is [tokens, heads, head_dim + 1], the last are the logarithms of
     softmax denominators.

@@ -1,4 +1,4 @@
-"""`add_up` of `split_attention.py` as a Triton kernel for GPUs: a program handles one head of one token."""
+"""`add_up` of `attend.py` as a Triton kernel for GPUs: a program handles one head of one token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _add_up(
 
 
 def add_up_by_kernel(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Equals `split_attention.add_up`; see there for the arguments."""
+    """Equals `attend.add_up`; see there for the arguments."""
     num_ranks, num_tokens, num_heads, width = parts.shape
     assert parts.is_contiguous() and parts.dtype == torch.float32, "parts lie end to end"  # noqa: PT018
     out = torch.empty(num_tokens, num_heads, width - 1, dtype=dtype, device=parts.device)

@@ -238,7 +238,7 @@ def whole_attention_by_kernel(
     window: int | None,
     counts: Tensor,
 ) -> Tensor:
-    """Equals `fused.rotate_and_store` and then `paged_attention.decode_attention`: [requests, heads, head_dim].
+    """Equals `fused.rotate_and_store` and then `plain.decode_attention`: [requests, heads, head_dim].
 
     `counts` [at least requests * key heads] are zeros (int32), and zeros again afterwards. Kernels that may run at the
     same time need counts of their own.

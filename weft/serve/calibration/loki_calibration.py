@@ -1,30 +1,25 @@
-"""Finds the axes of Loki's keys (`serve/attention/loki_cache.py`) from a text, and keeps them in a file.
+"""Finds the axes of Loki's keys (`serve/attention/choice.py`) from a text.
 
 The axes of a head are the principal axes of its keys on the text, without a mean: after rotation by position, or before
 it. The cache keeps rotated keys, and a decode turns rotated keys and queries to either axes. On the text on which they
 are found, axes after rotation explain most: no others explain more of the same keys. On other texts that need not hold,
-so some rows are held out, and each head gets the axes that explain more of its rotated keys there. The file is
-safetensors.
+so some rows are held out, and each head gets the axes that explain more of its rotated keys there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from weft.errors import ConfigError, NumbersError
 from weft.models.attention import rotate
-from weft.serve.attention.batch import PagedBatch
-from weft.serve.attention.layer_cache import CacheSizes, LayerCache, PlainFormat, PlainLayer
-from weft.serve.attention.loki_cache import LokiFormat
-from weft.serve.attention.loki_choice import LokiChoice
+from weft.serve.attention.batch import CacheSizes, PagedBatch
+from weft.serve.attention.choice import LokiChoice
+from weft.serve.attention.formats import CacheFormat, Loki
+from weft.serve.attention.layer import CacheLayer
 from weft.serve.attention.model_identity import model_identity
 from weft.serve.calibration.bars import Bar, no_bar
 from weft.serve.model.model_part import ModelPart
@@ -32,18 +27,15 @@ from weft.serve.model.paged_model import PagedModel
 from weft.serve.model.step_inputs import text_inputs
 from weft.serve.spec import EngineOptions
 
-KIND = "weft loki 2"
-
-
 HELD_OUT = 4  # every fourth row of the text
 AFTER, BEFORE = 0, 1  # rotation by position
 
 
-class RecordedLayer(PlainLayer):
+class RecordedLayer(CacheLayer):
     """Keys and values as they are; sums of k k^T are added to what the format records."""
 
     def __init__(self, index: int, sizes: CacheSizes, recording: RecordingFormat) -> None:
-        super().__init__(sizes)
+        super().__init__(recording.storage.new_pages(sizes), sizes)
         self.counts = None
         self._index, self._recording = index, recording
 
@@ -52,16 +44,17 @@ class RecordedLayer(PlainLayer):
         return super().attend(query, keys, values, batch, window)
 
 
-class RecordingFormat(PlainFormat):
+class RecordingFormat(CacheFormat):
     """The plain format, which records the keys of each block of the model."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.rotary: tuple[Tensor, Tensor] | None = None  # cos and sin of every position
         self.is_held_out = False  # the text that is computed
         # By block, and whether the text is held out: sums after and before rotation [2, key heads, head_dim, head_dim].
         self.sums: dict[tuple[int, bool], Tensor] = {}
 
-    def layer(self, index: int, sizes: CacheSizes) -> LayerCache:
+    def layer(self, index: int, sizes: CacheSizes) -> CacheLayer:
         shape = (2, sizes.num_key_heads, sizes.head_dim, sizes.head_dim)
         for is_held_out in (False, True):
             self.sums.setdefault((index, is_held_out), torch.zeros(shape, dtype=torch.float64))
@@ -79,11 +72,11 @@ class RecordingFormat(PlainFormat):
 
 
 class Calibration(NamedTuple):
-    """The format for a model; how much of the squares of its keys the axes up to each explain [layers, key heads,
+    """The axes for a model; how much of the squares of its keys the axes up to each explain [layers, key heads,
     head_dim]; which heads have axes of keys before rotation [layers, key heads].
     """
 
-    form: LokiFormat
+    loki: Loki
     explained: Tensor
     is_before: Tensor
 
@@ -107,7 +100,7 @@ def calibrate(model: nn.Module, texts: Sequence[Tensor], choice: LokiChoice, bar
         raise NumbersError("keys of the calibration text are NaN or infinite; the model's weights are damaged")
     axes, is_before = best_axes(fitted, held_out, choice.num_dims(fitted.shape[-1]))
     explained = explained_shares(axes, (fitted + held_out)[AFTER])
-    return Calibration(LokiFormat(axes, choice, model_identity(model)), explained, is_before)
+    return Calibration(Loki(axes, choice, model_identity(model)), explained, is_before)
 
 
 def best_axes(fitted: Tensor, held_out: Tensor, num_dims: int) -> tuple[Tensor, Tensor]:
@@ -133,31 +126,3 @@ def explained_shares(axes: Tensor, sums: Tensor) -> Tensor:
     along = torch.einsum("...de,...dc,...ce->...e", axes, sums, axes).clamp(min=0)
     shares = along.cumsum(-1)
     return shares / shares[..., -1:].clamp(min=1e-300)
-
-
-def save(path: Path, found: LokiFormat) -> None:
-    """Write a file that `load` reads."""
-    about = {"kind": KIND, "model": found.identity, **{key: str(value) for key, value in asdict(found.choice).items()}}
-    try:
-        save_file({"axes": found.axes.float().contiguous()}, str(path), about)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot write {path} ({error}); choose another place by --out") from None
-
-
-def load(path: Path) -> LokiFormat:
-    """Read the file that `weft calibrate` wrote. Raises ConfigError."""
-    try:
-        with safe_open(str(path), "pt") as file:
-            about, axes = file.metadata() or {}, file.get_tensor("axes")
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"--cache loki={path} cannot be read ({error}); run weft calibrate") from None
-    if about.get("kind") != KIND or axes.dim() != 4 or not bool(axes.isfinite().all()):
-        raise ConfigError(f"--cache loki={path} is no file of weft calibrate, or of an older one; run weft calibrate")
-    product = axes.double().mT @ axes.double()
-    if float((product - torch.eye(axes.shape[-1])).abs().max()) > 1e-5:
-        raise ConfigError(f"the axes in {path} are not orthogonal: the file is damaged; run weft calibrate")
-    try:
-        numbers = (float(about["dims"]), float(about["tokens"]), int(about["newest"]), int(about["dense_below"]))
-        return LokiFormat(axes, LokiChoice(*numbers), about["model"])
-    except (KeyError, ValueError):
-        raise ConfigError(f"--cache loki={path} lacks some of its numbers: it is damaged; run weft calibrate") from None

@@ -34,8 +34,7 @@ from weft.mesh import Mesh
 from weft.plan import Plan
 from weft.resilience.peer_watch import Lookout
 from weft.saved_run import first_usable
-from weft.serve.attention.split_formats import split_format
-from weft.serve.cache_formats import block_size_of, cache_format, why_slow
+from weft.serve.attention.formats import block_size_of, cache_format, why_slow
 from weft.serve.calibration.bars import Bar, no_bar
 from weft.serve.engine import Engine
 from weft.serve.follow import follow, require_run
@@ -257,9 +256,9 @@ def _as_engine_errors() -> Iterator[None]:
 def _say_what_is_slow(model: nn.Module, spec: ServingSpec, plan: Plan, say: Say) -> None:
     """Say which weights a CPU decodes for each product or rounds inputs for, and what a GPU has no kernels for."""
     form = cache_format(spec.cache)
-    form = (split_format(form) or form) if plan.context.degree > 1 else form
     dtype = next(model.parameters()).dtype
-    reasons = what_cpus_do(model) if spec.device == "cpu" else why_slow(form, spec.device, dtype)
+    of_cache = why_slow(form, spec.device, dtype, plan.context.degree > 1)
+    reasons = what_cpus_do(model) if spec.device == "cpu" else of_cache
     for reason in reasons:
         say(reason)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.cluster.decode_rates import AttentionTimes, ProductRates
-from weft.serve.attention.paged_attention import decode_at
+from weft.serve.attention.plain import decode_at
 from weft.serve.measurement.ballast import Ballast
 from weft.serve.model.linear import PlainLinear, ShardedLinear, served_linear
 from weft.serve.weights.cpu_products import HALF_DTYPES, takes_vectors

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.serve.attention.batch import PagedBatch, to_device
-from weft.serve.attention.layer_cache import LayerCache
+from weft.serve.attention.layer import CacheLayer
 from weft.serve.model.paged_model import PagedModel
 from weft.serve.model.step_inputs import TABLE, PageLayout, input_tokens, packed, padding_table
 from weft.serve.scheduling.scheduler import ScheduledChunk
@@ -77,7 +77,7 @@ class DecodeGraphs:
     def __init__(
         self,
         paged: PagedModel,
-        cache: Sequence[LayerCache],
+        cache: Sequence[CacheLayer],
         last: Tensor,
         layout: PageLayout,
         context_length: int,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weft.serve.attention.batch import TILE_QUERIES, PagedBatch, tiles_of, to_device
-from weft.serve.attention.layer_cache import LayerCache
+from weft.serve.attention.layer import CacheLayer
 from weft.serve.model.decode_graph import GraphRecorder, Record, RecordedSteps
 from weft.serve.model.paged_model import PagedModel
 from weft.serve.model.step_inputs import TABLE, PageLayout, StepInputs, input_tokens
@@ -31,7 +31,7 @@ class MixedGraphs:
     def __init__(
         self,
         paged: PagedModel,
-        cache: Sequence[LayerCache],
+        cache: Sequence[CacheLayer],
         last: Tensor,
         layout: PageLayout,
         context_length: int,

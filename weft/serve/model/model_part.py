@@ -15,9 +15,10 @@ from weft.models import GPT2, Decoder
 from weft.models.recurrent import RecurrentModel
 from weft.plan import Plan
 from weft.serve.attention.batch import PagedBatch, PageShare
-from weft.serve.attention.layer_cache import CacheFormat, LayerCache, PlainFormat
+from weft.serve.attention.formats import CacheFormat
+from weft.serve.attention.host_pages import HostPages
+from weft.serve.attention.layer import CacheLayer
 from weft.serve.attention.model_identity import model_identity
-from weft.serve.attention.split_formats import split_format
 from weft.serve.model.adapters import attach_adapters
 from weft.serve.model.cache_memory import CacheBytes, free_device_bytes, refuse_cache_blocks, refuse_swap_blocks
 from weft.serve.model.linear import ModelAxes
@@ -92,7 +93,7 @@ class ModelPart:
             num_blocks,
             num_rows,
             self.device,
-            self.paged.cache_format.answers_choose,
+            self.paged.cache_format.loki is not None,
             self._share(options),
         )
 
@@ -110,7 +111,7 @@ class ModelPart:
             return None
         positions = batch.positions
         # All tokens are in their order, unless those of answers come before those of prompts.
-        if len(inputs.sampled) < inputs.num_tokens or self.layout.answers_choose:
+        if len(inputs.sampled) < inputs.num_tokens or self.layout.answers_are_decodes:
             ends = inputs.sampled_tokens(self.device)
             residual, positions = residual[ends], positions[ends]
         if self._head is None:
@@ -146,7 +147,7 @@ class ModelPart:
             found += [TokenLogprobs(one, tuple(zip(*likeliest, strict=True))) for one, *likeliest in pairs]
         return found
 
-    def _through(self, batch: PagedBatch, cache: Sequence[LayerCache]) -> Tensor | None:
+    def _through(self, batch: PagedBatch, cache: Sequence[CacheLayer]) -> Tensor | None:
         """The residual stream after the last block, on the last stage. Other stages send it on."""
         ranks = self.ranks
         if ranks is None:
@@ -190,6 +191,12 @@ class ModelPart:
                 f"the new weights are of {getattr(model, 'config', type(model).__name__)}, the engine serves "
                 f"{own.config}; give weights of the same model, or start another engine"
             )
+
+    def host_pages(self, num_blocks: int) -> HostPages | None:
+        """Room for so many blocks of this rank's cache in host memory; None for 0."""
+        pages = [page for layer in self.cache for page in layer.pages]
+        keeps_whole_blocks = self.paged.cache_format.storage.keeps_whole_blocks
+        return HostPages(pages, num_blocks, keeps_whole_blocks) if num_blocks else None
 
     def _blocks_that_fit(self, options: EngineOptions) -> int:
         """As many blocks as all running requests can use, or as the free memory holds."""
@@ -259,7 +266,7 @@ def _in_place(
 def _case(model: nn.Module, options: EngineOptions, ranks: ServingRanks | None, device: torch.device) -> ServingCase:
     """What the table of refusals is asked for an engine."""
     num_streamed = options.stream_weights or int(isinstance(model, StreamedModel))
-    cache = None if isinstance(options.cache, PlainFormat) else options.cache
+    cache = None if options.cache is None or options.cache.kind == "plain" else options.cache
     given = replace(options, cache=cache, stream_weights=num_streamed)
     whole, draft = model.model if isinstance(model, StreamedModel) else model, options.speculate
     return ServingCase.of(
@@ -293,15 +300,10 @@ def _refuse_cache(options: EngineOptions, model: nn.Module, ranks: ServingRanks 
 
 
 def _own_format(options: EngineOptions, model: nn.Module, ranks: ServingRanks | None) -> CacheFormat | None:
-    """How this rank keeps keys and values. Raises ConfigError for what ranks of `context` cannot hold together."""
+    """How this rank keeps keys and values."""
     if options.cache is None or ranks is None or not isinstance(model, Decoder | GPT2):
         return options.cache
-    found = options.cache if ranks.axes.context is None else split_format(options.cache)
-    if found is None:
-        raise ConfigError(
-            f"a cache of {options.cache.name} is not split over plan.context; use plan.tensor.x, or leave out --cache"
-        )
-    return found.part(own_layers(model.config, ranks.place), own_key_heads(model.config, ranks.place))
+    return options.cache.part(own_layers(model.config, ranks.place), own_key_heads(model.config, ranks.place))
 
 
 def _refuse_head(options: EngineOptions, model: nn.Module, device: torch.device) -> None:

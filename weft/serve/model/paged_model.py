@@ -26,8 +26,10 @@ from weft.models.attention import RMSNorm
 from weft.models.decoder import Attention, DecoderLayer, rotary_tables
 from weft.models.experts import SparseMLP, SwiGLU
 from weft.models.gpt2 import GPT2MLP, GPT2Layer
-from weft.serve.attention.batch import PagedBatch, angles_at
-from weft.serve.attention.layer_cache import MAX_WHOLE_DECODES, CacheFormat, CacheSizes, LayerCache, PlainFormat
+from weft.serve.attention.batch import CacheSizes, PagedBatch, angles_at
+from weft.serve.attention.formats import CacheFormat
+from weft.serve.attention.layer import CacheLayer
+from weft.serve.attention.plain import MAX_WHOLE_DECODES
 from weft.serve.attention.shared_memory import has_room_for_tiles, shared_bytes
 from weft.serve.model.experts import ServedExperts
 from weft.serve.model.linear import (
@@ -115,7 +117,7 @@ class PagedModel:
             )
         refuse_model(model.config)
         self.model, self.axes = model, axes
-        self.cache_format = cache_format or PlainFormat()
+        self.cache_format = cache_format or CacheFormat()
         self._streamed = streamed
         self.vocab_size = int(model.config.vocab_size)
         self.body = model.model if isinstance(model, Decoder) else model.transformer
@@ -140,7 +142,7 @@ class PagedModel:
         self._final_norm = served_norm(self.final_norm, place, axes.y)
         self._rotates_by_kernel = self.rotary is not None and kernel_of(fast_path("rotate", place), 1) == "kernel"
 
-    def new_cache(self, num_blocks: int, block_size: int, num_rows: int) -> list[LayerCache]:
+    def new_cache(self, num_blocks: int, block_size: int, num_rows: int) -> list[CacheLayer]:
         """Room for `num_blocks` pages of `block_size` tokens, and for `num_rows` requests that run at once."""
         one = self.blocks[0]
         shape = (num_blocks, block_size, num_rows, one.num_key_heads, one.head_dim)
@@ -163,21 +165,22 @@ class PagedModel:
     @property
     def has_decode_kernel(self) -> bool:
         """Are decodes on a GPU one kernel, which reads a request's own tokens alone?"""
-        return self.cache_format.has_kernel and self.dtype in (torch.float16, torch.bfloat16)
+        is_shared = self.axes.context is not None
+        return self.cache_format.has_kernel(is_shared) and self.dtype in (torch.float16, torch.bfloat16)
 
     @property
     def has_prompt_kernel(self) -> bool:
         """Can prompts be attended to by a kernel that reads pages?"""
         one = self.blocks[0]
         has_room = has_room_for_tiles(one.num_heads, one.num_key_heads, one.head_dim, shared_bytes(self.device))
-        return has_room and self.has_decode_kernel and isinstance(self.cache_format, PlainFormat)
+        return has_room and self.has_decode_kernel and self.cache_format.kind == "plain"
 
     @property
     def stream_width(self) -> int:
         """Features of the residual stream on this rank."""
         return int(self.blocks[0].output.layer.weight.shape[0])
 
-    def residual(self, batch: PagedBatch, cache: Sequence[LayerCache]) -> Tensor:
+    def residual(self, batch: PagedBatch, cache: Sequence[CacheLayer]) -> Tensor:
         """The residual stream [tokens, hidden] after all blocks. Keys and values of the batch go into the cache."""
         return self.through_blocks(self.embed(batch), batch, cache)
 
@@ -190,7 +193,7 @@ class PagedModel:
             rows = _lookup(self.model.model.embed_tokens, batch.tokens, self.axes.x)
         return summed(rows, self.axes.x)
 
-    def through_blocks(self, residual: Tensor, batch: PagedBatch, cache: Sequence[LayerCache]) -> Tensor:
+    def through_blocks(self, residual: Tensor, batch: PagedBatch, cache: Sequence[CacheLayer]) -> Tensor:
         """The residual stream after this rank's blocks, or after the first of them if `cache` is that of fewer."""
         for index, (block, layer) in enumerate(zip(self.blocks[: len(cache)], cache, strict=True)):
             if self._streamed is not None:
@@ -201,7 +204,7 @@ class PagedModel:
                 self._streamed.done(index)
         return residual
 
-    def _attended(self, projected: Tensor, block: PagedBlock, batch: PagedBatch, layer: LayerCache) -> Tensor:
+    def _attended(self, projected: Tensor, block: PagedBlock, batch: PagedBatch, layer: CacheLayer) -> Tensor:
         """The attention [tokens, heads, head_dim] of a block. Keys and values of the batch go into its cache."""
         slots, keys, values = layer.room(batch)
         sizes, norms = (block.num_heads, block.num_key_heads, block.head_dim), block.head_norms

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from weft.models.recurrent import RecurrentLayer, RecurrentModel
 from weft.serve.attention.batch import PagedBatch
-from weft.serve.attention.layer_cache import CacheFormat, LayerCache, PlainFormat
+from weft.serve.attention.formats import CacheFormat
+from weft.serve.attention.layer import CacheLayer
 from weft.serve.model.paged_model import PagedBlock
 
 # From so many tokens of a prompt on, torch's own layers take less time. Its LSTM packs its weights in every call.
@@ -90,13 +91,6 @@ class FusedGRU:
         return torch.lerp(candidate, hidden, opened[:, size:]), state[1]
 
 
-class RowFormat(PlainFormat):
-    """States in rows: there are no pages, and no kernels for them."""
-
-    name = "states"
-    has_kernel = False
-
-
 class RowStates:
     """The states of all layers of requests that run: hidden and cell [layers, rows + 1, hidden]; the last row is that
     of padding. It stands where models with keys and values have a cache.
@@ -114,7 +108,7 @@ class RecurrentRows:
 
     def __init__(self, model: RecurrentModel) -> None:
         self.model, self.body = model, model
-        self.cache_format: CacheFormat = RowFormat()
+        self.cache_format = CacheFormat()
         self.vocab_size = model.config.vocab_size
         self.blocks: Sequence[PagedBlock] = ()
         self.has_prompt_kernel = False
@@ -138,12 +132,12 @@ class RecurrentRows:
         config = self.model.config
         return (num_rows + 1) * 2 * config.num_hidden_layers * config.hidden_size * self.dtype.itemsize
 
-    def new_cache(self, num_blocks: int, block_size: int, num_rows: int) -> list[LayerCache]:
+    def new_cache(self, num_blocks: int, block_size: int, num_rows: int) -> list[CacheLayer]:
         config = self.model.config
         sizes = (config.num_hidden_layers, num_rows, config.hidden_size)
-        return [cast(LayerCache, RowStates(*sizes, self.model.lm_head.weight))]
+        return [cast(CacheLayer, RowStates(*sizes, self.model.lm_head.weight))]
 
-    def residual(self, batch: PagedBatch, cache: Sequence[LayerCache]) -> Tensor:
+    def residual(self, batch: PagedBatch, cache: Sequence[CacheLayer]) -> Tensor:
         """The last layer's hidden states [tokens, hidden]. A request's first token begins with a state of zeros."""
         states = cast(RowStates, cache[0])
         parts, number = [], batch.num_decodes

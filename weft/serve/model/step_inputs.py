@@ -23,7 +23,7 @@ class PageLayout:
     num_blocks: int
     num_rows: int  # requests that run at once; row number `num_rows` is that of padding
     device: torch.device
-    answers_choose: bool = False  # a token that is not of a prompt is a decode of its own, whatever it is computed with
+    answers_are_decodes: bool = False  # each generated token is a decode of its own, whatever it is computed with
     share: PageShare | None = None  # of the pages of each block; None: this rank has whole blocks
 
     @property
@@ -43,16 +43,16 @@ def padding_table(layout: PageLayout) -> tuple[int, int, int]:
 def is_decode(chunk: ScheduledChunk, layout: PageLayout) -> bool:
     """Is it one token, after which the next is sampled, that may be computed as decodes are?"""
     is_of_prompt = chunk.start < len(chunk.active.request.tokens)
-    return chunk.samples and chunk.num_tokens == 1 and not (layout.answers_choose and is_of_prompt)
+    return chunk.samples and chunk.num_tokens == 1 and not (layout.answers_are_decodes and is_of_prompt)
 
 
 def runs_of(chunks: Sequence[ScheduledChunk], layout: PageLayout) -> list[ScheduledChunk]:
     """The runs of tokens that a step computes, in the order of its tokens: decodes first.
 
-    They are the chunks, which come in this order; where answers choose, the parts of chunks in prompts, and each other
-    token and draft alone.
+    They are the chunks, which come in this order. Where each generated token is a decode of its own, they are all
+    generated tokens and drafts, and behind these the parts of chunks that are in prompts.
     """
-    if not layout.answers_choose:
+    if not layout.answers_are_decodes:
         return list(chunks)
     decodes, prompts = list[ScheduledChunk](), list[ScheduledChunk]()
     for active, start, end, _, drafts in chunks:
@@ -156,7 +156,7 @@ def step_inputs(chunks: Sequence[ScheduledChunk], layout: PageLayout) -> StepInp
     flat, tables = packed(runs, layout)
     queries = [run.num_tokens for run in runs]
     ends = np.cumsum(queries).tolist()
-    if not layout.answers_choose:
+    if not layout.answers_are_decodes:
         sampled = [place for chunk, end in zip(chunks, ends, strict=True) for place in range(end - chunk.num_rows, end)]
         return StepInputs(flat, tables, queries, sum(is_decode(chunk, layout) for chunk in chunks), sampled)
     last = {(run.active, run.start + run.num_tokens): end - 1 for run, end in zip(runs, ends, strict=True)}

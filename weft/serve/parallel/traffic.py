@@ -1,6 +1,6 @@
 """The collectives of a step of a served model on one rank: which, over which axis, with how many bytes.
 
-They are those that `serve/model/linear.py`, `serve/attention/split_attention.py` and `serve/model/ranks.py` make;
+They are those that `serve/model/linear.py`, `serve/attention/attend.py` and `serve/model/ranks.py` make;
 the inputs of steps, which are small, are not among them. `weft plan --serve` times them.
 """
 
@@ -13,7 +13,7 @@ from weft.architectures import DecoderConfig, TransformerConfig
 from weft.comm import Key
 from weft.inspection.parameter_cut import share
 from weft.plan import Plan
-from weft.serve.attention.split_attention import merge_bytes
+from weft.serve.attention.attend import merge_bytes
 
 
 @dataclass(frozen=True)

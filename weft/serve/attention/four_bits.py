@@ -1,4 +1,4 @@
-"""Keys and values in 4 bits, as a format of the cache (`layer_cache.py`).
+"""Keys and values in 4 bits, a storage of the cache.
 
 A page has 32, 64 or 128 tokens. Keys are coded by channel, over the tokens of a page, because some channels are much
 larger than others; values are coded by token, over their channels: half a head, or a head no larger than a page. The
@@ -12,20 +12,22 @@ A tail has room for two pages: drafts that run into the next page and are reject
 
 On GPUs, tokens of decodes are added by one kernel (`four_bit_append_kernel.py`) and attended to by another
 (`four_bit_attention_kernel.py`), for which codes lie as they do; prompts have kernels of their own
-(`four_bit_prompt_kernel.py`). On a CPU, and in other dtypes than fp16 and bf16, all are plain functions.
+(`four_bit_prompt_kernel.py`). On a CPU, in other dtypes than fp16 and bf16, and over pages that ranks hold together,
+all are plain functions: the kernels give no logarithms. A rank codes its own pages, and keeps the tail of a request
+whose newest page is its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from weft.errors import ConfigError
-from weft.serve.attention.batch import PagedBatch
-from weft.serve.attention.layer_cache import CacheFormat, CacheSizes, LayerCache, staging
-from weft.serve.attention.paged_attention import masked_attention
+from weft.serve.attention.attend import attend_chunk, attend_decodes, joined, staging, takes_kernels
+from weft.serve.attention.batch import CacheSizes, PagedBatch
 from weft.serve.attention.shared_memory import has_room_for_four_bits, shared_bytes
 from weft.serve.weights.group_codes import codes_of, group_range, pack_halves, unpack_halves
 
@@ -34,24 +36,24 @@ GROUP = 64
 DECODED_TOKENS = 1 << 15  # that plain functions decode at a time
 
 
-class FourBitFormat:
+@dataclass(frozen=True)
+class FourBitStorage:
     """4 bits for each key and value, in groups of so many; scales and least values of 16 bits."""
 
+    group: int = GROUP
+    kind = "int4"
     keeps_whole_blocks = True  # a tail belongs to a running request
-    answers_choose = False
-    has_kernel = True
-    identity = ""
 
-    def __init__(self, group: int = GROUP) -> None:
-        self.name = "int4" if group == GROUP else f"int4-{group}"
-        self.group = group
-        self.block_size: int | None = group
+    @property
+    def name(self) -> str:
+        return self.kind if self.group == GROUP else f"{self.kind}-{self.group}"
 
-    def part(self, layers: range, key_heads: range) -> CacheFormat:
-        return self  # groups are within heads
+    @property
+    def block_size(self) -> int | None:
+        return self.group
 
-    def layer(self, index: int, sizes: CacheSizes) -> LayerCache:
-        return FourBitLayer(sizes)
+    def new_pages(self, sizes: CacheSizes) -> FourBitPages:
+        return FourBitPages(sizes)
 
     def bytes_per_token(self, num_key_heads: int, head_dim: int, item_bytes: int) -> float:
         codes = head_dim  # half a byte for each key and value
@@ -61,20 +63,14 @@ class FourBitFormat:
     def bytes_per_row(self, num_key_heads: int, head_dim: int, item_bytes: int) -> int:
         return 2 * self.group * num_key_heads * head_dim * item_bytes
 
-    def bytes_of_layer(self, num_key_heads: int, head_dim: int, item_bytes: int) -> int:
-        return 0
-
 
 def value_groups(head_dim: int, group: int) -> int:
     """How many scales a value has: one, or one for each half of a head that is larger than a group."""
     return 1 if head_dim <= group else 2
 
 
-class FourBitLayer:
-    """The cache of one block of the model."""
-
-    counts: Tensor | None = None
-    has_kernel = True
+class FourBitPages:
+    """The keys and values of one block of the model."""
 
     def __init__(self, sizes: CacheSizes) -> None:
         blocks, heads, dim = sizes.num_blocks, sizes.num_key_heads, sizes.head_dim
@@ -102,44 +98,24 @@ class FourBitLayer:
         return staging(batch, self._sizes)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
+        """Keep the keys and values of a step. Returns the attention of its tokens [tokens, heads, head_dim], or this
+        rank's part of it.
+        """
         parts, number = list[Tensor](), batch.num_decodes
-        has_kernels = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+        has_kernels = takes_kernels(query) and batch.share is None
         if number:
-            decode = self._decode_by_kernel if self.has_kernel and has_kernels else self._decode
+            decode = self._decode_by_kernel if has_kernels else self._decode
             parts.append(decode(query[:number], keys[:number], values[:number], batch, window))
         if batch.prompt_queries:
-            prompts = (
-                self._prompts_by_kernel
-                if has_kernels and has_room_for_four_bits(shared_bytes(query.device))
-                else self._prompts
-            )
+            by_kernel = has_kernels and has_room_for_four_bits(shared_bytes(query.device))
+            prompts = self._prompts_by_kernel if by_kernel else self._prompts
             parts.append(prompts(query[number:], keys[number:], values[number:], batch, window))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _prompts(self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
-        """Add the chunks of prompts to the cache, one after the other, and attend to it."""
-        begin, number, parts = 0, batch.num_decodes, list[Tensor]()
-        self._keep_values(values, batch.slots[number:])
-        for index, count in enumerate(batch.prompt_queries, number):
-            end = begin + count
-            length = batch.prompt_lengths[index - number]
-            row, blocks = batch.rows[index], batch.tables[index, : -(-length // self._size)]
-            own = self._keep_prompt_keys(keys[begin:end], length, row, blocks)
-            parts.append(self._attend_prompt(query[begin:end], own, length, blocks, window))
-            begin = end
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _prompts_by_kernel(
-        self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None
-    ) -> Tensor:
-        from weft.serve.attention.four_bit_prompt_kernel import attend_prompts_by_kernel
-
-        return attend_prompts_by_kernel(query, keys, values, self.pages, self._tails, batch, window)
+        return joined(parts)
 
     def _decode(self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
         self._keep_values(values, batch.slots[: batch.num_decodes])
         self._keep_decoded_keys(keys, batch)
-        return self._attend_decodes(query, batch, window)
+        return attend_decodes(query, self, batch, window)
 
     def _decode_by_kernel(
         self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None
@@ -151,6 +127,24 @@ class FourBitLayer:
         rows, tables, lengths = batch.rows[:number], batch.tables[:number], batch.lengths[:number]
         append_by_kernel(keys, values, self.pages, self._tails, batch.positions[:number], batch.slots[:number], rows)
         return four_bit_attention_by_kernel(query, self.pages, self._tails, tables, lengths, rows, window)
+
+    def _prompts(self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
+        """Add the chunks of prompts to the cache, one after the other, and attend to it."""
+        begin, number, parts = 0, batch.num_decodes, list[Tensor]()
+        self._keep_values(values, batch.slots[number:])
+        for index, count in enumerate(batch.prompt_queries, number):
+            end = begin + count
+            own = self._keep_prompt_keys(keys[begin:end], batch, index)
+            parts += self._attend_prompt(query[begin:end], own, batch, index, window)
+            begin = end
+        return joined(parts)
+
+    def _prompts_by_kernel(
+        self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None
+    ) -> Tensor:
+        from weft.serve.attention.four_bit_prompt_kernel import attend_prompts_by_kernel
+
+        return attend_prompts_by_kernel(query, keys, values, self.pages, self._tails, batch, window)
 
     def _keep_values(self, values: Tensor, slots: Tensor) -> None:
         """Code values. A byte has two tokens, which are written one after the other: in both turns, tokens of the other
@@ -167,26 +161,42 @@ class FourBitLayer:
             self._value_codes[own, :, :, places % (self._size // 2)] = others | (codes << 4 * half)
 
     def _keep_decoded_keys(self, keys: Tensor, batch: PagedBatch) -> None:
-        """Add one token to each tail. Pages that are full now are coded; codes of others go to the page for padding."""
-        number = batch.num_decodes
-        places, rows = batch.positions[:number].long(), batch.rows[:number].long()
+        """Add one token to each tail. Pages that are full now are coded; codes of others go to the page for padding,
+        and tokens of other ranks to the row for padding.
+        """
+        is_own, places = self._newest(batch)
+        rows = batch.rows[: batch.num_decodes].long()
+        rows = torch.where(is_own, rows, self._sizes.num_rows)
         halves = places // self._size % 2
         self._tails[rows, halves, places % self._size] = keys
-        blocks = batch.slots[:number] // self._size
+        blocks = batch.slots[: batch.num_decodes] // self._size
         blocks = torch.where(places % self._size == self._size - 1, blocks, self._sizes.num_blocks - 1)
         self._code_pages(self._tails[rows, halves], blocks)
 
-    def _keep_prompt_keys(self, keys: Tensor, length: int, row: Tensor, blocks: Tensor) -> Tensor:
-        """Add a chunk of a request to its tail, and code pages that are full. Returns the keys as they are, from the
-        beginning of the chunk's first page on.
+    def _newest(self, batch: PagedBatch) -> tuple[Tensor, Tensor]:
+        """Whether the newest token of each decode is this rank's own, and the number of the newest own one."""
+        share, ends = batch.pages, batch.lengths[: batch.num_decodes].long()
+        is_own = (ends - 1) // self._size % share.degree == share.index
+        return is_own, (share.count(ends) - 1).clamp(min=0)
+
+    def _keep_prompt_keys(self, keys: Tensor, batch: PagedBatch, index: int) -> Tensor:
+        """Add a chunk of a request, number `index` of the batch, to its tail, and code pages that are full. Returns the
+        own keys as they are, from the beginning of the chunk's first own page on.
         """
+        share, end = batch.pages, batch.prompt_lengths[index - batch.num_decodes]
+        row, length = batch.rows[index], share.number(end)
+        if share.degree > 1:
+            places = torch.arange(end - len(keys), end, device=keys.device)
+            keys = keys[places // self._size % share.degree == share.index]
+            if not len(keys):
+                return keys
         start = length - len(keys)
         first = start // self._size
         own = torch.cat([self._tails[row, first % 2, : start % self._size], keys])
         num_full = len(own) // self._size
         if num_full:
             pages = own[: num_full * self._size].unflatten(0, (num_full, self._size))
-            self._code_pages(pages, blocks[first : first + num_full].long())
+            self._code_pages(pages, batch.tables[index, first : first + num_full].long())
         last = (length - 1) // self._size
         for page in (first, last) if (last - first) % 2 else (last,):  # where both have one half of the tail, the last
             part = own[(page - first) * self._size : (page - first + 1) * self._size]
@@ -212,46 +222,32 @@ class FourBitLayer:
         )  # [..., key heads, head_dim, tokens]
         return keys.movedim(-3, -2).to(dtype), values.movedim(-1, -3).to(dtype)
 
-    def _attend_decodes(self, query: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
-        """Attention of decodes, some requests at a time, so that few keys and values are decoded at once."""
-        number = batch.num_decodes
-        at_once = max(1, DECODED_TOKENS // (batch.tables.shape[1] * self._size))
-        given = (query, batch.tables, batch.lengths, batch.rows)
-        parts = []
-        for begin in range(0, number, at_once):
-            some, tables, lengths, rows = (one[begin : min(begin + at_once, number)] for one in given)
-            parts.append(self._attend_requests(some, tables, lengths, rows, window))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def requests_at_once(self, batch: PagedBatch) -> int:
+        """So many that few keys and values are decoded at once."""
+        return max(1, DECODED_TOKENS // (batch.tables.shape[1] * self._size))
 
-    def _attend_requests(
-        self, query: Tensor, tables: Tensor, lengths: Tensor, rows: Tensor, window: int | None
-    ) -> Tensor:
-        keys, values = self.decoded(tables.long(), query.dtype)  # [requests, blocks, tokens, key heads, head_dim]
-        own = (lengths.long() - 1) // self._size
-        keys[torch.arange(len(query), device=query.device), own] = self._tails[rows.long(), own % 2]
-        places = torch.arange(tables.shape[1] * self._size, device=query.device)
-        mask = places < lengths[:, None]
-        if window is not None:
-            mask = mask & (places >= lengths[:, None] - window)
-        # Other requests may have left NaN behind the last token, and weights of 0 times NaN are NaN.
-        unseen = ~mask[..., None, None]
-        keys, values = (one.flatten(1, 2).masked_fill(unseen, 0) for one in (keys, values))
-        return masked_attention(query[:, None], keys, values, mask[:, None, None])[:, 0]
+    def read(self, query: Tensor, batch: PagedBatch, some: slice, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Decoded keys and values, but the keys of a request's newest page as they are, on the rank that has it."""
+        keys, values = self.decoded(batch.tables[some].long(), query.dtype)
+        is_own, newest = (one[some] for one in self._newest(batch))  # [requests, blocks, tokens, key heads, head_dim]
+        requests, pages = torch.arange(len(query), device=query.device), newest // self._size
+        tails = self._tails[batch.rows[some].long(), pages % 2]
+        keys[requests, pages] = torch.where(is_own[:, None, None, None], tails, keys[requests, pages])
+        return keys.flatten(1, 2), values.flatten(1, 2), batch.own_places(window)[1][some]
 
-    def _attend_prompt(self, query: Tensor, own: Tensor, length: int, blocks: Tensor, window: int | None) -> Tensor:
-        """Attention of a chunk, page by page of its queries. `own` are the keys from its first page on."""
-        decoded, values = (one.flatten(0, 1) for one in self.decoded(blocks.long(), query.dtype))
-        start = length - len(query)
-        first, parts = start // self._size, list[Tensor]()
-        for page in range(first, (length - 1) // self._size + 1):
+    def _attend_prompt(
+        self, query: Tensor, own: Tensor, batch: PagedBatch, index: int, window: int | None
+    ) -> list[Tensor]:
+        """Attention of a chunk, page by page of its queries. `own` are own keys from the chunk's first own page on."""
+        share, length = batch.pages, batch.prompt_lengths[index - batch.num_decodes]
+        start, number = length - len(query), share.number(length)
+        first = number - len(own)  # the first token of `own`, by number
+        blocks = batch.tables[index, : -(-number // self._size)].long()
+        decoded, values = (one.flatten(0, 1) for one in self.decoded(blocks, query.dtype))
+        parts = list[Tensor]()
+        for page in range(start // self._size, (length - 1) // self._size + 1):
             begin, end = max(start, page * self._size), min(length, (page + 1) * self._size)
-            of_page = own[(page - first) * self._size : end - first * self._size]
-            keys = torch.cat([decoded[: page * self._size], of_page])
-            places = torch.arange(end, device=query.device)
-            distance = places[begin:, None] - places
-            mask = distance >= 0
-            if window is not None:
-                mask = mask & (distance < window)
-            queries = query[begin - start : end - start]
-            parts.append(masked_attention(queries[None], keys[None], values[None, :end], mask)[0])
-        return torch.cat(parts)
+            before, seen = share.number(page * self._size), share.number(end)
+            key = torch.cat([decoded[:before], own[before - first : seen - first]])
+            parts.append(attend_chunk(query[begin - start : end - start], key, values[:seen], end, window, share))
+        return parts
