@@ -33,7 +33,7 @@ from weft.serve.attention import (
     loki_kernel,
     prompt_attention_kernel,
 )
-from weft.serve.attention.batch import PagedBatch, angles_at, slots_of, tiles_of
+from weft.serve.attention.batch import CacheSizes, PagedBatch, angles_at, slots_of, tiles_of
 from weft.serve.attention.choice import LokiChoice, LokiPages, chosen_tokens
 from weft.serve.attention.decode_attention_kernel import decode_attention_by_kernel
 from weft.serve.attention.four_bit_attention_kernel import four_bit_attention_by_kernel
