@@ -6,20 +6,25 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from chats_for_tests import EOS, write_tokenizer
 from runs_for_tests import Silent, make_run, train_on_ranks, write_run_file
+from tokenizers_for_tests import write_family
 
-from weft.checkpoint import Checkpoint, file_hashes, latest
+from weft.checkpoint import Checkpoint, Saver, file_hashes, latest
+from weft.checkpoint.folder import step_name
+from weft.data.config import ChatConfig, DataConfig
 from weft.errors import CheckpointError, WeftError
 from weft.launch.environment import RankInfo
 from weft.launch.local_ranks import LocalError
 from weft.models import DecoderConfig, build, initialise, save_folder, write_weights
 from weft.run_file import Run, load_run
 from weft.saved_run import weights_fingerprint
-from weft.train import loop
+from weft.train import loop, resume
 from weft.train.setup import first_values
 
 CONFIG = DecoderConfig(
@@ -175,3 +180,31 @@ def test_hashes_are_found_without_a_record(tmp_path: Path) -> None:
     assert file_hashes.file_hashes([weights, empty], record) == found
     weights.write_bytes(b"w" * 99 + b"v")
     assert file_hashes.file_hashes([weights], record) != found[:1]
+
+
+@pytest.mark.parametrize(("kind", "is_chat"), [(DataConfig, False), (ChatConfig, True)])
+def test_a_run_of_an_earlier_weft_is_told_which_keys_bring_its_texts_back(
+    kind: type[DataConfig], is_chat: bool, tmp_path: Path
+) -> None:
+    """It ended texts with a token that no key named, and surrounded them with none."""
+    own = write_family(tmp_path / "own", "qwen")
+    (tmp_path / "chats").mkdir()
+    table = f'kind = "{"chat" if is_chat else "text"}"\nsource = "chats"\nsequence = 8\ntokenizer = "{own}"\n'
+    state = {"run": f'folder = "run"\n[data]\n{table}', "data": {"fingerprint": "old"}}
+    Saver(tmp_path / "checkpoints", 0, 1, "abcd").save(1, [], state, asynchronous=False)
+    checkpoint = Checkpoint(tmp_path / "checkpoints" / step_name(1))
+    data: Any = SimpleNamespace(fingerprint="new", contents=None)
+
+    def refused(**more: Any) -> str:
+        run: Any = SimpleNamespace(data=kind("chats", 8, tokenizer=str(own), **more))
+        with pytest.raises(CheckpointError) as caught:
+            resume._refuse_other_data(checkpoint, data, run)
+        return str(caught.value)
+
+    words = refused()
+    assert "data.end_token = '<|endoftext|>', now None" in words
+    assert "data.add_special_tokens = False, now True" in words
+    assert ("which no key brings back" in words) == is_chat
+    words = refused(end_token="<|endoftext|>", add_special_tokens=False)
+    assert "data." not in words
+    assert "fingerprint old, now new" in words

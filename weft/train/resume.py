@@ -21,12 +21,12 @@ from typing import Any
 from weft.checkpoint import Checkpoint, Saver, steps
 from weft.checkpoint.folder import step_name
 from weft.checkpoint.manifest import MANIFEST
-from weft.data.config import changed_keys
-from weft.errors import CheckpointError, DamagedError
+from weft.data.config import ChatConfig, changed_keys, is_of_earlier_tokens
+from weft.errors import CheckpointError, ConfigError, DamagedError
 from weft.optim.saved_state import load_state
 from weft.resilience.memory_copies import MemoryCopies, all_agree
 from weft.run_file import Run
-from weft.saved_run import WHOLE_HASH
+from weft.saved_run import WHOLE_HASH, saved_end_token
 from weft.schema import parse_toml, to_table
 from weft.train.agreement import SEEN_SECONDS, first_says, flat
 from weft.train.batches import TrainingData
@@ -213,9 +213,15 @@ def _refuse_other_data(checkpoint: Checkpoint, data: TrainingData | None, run: R
     """
     saved = checkpoint.stated("data", dict)
     found, contents = saved.get("fingerprint"), saved.get("contents")  # an earlier weft had no hash of contents
-    changed, places = changed_keys(_saved_table(checkpoint), run.data)
+    table = _saved_table(checkpoint)
+    changed, places = changed_keys(table, run.data)
     if data is not None and found != data.fingerprint:
+        if is_earlier := is_of_earlier_tokens(table):
+            with suppress(ConfigError):  # the tokenizer is gone
+                places = changed_keys(table | {"end_token": saved_end_token(checkpoint)}, run.data)[1]
         changed += [*places, f"fingerprint {found}, now {data.fingerprint}"]
+        if is_earlier and isinstance(run.data, ChatConfig):
+            changed.append("an earlier weft cut conversations into tokens part by part, which no key brings back")
     elif data is not None and contents and data.contents and contents != data.contents:
         changed += [*places, f"images of hash {contents}, now {data.contents}"]
     if changed:
