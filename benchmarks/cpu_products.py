@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.serve.weights.cpu_products import CpuWeight, arranged, why_dequantised
-from weft.serve.weights.weight_formats import decoded_product, weight_format
+from weft.serve.weights.weight_formats import dequantised_product, weight_format
 
 SHAPES = ((1024, 1536), (1024, 5632), (2816, 1024), (1024, 32000))  # inputs, outputs
 FORMATS = ("fp16", "int8-row", "int8", "int4")
@@ -58,10 +58,10 @@ def times(num_in: int, num_out: int, num_rows: int) -> dict[str, float]:
     found = {"float32": milliseconds([lambda one=one: F.linear(hidden, one) for one in copies])}  # type: ignore[misc]
     for name in FORMATS:
         form = weight_format(name)
-        parts = form.encode(weight)
+        parts = form.quantise(weight)
         codes = [arrange(name, parts) for _ in range(number(parts[0].numel()))]
         found[name] = milliseconds([lambda one=one: one.product(hidden) for one in codes])  # type: ignore[misc]
-        decoded = [lambda form=form, parts=parts: decoded_product(form, hidden, parts)]  # type: ignore[misc]
+        decoded = [lambda form=form, parts=parts: dequantised_product(form, hidden, parts)]  # type: ignore[misc]
         found[f"{name} decoded"] = milliseconds(decoded)
     return found
 
@@ -80,7 +80,7 @@ def main() -> None:
             print(name, {way: round(one, 2) for way, one in result[name].items()}, flush=True)
     for name in FORMATS:
         form, sizes = weight_format(name), sorted({num_in for num_in, _ in SHAPES})
-        chosen = {size: arrange(name, form.encode(torch.ones(16, size))).max_rows for size in sizes}
+        chosen = {size: arrange(name, form.quantise(torch.ones(16, size))).max_rows for size in sizes}
         result[f"most rows with codes, {name}"] = chosen
         print(f"most rows with codes, {name}", chosen)
     harness.write(given.out, result, device="cpu")

@@ -184,8 +184,8 @@ def chosen(device: torch.device) -> Found:
 def products(device: torch.device) -> Found:
     for kind, form in GPU_FORMATS.items():
         weight = torch.randn(1536, 4096, device=device) * 0.02
-        parts = form.encode(weight)
-        decoded, linear = form.decode(parts, torch.float64), PackedLinear(form, parts, 4096, None)
+        parts = form.quantise(weight)
+        decoded, linear = form.dequantise(parts, torch.float64), PackedLinear(form, parts, 4096, None)
         linear.choose(place_of(device, torch.bfloat16))
         for num_rows in (1, 2, 5, 16, 33, 256):
             hidden = torch.randn(num_rows, 4096, dtype=torch.bfloat16, device=device)

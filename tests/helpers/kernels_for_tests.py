@@ -481,11 +481,11 @@ def packed() -> dict[str, dict[str, float]]:
         form = Grouped(4, 32) if kind == "int4-32" else weight_format(kind)
         num_out = 42 if num_rows > 1 or dtype == torch.float32 else 10  # one token's is slow
         bias, residual = torch.randn(num_out).to(dtype), torch.randn(num_rows, num_out).to(dtype)
-        parts = form.encode(torch.randn(num_out, num_in) + 0.3)
-        plain = hidden.double() @ form.decode(parts, torch.float64).T
+        parts = form.quantise(torch.randn(num_out, num_in) + 0.3)
+        plain = hidden.double() @ form.dequantise(parts, torch.float64).T
         norm = RMSNorm(num_in, 1e-6).to(dtype)
         norm.weight.data.normal_()
-        of_norm = norm(hidden).double() @ form.decode(parts, torch.float64).T
+        of_norm = norm(hidden).double() @ form.dequantise(parts, torch.float64).T
         for multiply in products_of(hidden):
             own = found.setdefault(f"{dtype} {kind} {num_in} {num_rows} {multiply.__name__}", {})
             for name, after in {

@@ -112,7 +112,7 @@ def packed() -> Found:
     scale, least = (torch.rand(num_out, num_in // 64, device="cuda").half() for _ in range(2))
     hidden = torch.randn(2, num_in, device="cuda").bfloat16()
     ranges = joined_ranges(scale, least)
-    expected = hidden.double() @ form.decode((codes[-64:], ranges[-64:]), torch.float64).T
+    expected = hidden.double() @ form.dequantise((codes[-64:], ranges[-64:]), torch.float64).T
     given = (hidden, codes, ranges, form.block(num_in))
     of_token = product_of_token_by_kernel(hidden[:1], *given[1:])
     return {

@@ -171,7 +171,7 @@ def give_decoded(plain: torch.nn.Module, packed: torch.nn.Module) -> None:
     for name, module in packed.named_modules():
         if isinstance(module, PackedLinear | PackedStack):
             weight = plain.get_parameter(name if isinstance(module, PackedStack) else f"{name}.weight").detach()
-            decoded = module.format.decode([part.flatten(0, -2) for part in module.parts], torch.float64)
+            decoded = module.format.dequantise([part.flatten(0, -2) for part in module.parts], torch.float64)
             assert 0 < float((decoded.view_as(weight) - weight).abs().max()) < 0.2
             with torch.no_grad():
                 weight.copy_(decoded.view_as(weight))

@@ -34,7 +34,7 @@ OPTIONS = EngineOptions(block_size=4, num_blocks=60)
 
 
 def decoded(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: one.format.decode(one.parts, torch.float64) for name, one in packed_linears(model)}
+    return {name: one.format.dequantise(one.parts, torch.float64) for name, one in packed_linears(model)}
 
 
 def part_at(name: str, plan: Plan, coordinates: dict[str, int]) -> tuple[nn.Module, dict[str, Cut]]:

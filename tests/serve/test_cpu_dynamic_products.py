@@ -1,4 +1,4 @@
-"""Products of bytes with 4-bit codes, on ARM CPUs: what they give against decoded weights, and when they are used."""
+"""Products of bytes with 4-bit codes, on ARM CPUs: what they give, and when they are used."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_every_code_is_multiplied(bits: int, num_out: int, groups: int) -> None:
 def test_products_have_the_precision_of_inputs_of_8_bits(kind: str, dtype: torch.dtype) -> None:
     form = grouped(kind)
     weight, hidden = torch.randn(80, 384) + torch.randn(80, 1), torch.randn(5, 384).to(dtype)
-    decoded = form.decode(form.encode(weight), torch.float64)
-    own = DynamicWeight.arrange(form, form.encode(weight), 8)
+    decoded = form.dequantise(form.quantise(weight), torch.float64)
+    own = DynamicWeight.arrange(form, form.quantise(weight), 8)
     found = own.product(hidden)
     assert found.dtype == dtype
     step = (hidden.amax(1) - hidden.amin(1)).double()[:, None] / 255  # between numbers of 8 bits
@@ -70,8 +70,8 @@ def controls(own: DynamicWeight) -> list[DynamicWeight]:
 def test_rows_of_equal_inputs_are_not_rounded(hidden: torch.Tensor) -> None:
     form = grouped("int4")
     weight = torch.randn(24, 64)
-    own = DynamicWeight.arrange(form, form.encode(weight), 1)
-    expected = hidden.double() @ form.decode(form.encode(weight), torch.float64).T
+    own = DynamicWeight.arrange(form, form.quantise(weight), 1)
+    expected = hidden.double() @ form.dequantise(form.quantise(weight), torch.float64).T
     torch.testing.assert_close(own.product(hidden).double(), expected, rtol=1e-4, atol=1e-5 * float(hidden.abs().max()))
 
 
@@ -80,7 +80,7 @@ def test_rows_of_equal_inputs_are_not_rounded(hidden: torch.Tensor) -> None:
 def test_a_weight_in_this_order_has_the_stated_bytes(kind: str) -> None:
     form = grouped(kind)
     for num_out, num_in in ((61, 384), (128, 96), (7, 32)):
-        own = DynamicWeight.arrange(form, form.encode(torch.randn(num_out, num_in)), 8)
+        own = DynamicWeight.arrange(form, form.quantise(torch.randn(num_out, num_in)), 8)
         held = sum(one.nbytes for one in (*own.digits, own.middles))
         assert held == DynamicWeight.num_bytes(num_out, num_in, form.size_of_group(num_in), form.bits)
 
@@ -117,7 +117,7 @@ def test_rounded_inputs_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_rows.startswith("14 of 14 linears round few rows of a step otherwise than many")
     assert words.startswith("14 of 14 linears round the inputs of decodes to 8 bits")
     monkeypatch.setattr(cpu_products, "measured_rows", lambda *sizes: 0)
-    assert all("of 14 linears are decoded" in words for words in what_cpus_do(model_of(0, "int4")))
+    assert all("of 14 linears are dequantised" in words for words in what_cpus_do(model_of(0, "int4")))
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "AMD64"])

@@ -1,4 +1,4 @@
-"""Weights in fp16 on a CPU: products against decoded weights, where they are used, and what is said if not."""
+"""Weights in fp16 on a CPU: products against dequantised weights, where they are used, and what is said if not."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def packed_model(name: str) -> nn.Module:
 def test_weights_of_bf16_are_kept_and_others_rounded_to_11_bits() -> None:
     weight = torch.randn(7, 32)
     weight[0] = 0
-    errors = (FORM.decode(FORM.encode(weight), torch.float64) - weight.double()).abs()
+    errors = (FORM.dequantise(FORM.quantise(weight), torch.float64) - weight.double()).abs()
     assert bool((errors <= 2.0**-11 * weight.double().abs() + 2.0**-25).all())
     assert float(errors.max()) > 0
     exact = weight.bfloat16().clamp(-1, 1) * 2  # none of them is tiny
     assert torch.equal(
-        FORM.decode(FORM.encode(exact), torch.float32)[exact.abs() > 1e-4], exact.float()[exact.abs() > 1e-4]
+        FORM.dequantise(FORM.quantise(exact), torch.float32)[exact.abs() > 1e-4], exact.float()[exact.abs() > 1e-4]
     )
 
 
@@ -49,8 +49,8 @@ def test_products_have_the_precision_of_float32(num_out: int, dtype: torch.dtype
     weight = torch.randn(num_out, 300)
     hidden = (torch.randn(6, 300) * torch.logspace(-18, 18, 6)[:, None]).to(dtype)
     hidden[1] = 0
-    parts = FORM.encode(weight)
-    own, decoded = HalfWeight.arrange(FORM, parts, 64), FORM.decode(parts, torch.float64)
+    parts = FORM.quantise(weight)
+    own, decoded = HalfWeight.arrange(FORM, parts, 64), FORM.dequantise(parts, torch.float64)
     found, plain = own.product(hidden), hidden.double() @ decoded.T
     assert found.dtype == dtype
     bound = 2.0**-20 * (hidden.double().abs() @ decoded.abs().T)
@@ -64,7 +64,7 @@ def test_products_have_the_precision_of_float32(num_out: int, dtype: torch.dtype
 
 @needs_product
 def test_joined_linears_give_the_bits_of_each() -> None:
-    linears = [PackedLinear(FORM, FORM.encode(torch.randn(number, 24)), 24, torch.randn(number)) for number in (8, 3)]
+    linears = [PackedLinear(FORM, FORM.quantise(torch.randn(number, 24)), 24, torch.randn(number)) for number in (8, 3)]
     hidden = torch.randn(2, 24)
 
     def product_of(linear: PackedLinear) -> torch.Tensor:
@@ -87,8 +87,8 @@ def test_an_engine_gives_the_tokens_of_the_decoded_weights(name: str, monkeypatc
     plain = make_engine(packed_model(name).double())  # float64 takes no such products
     assert tokens_of(serve_all(plain, REQUESTS)) == found
     assert not rows
-    few = HalfWeight.arrange(FORM, FORM.encode(torch.ones(4, 4)), 2)
-    linear = PackedLinear(FORM, FORM.encode(torch.ones(4, 4)), 4, None)
+    few = HalfWeight.arrange(FORM, FORM.quantise(torch.ones(4, 4)), 2)
+    linear = PackedLinear(FORM, FORM.quantise(torch.ones(4, 4)), 4, None)
     linear.for_cpu = few
     linear(torch.ones(3, 4))
     assert not rows  # more rows than are faster

@@ -1,4 +1,4 @@
-"""Products with codes on a CPU: what they give against decoded weights, when they are used, and what is said if not."""
+"""Products with codes on a CPU: what they give, when they are used, and what is said if not."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def test_products_have_the_precision_of_bf16(kind: str, dtype: torch.dtype) -> N
     form = weight_format(kind)
     assert isinstance(form, Grouped)
     weight, hidden = torch.randn(80, 384) + torch.randn(80, 1), torch.randn(5, 384).to(dtype)
-    plain = hidden.double() @ form.decode(form.encode(weight), torch.float64).T
-    own = GroupWeight.arrange(form, form.encode(weight), 8)
+    plain = hidden.double() @ form.dequantise(form.quantise(weight), torch.float64).T
+    own = GroupWeight.arrange(form, form.quantise(weight), 8)
     found = own.product(hidden)
     assert found.dtype == dtype
     assert relative(found, plain) < 1.25 * 2**-8  # ARM CPUs round a little more than x86
@@ -119,7 +119,7 @@ def test_a_weight_in_the_order_of_products_has_the_stated_bytes(kind: str) -> No
     form = weight_format(kind)
     assert isinstance(form, Grouped)
     for num_out, num_in in ((61, 384), (128, 96)):
-        own = GroupWeight.arrange(form, form.encode(torch.randn(num_out, num_in)), 8)
+        own = GroupWeight.arrange(form, form.quantise(torch.randn(num_out, num_in)), 8)
         held = sum(one.nbytes for digit in own.digits for one in digit)
         assert held == GroupWeight.num_bytes(num_out, num_in, form.size_of_group(num_in), form.bits)
 
@@ -140,7 +140,7 @@ def test_a_head_in_fewer_bits_gives_the_logits_of_its_decoded_weight(name: str, 
     packed, plain = (load(tmp_path, head) for head in ("int8", None))
     assert isinstance(packed.lm_head, PackedLinear)
     form, rows = packed.lm_head.format, torch.randn(3, 16)
-    decoded = form.decode(packed.lm_head.parts, torch.float32)
+    decoded = form.dequantise(packed.lm_head.parts, torch.float32)
     assert 0 < float((decoded - plain.lm_head.weight.detach()).abs().max()) < 0.01  # type: ignore[operator, union-attr]
     found, exact = (PagedModel(model, 8).logits(rows) for model in (packed, plain))
     torch.testing.assert_close(found, PagedModel(packed, 8).hidden_states(rows) @ decoded.T)
@@ -176,10 +176,10 @@ def test_weights_that_are_decoded_are_said(monkeypatch: pytest.MonkeyPatch) -> N
     assert "no inputs in torch.float64" in str(why_dequantised(form, 64, torch.float64))
     assert "a layer of 48 inputs has 16" in str(why_dequantised(form, 48, torch.float32))
     monkeypatch.setattr(cpu_products, "measured_rows", lambda *sizes: 0)
-    assert "faster than products with codes" in str(why_dequantised(form, 64, torch.float32))
+    assert "dequantising was faster than products with codes" in str(why_dequantised(form, 64, torch.float32))
     monkeypatch.setattr(cpu_products, "has_product", lambda kind: False)
     (words,) = what_cpus_do(model_of(0, "int4"))
-    assert words.startswith("14 of 14 linears are decoded")
+    assert words.startswith("14 of 14 linears are dequantised")
     assert "this torch has no products" in words
     engine = make_engine(model_of(0, "int4"))
     linears = [one.layer for block in engine._part.paged.blocks for one in block.linears]  # type: ignore[union-attr]

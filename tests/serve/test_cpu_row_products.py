@@ -38,7 +38,7 @@ REQUESTS = [Request(str(i), (7 * i + 1, 5, 3, i), 9, GREEDY) for i in range(3)]
 
 
 def row_weight_of(weight: Tensor) -> RowWeight:
-    return RowWeight.arrange(FORM, FORM.encode(weight), 64)
+    return RowWeight.arrange(FORM, FORM.quantise(weight), 64)
 
 
 def without_low_digit(own: RowWeight, hidden: Tensor) -> Tensor:
@@ -57,12 +57,12 @@ def many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_codes_are_at_most_half_a_scale_off(dtype: torch.dtype) -> None:
     weight = torch.randn(9, 40).to(dtype) * torch.logspace(-6, 4, 9)[:, None].to(dtype)
     weight[4] = 0
-    codes, scale = FORM.encode(weight)
+    codes, scale = FORM.quantise(weight)
     step = scale.view(torch.float32).double()
-    errors = (FORM.decode((codes, scale), torch.float64) - weight.double()).abs()
+    errors = (FORM.dequantise((codes, scale), torch.float64) - weight.double()).abs()
     assert bool((errors <= 0.5 * step * (1 + 1e-6)).all())
     assert codes.view(torch.int8).int().abs().amax(1).tolist() == [127] * 4 + [0] + [127] * 4  # the range is used
-    wrong = FORM.decode((codes, scale.roll(1, 0)), torch.float64)  # the control: a scale of another output
+    wrong = FORM.dequantise((codes, scale.roll(1, 0)), torch.float64)  # the control: a scale of another output
     assert bool(((wrong - weight.double()).abs() > errors + step).any())
 
 
@@ -74,7 +74,7 @@ def test_products_are_those_of_the_decoded_weight_within_the_bound(num_out: int,
     hidden = (torch.randn(6, 300) * torch.logspace(-18, 18, 6)[:, None]).to(dtype)
     hidden[1] = 0
     hidden[2, 7] = 1e3 * hidden[2].abs().max()  # one input that is far larger than the others
-    decoded, own = FORM.decode(FORM.encode(weight), torch.float64), row_weight_of(weight)
+    decoded, own = FORM.dequantise(FORM.quantise(weight), torch.float64), row_weight_of(weight)
     found, plain = own.product(hidden), hidden.double() @ decoded.T
     bound = hidden.double().abs().amax(1, keepdim=True) * decoded.abs().sum(1)
     bound = 2.0**-13 * bound + (0 if dtype == torch.float32 else 2.0**-8) * plain.abs()  # and the result's own rounding
@@ -112,12 +112,12 @@ def test_bad_inputs_stay_bad() -> None:
 
 @needs_product
 def test_joined_linears_give_the_bits_of_each() -> None:
-    linears = [PackedLinear(FORM, FORM.encode(torch.randn(number, 24)), 24, torch.randn(number)) for number in (8, 3)]
+    linears = [PackedLinear(FORM, FORM.quantise(torch.randn(number, 24)), 24, torch.randn(number)) for number in (8, 3)]
     hidden = torch.randn(2, 24)
 
     def products(all_linears: list[PackedLinear]) -> list[Tensor]:
         for one in all_linears:
-            one.for_cpu = row_weight_of(one.format.decode(one.parts, torch.float32))
+            one.for_cpu = row_weight_of(one.format.dequantise(one.parts, torch.float32))
         return [one(hidden) for one in all_linears]
 
     apart = products(linears)

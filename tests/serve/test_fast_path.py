@@ -131,7 +131,7 @@ def test_a_plain_linear_on_a_gpu(calls: list[str]) -> None:
 @torch.no_grad()
 def test_a_quantised_linear_on_a_gpu(calls: list[str]) -> None:
     form, weight = FORMATS["int4"], torch.randn(16, 64)
-    layer, rms, norm = PackedLinear(form, form.encode(weight), 64, None), RMSNorm(64, 1e-6), nn.LayerNorm(64)
+    layer, rms, norm = PackedLinear(form, form.quantise(weight), 64, None), RMSNorm(64, 1e-6), nn.LayerNorm(64)
     gated = QuantisedLinear(layer, H200, rms.to(BF16), is_gated=True)
     assert [called(calls, gated, rows) for rows in (1, 4, 5, 65)] == [
         ["token with norm gated"],
@@ -151,7 +151,7 @@ def test_a_quantised_linear_on_a_gpu(calls: list[str]) -> None:
 
 def test_the_kind_of_a_linear_is_chosen_when_it_is_built() -> None:
     layer, form = nn.Linear(64, 16), FORMATS["int8"]
-    packed, axis, updates = PackedLinear(form, form.encode(layer.weight), 64, None), object(), object()
+    packed, axis, updates = PackedLinear(form, form.quantise(layer.weight), 64, None), object(), object()
     assert type(served_linear(layer, NOWHERE)) is PlainLinear
     assert type(served_linear(packed, NOWHERE)) is QuantisedLinear
     for one in (layer, packed):

@@ -51,7 +51,7 @@ def test_a_folder_in_fewer_bits_gives_the_tokens_of_its_weights(name: str, tmp_p
     model = load_for_generation(tmp_path, "bytes", say=said.append)[0].double()
     packed = dict(packed_linears(model))
     assert len(packed) == (0 if name in DECODED else 14)
-    assert any("are decoded" in text for text in said) == (name in DECODED)
+    assert any("are dequantised" in text for text in said) == (name in DECODED)
     assert any("activations" in text for text in said) == (CASES[name].method in ("int8", "fp8"))
     with torch.inference_mode():
         found, expected = model(TEXT), reference(TEXT)
@@ -74,7 +74,7 @@ def test_each_weight_is_within_the_stated_part_of_its_scale(tmp_path: Path) -> N
                 assert name == "int8-asymmetric"
                 assert "16 bits are too few" in form
                 continue
-            errors = (form.decode(parts_of(stored, whole, form), torch.float64) - wanted).abs()
+            errors = (form.dequantise(parts_of(stored, whole, form), torch.float64) - wanted).abs()
             scale = stored.scale().double().repeat_interleave(wanted.shape[1] // stored.scale().shape[1], dim=1)
             assert float((errors / scale).max()) <= (MAX_ERROR if not case.is_symmetric else 1e-12)
             assert bool(errors.any()) == (name in ROUNDED | {"packed-order"})
@@ -116,7 +116,7 @@ def test_groups_of_more_inputs_become_several_with_the_same_scale(tmp_path: Path
     (stored,) = FolderWeights(tmp_path, config).quantised(name)
     form = format_of(stored, Cut.whole(wanted.shape))
     assert form == Grouped(4, 128)
-    assert torch.equal(form.decode(parts_of(stored, Cut.whole(wanted.shape), form), torch.float64), wanted)
+    assert torch.equal(form.dequantise(parts_of(stored, Cut.whole(wanted.shape), form), torch.float64), wanted)
 
 
 def test_linears_that_are_computed_as_one_have_one_format(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_weights_that_are_asked_for_are_rounded_again_and_adapters_refused(tmp_p
     said = list[str]()
     model = load_model(tmp_path, replace(BYTES, weights="int4"), say=said.append).model
     assert {one.format for _, one in packed_linears(model)} == {FORMATS["int4"]}
-    assert said == ["the folder's weights (gptq, 8 bits) are decoded and rounded a second time, as --weights asks"]
+    assert said == ["the folder's weights (gptq, 8 bits) are dequantised and rounded a second time, as --weights asks"]
     with pytest.raises(ConfigError, match="adapter cannot be merged into weights in fewer bits"):
         merge_adapter(model, tmp_path)
 
@@ -163,8 +163,8 @@ def test_experts_in_fewer_bits_are_decoded(tmp_path: Path) -> None:
     model = load_for_generation(tmp_path, "bytes", say=said.append)[0]
     assert len(dict(packed_linears(model))) == 8  # those of attention
     assert said == [
-        "2 weights of the folder in fewer bits are decoded: only linears of attention and MLPs are kept in fewer bits, "
-        "to torch.float32"
+        "2 weights of the folder in fewer bits are dequantised: only linears of attention and MLPs are kept in fewer "
+        "bits, to torch.float32"
     ]
     stacked = FolderWeights(tmp_path, config).read("model.layers.0.mlp.experts.gate_up_proj")
     assert torch.equal(model.get_parameter("model.layers.0.mlp.experts.gate_up_proj"), stacked)
@@ -178,8 +178,8 @@ def test_scales_that_16_bits_cannot_hold_are_decoded(tmp_path: Path) -> None:
     change_tensors(tmp_path, {f"{name}.weight_scale": scale})
     model = load_for_generation(tmp_path, "bytes", say=said.append)[0]
     assert said == [
-        "1 weights of the folder in fewer bits are decoded: 16 bits are too few for their scales and zero points, to "
-        "torch.float32"
+        "1 weights of the folder in fewer bits are dequantised: 16 bits are too few for their scales and zero points, "
+        "to torch.float32"
     ]
     assert name not in dict(packed_linears(model))
     assert float(model.get_parameter(f"{name}.weight").detach().abs().max()) == 8 * 2.0**15

@@ -114,8 +114,10 @@ def test_a_folder_is_read_expert_by_expert_and_its_bytes_are_predicted(
 ) -> None:
     form, shapes = FORMATS[kind], []
     save_folder(tmp_path, tiny_model("mixtral"))  # type: ignore[arg-type]
-    encode = type(form).encode
-    monkeypatch.setattr(type(form), "encode", lambda self, weight: shapes.append(weight.shape) or encode(self, weight))
+    quantise = type(form).quantise
+    monkeypatch.setattr(
+        type(form), "quantise", lambda self, weight: shapes.append(weight.shape) or quantise(self, weight)
+    )
     read = load_model(tmp_path, ServingSpec(tokenizer="bytes", weights=kind)).model
     assert {tuple(shape) for shape in shapes} == {(16, 16), (8, 16), (48, 16), (16, 24)}  # never a stack
     own = tiny_model("mixtral")
@@ -141,7 +143,7 @@ def test_a_ranks_experts_are_packed_and_their_bytes_are_predicted(expert: int, x
         assert held_bytes(model) == part_bytes(CONFIGS["wide-experts"], RankPlace(plan, own), 4, form)
         first = index * 2 if plan.expert > 1 else 0
         stack = first_experts(model).down_proj
-        expected = form.encode(values["model.layers.0.mlp.experts.down_proj"].detach()[first])
+        expected = form.quantise(values["model.layers.0.mlp.experts.down_proj"].detach()[first])
         assert len(stack.part_0) == 4 // plan.expert  # type: ignore[arg-type]
         assert all(torch.equal(one, other) for one, other in zip(stack.parts_of(0), expected, strict=True))
 
@@ -184,16 +186,16 @@ def test_newer_experts_are_taken_and_a_cpu_multiplies_with_their_codes() -> None
     stack = first_experts(old).gate_up_proj
     assert len(stack.for_cpu) in (0, 4)  # none where this torch has no product with codes
     if why_dequantised(stack.format, stack.in_features, torch.float32) is None:
-        assert not any("are decoded for each product" in reason for reason in what_cpus_do(old))
+        assert not any("are dequantised for each product" in reason for reason in what_cpus_do(old))
         rows = torch.randn(1, 128)
-        found, plain = stack.for_cpu[1].product(rows), stack.format.decode(stack.parts_of(1), torch.float32)  # type: ignore[union-attr]
+        found, plain = stack.for_cpu[1].product(rows), stack.format.dequantise(stack.parts_of(1), torch.float32)  # type: ignore[union-attr]
         torch.testing.assert_close(found, rows @ plain.T, rtol=0.05, atol=0.3)
         assert not torch.allclose(found, stack.for_cpu[0].product(rows), rtol=0.05, atol=0.3)  # type: ignore[union-attr]
 
 
 def test_formats_that_a_cpu_decodes_are_said() -> None:
     (reason,) = what_cpus_do(packed_model("mixtral", "fp8"))
-    assert reason.startswith("12 of 12 linears and stacks of experts are decoded for each product")
+    assert reason.startswith("12 of 12 linears and stacks of experts are dequantised for each product")
 
 
 def test_a_text_corrects_experts_by_the_inputs_that_reach_them() -> None:

@@ -18,7 +18,7 @@ from weft.serve.loading import calibration_texts, load_model
 from weft.serve.parallel.rank_part import RankPlace, build_part, part_bytes, part_numel, read_part
 from weft.serve.scheduling.request import Request
 from weft.serve.spec import ServingSpec
-from weft.serve.weights.group_codes import GroupCodes, codes_of, decode, encode, group_range, pack, unpack
+from weft.serve.weights.group_codes import GroupCodes, codes_of, dequantise, group_range, pack, quantise, unpack
 from weft.serve.weights.packed_linear import make_room, pack_model
 from weft.serve.weights.weight_formats import FORMATS, Grouped, weight_bytes, weight_format
 
@@ -27,18 +27,18 @@ from weft.serve.weights.weight_formats import FORMATS, Grouped, weight_bytes, we
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_codes_are_at_most_half_a_scale_off(bits: int, dtype: torch.dtype) -> None:
     values = torch.randn(7, 96).to(dtype) * torch.logspace(-4, 3, 7)[:, None].to(dtype) + 3
-    coded = encode(values, 32, bits)
-    errors = (decode(coded, bits, torch.float64) - values.double()).abs().unflatten(-1, (-1, 32))
+    coded = quantise(values, 32, bits)
+    errors = (dequantise(coded, bits, torch.float64) - values.double()).abs().unflatten(-1, (-1, 32))
     assert bool((errors <= 0.5 * coded.scale[..., None].double() * (1 + 1e-5) + 1e-9).all())
     assert coded.codes.shape == (7, 96 * bits // 8)
     assert int(unpack(coded.codes, bits, 32).max()) == 2**bits - 1  # the whole range is used
-    wrong = GroupCodes(coded.codes, coded.scale.roll(1, 0), coded.least)  # the control: a scale of another group
-    assert bool(((decode(wrong, bits, torch.float64) - values.double()).abs() > errors.flatten(-2) + 1e-6).any())
+    wrong = GroupCodes(coded.codes, coded.scale.roll(1, 0), coded.zero_point)  # the control: a scale of another group
+    assert bool(((dequantise(wrong, bits, torch.float64) - values.double()).abs() > errors.flatten(-2) + 1e-6).any())
 
 
 def test_equal_numbers_are_kept_and_codes_lie_low_half_first() -> None:
     constant = torch.tensor([[1.5, 1.5, -2.25, -2.25], [0.0, 0.0, 7.0, 7.0]])
-    assert torch.equal(decode(encode(constant, 2, 4), 4, torch.float32), constant)
+    assert torch.equal(dequantise(quantise(constant, 2, 4), 4, torch.float32), constant)
     codes = torch.tensor([[1, 2, 15, 0]], dtype=torch.uint8)
     assert pack(codes, 4, 4).tolist() == [[0xF1, 0x02]]
     assert torch.equal(unpack(pack(codes, 4, 4), 4, 4), codes)
@@ -56,10 +56,10 @@ def test_numbers_beyond_16_bits_become_the_nearest_that_codes_reach(bits: int) -
         ([7e4, 8e4], [7e4, 8e4]),  # from the highest number of float16 on
         ([-1e6, 3e38], [-65504.0, 65504.0 * (2**bits - 2)]),
     ):
-        found = decode(encode(torch.tensor([numbers]), 2, bits), bits, torch.float32)
+        found = dequantise(quantise(torch.tensor([numbers]), 2, bits), bits, torch.float32)
         torch.testing.assert_close(found, torch.tensor([expected]), rtol=0.01, atol=40)
     for one in (torch.inf, -torch.inf, torch.nan):  # the control: what a broken model gives does not look sound
-        found = decode(encode(torch.tensor([[one, 1.0]]), 2, bits), bits, torch.float32)
+        found = dequantise(quantise(torch.tensor([[one, 1.0]]), 2, bits), bits, torch.float32)
         assert bool(found.isnan().all()), found
 
 
@@ -154,8 +154,8 @@ def correlated_rows(number: int, size: int) -> Tensor:
 def test_correction_changes_results_less_than_plain_rounding() -> None:
     rows, weight, form = correlated_rows(600, 64), torch.randn(48, 64), Grouped(4, 32)
     moment = rows.double().T @ rows.double()
-    with_text = form.decode(corrected(weight, moment, form), torch.float64)
-    plain = form.decode(form.encode(weight), torch.float64)
+    with_text = form.dequantise(corrected(weight, moment, form), torch.float64)
+    plain = form.dequantise(form.quantise(weight), torch.float64)
 
     def change(decoded: Tensor) -> float:
         return float((rows.double() @ (decoded - weight.double()).T).square().mean())
@@ -163,9 +163,9 @@ def test_correction_changes_results_less_than_plain_rounding() -> None:
     assert change(with_text) < 0.5 * change(plain)
     shuffled = moment[torch.randperm(64)][:, torch.randperm(64)]  # the control: moments of other inputs
     shuffled = shuffled @ shuffled.T
-    assert change(form.decode(corrected(weight, shuffled, form), torch.float64)) > change(with_text)
+    assert change(form.dequantise(corrected(weight, shuffled, form), torch.float64)) > change(with_text)
     # Inputs that are independent and equally strong leave nothing to make up for.
-    assert torch.equal(corrected(weight, torch.eye(64).double(), form)[0], form.encode(weight)[0])
+    assert torch.equal(corrected(weight, torch.eye(64).double(), form)[0], form.quantise(weight)[0])
 
 
 def test_a_text_corrects_a_model(tmp_path: Path) -> None:

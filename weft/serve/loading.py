@@ -113,7 +113,7 @@ def load_model(
     ranks: ServingRanks | None = None,
 ) -> LoadedModel:
     """Load the model at a path, of a run folder the newest that is not damaged. `say` is told of damaged ones, and of
-    weights in fewer bits that are decoded. With `ranks`, the model is this rank's part.
+    weights in fewer bits that are dequantised. With `ranks`, the model is this rank's part.
 
     On a GPU that supports it, the model computes in bf16, elsewhere in `spec.precision` or, without one, in that of
     `computes_in`. Weights that a Hugging Face folder has in fewer bits stay so (`serve/weights/folder_codes.py`). With
@@ -197,7 +197,7 @@ def _saved_folder(path: Path, spec: ServingSpec, say: Say, ranks: ServingRanks |
             quantised = folder.quantised
         else:
             name = folder.quantisation.name
-            say(f"the folder's weights ({name}) are decoded and rounded a second time, as --weights asks")
+            say(f"the folder's weights ({name}) are dequantised and rounded a second time, as --weights asks")
     tokenizer = spec.tokenizer or str(path / "tokenizer.json")
     if not spec.tokenizer and not Path(tokenizer).is_file():
         raise ConfigError(f"{path} has no tokenizer.json; pass --tokenizer bytes or a tokenizer.json")

@@ -116,7 +116,7 @@ def corrected_experts(experts: StackedExperts, moments: dict[int, Tensor], forma
     for place, (name, stack) in enumerate(packed.stacks.items()):
         for expert, weight in enumerate(experts.get_parameter(name)):
             moment = moments.get(2 * expert + place)
-            parts = format.encode(weight) if moment is None else corrected(weight, moment, format)
+            parts = format.quantise(weight) if moment is None else corrected(weight, moment, format)
             stack.take_parts(expert, parts)
     return packed
 

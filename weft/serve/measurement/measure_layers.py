@@ -213,7 +213,7 @@ def _large_multiply(multiply: Multiply, ballast: Ballast, share: float) -> Multi
 def _small_product(linear: PackedLinear, dtype: torch.dtype, is_plain: bool) -> Callable[[Tensor], Tensor]:
     """The linear's product with the decoded weight, or its own: with codes where the CPU has such a product."""
     if is_plain:
-        weight = linear.format.decode(linear.parts, dtype)
+        weight = linear.format.dequantise(linear.parts, dtype)
         return lambda hidden: F.linear(hidden, weight)
     if linear.for_cpu is not None:
         return linear.for_cpu.product

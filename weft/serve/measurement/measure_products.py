@@ -145,7 +145,7 @@ def _layer(name: str, weight: Tensor) -> nn.Linear:
         plain.weight = nn.Parameter(weight, requires_grad=False)
         return plain
     form = FORMATS[name]
-    packed = PackedLinear(form, form.encode(weight), weight.shape[1], None)
+    packed = PackedLinear(form, form.quantise(weight), weight.shape[1], None)
     packed.arrange_for_cpu(weight.dtype)
     return packed
 

@@ -1,4 +1,4 @@
-"""Products on a CPU with weights in fewer bits, by torch's own products, which dequantise no weight; and products of
+"""Products on a CPU with quantised weights, by torch's own products, which dequantise no weight; and products of
 one row with weights of 16 bits. Inputs are float32, bf16 or fp16, [rows, in]; results have their dtype.
 
     HalfWeight     fp16               x86 with AVX2     equals float32 but for the order of sums
@@ -6,8 +6,8 @@ one row with weights of 16 bits. Inputs are float32, bf16 or fp16, [rows, in]; r
     DynamicWeight  int8, int4         ARM (KleidiAI)    inputs have 8 bits
     GroupWeight    int8, int4         other CPUs        inputs, scales, zero points and results have the bits of bf16
 
-Each equals `decoded_product` of the same weight (`weight_formats.py`) up to that rounding, and a row's result does not
-depend on the other rows. That function is faster for many rows: a short measurement says from how many on.
+Each equals `dequantised_product` of the same weight (`weight_formats.py`) up to that rounding, and a row's result does
+not depend on the other rows. That function is faster for many rows: a short measurement says from how many on.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _ROOMS = threading.local()  # a thread's memory for the digits of a row of a `Ro
 
 @dataclass(frozen=True)
 class CpuWeight:
-    """A weight [out, in] in fewer bits, in the order in which a product takes it."""
+    """A quantised weight [out, in], in the order in which a product takes it."""
 
     max_rows: int  # more are computed faster by the plain function
     name: ClassVar[str]  # of the product
@@ -101,13 +101,13 @@ class HalfWeight(CpuWeight):
 
     @classmethod
     def arrange(cls, form: Half, parts: Sequence[Tensor], max_rows: int) -> HalfWeight:
-        weight = form.decode(parts, torch.float32)
+        weight = form.dequantise(parts, torch.float32)
         return cls(max_rows, torch.ops.quantized.linear_prepack_fp16(weight, None))
 
     @staticmethod
     def trial() -> tuple[WeightFormat, Sequence[Tensor], Tensor]:
         form = Half()
-        return form, form.encode(torch.arange(17.0 * 64).view(17, 64) - 500), torch.eye(64)
+        return form, form.quantise(torch.arange(17.0 * 64).view(17, 64) - 500), torch.eye(64)
 
 
 @dataclass(frozen=True)
@@ -348,7 +348,7 @@ def why_dequantised(form: WeightFormat, num_in: int, dtype: torch.dtype) -> str 
     if product_of(form) is None:
         return f"this torch has no products {kinds[0].name} for this CPU"
     if not measured_rows(form, num_in, dtype, torch.get_num_threads()):
-        return f"decoding was faster than products with codes in a short measurement with {num_in} inputs"
+        return f"dequantising was faster than products with codes in a short measurement with {num_in} inputs"
     return None
 
 
@@ -375,7 +375,7 @@ def has_product(kind: type[Any]) -> bool:
         found = torch.cat([weight.product(rows), weight.product(rows[-1:])])
     except (AttributeError, NotImplementedError, RuntimeError):
         return False
-    expected = torch.cat([rows, rows[-1:]]) @ form.decode(parts, torch.float32).T
+    expected = torch.cat([rows, rows[-1:]]) @ form.dequantise(parts, torch.float32).T
     return found.shape == expected.shape and torch.allclose(found, expected, rtol=0, atol=kind.tolerance)
 
 
@@ -387,14 +387,14 @@ def measured_rows(form: WeightFormat, num_in: int, dtype: torch.dtype, threads: 
     It is measured once, with a million weights. `threads` are those in use.
     """
     weight = torch.randn(max(16, MEASURED_WEIGHTS // num_in), num_in, generator=torch.Generator().manual_seed(0))
-    parts, kind = form.encode(weight), product_of(form)
+    parts, kind = form.quantise(weight), product_of(form)
     assert kind is not None
     own = kind.arrange(form, parts, 1)
 
     def is_faster(num_rows: int) -> bool:
         hidden = torch.ones(num_rows, num_in, dtype=dtype)
         by_codes = least_seconds(lambda: own.product(hidden))
-        return by_codes < least_seconds(lambda: F.linear(hidden, form.decode(parts, dtype)))
+        return by_codes < least_seconds(lambda: F.linear(hidden, form.dequantise(parts, dtype)))
 
     return max(takewhile(is_faster, ROWS), default=0)
 

@@ -6,7 +6,7 @@ are taken over, and not rounded again.
 
 Larger groups become several with the same scale. A scale and a least value have 16 bits. They are exact where the zero
 point is a power of two, as in symmetric weights of 4 or 8 bits with scales of 16 bits. Elsewhere they are rounded if
-that changes no weight by more than 1/64 of its scale. A weight that has no such codes is decoded.
+that changes no weight by more than 1/64 of its scale. A weight that has no such codes is dequantised.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Packed = Callable[[str, PackedLinear | PackedStack], Sequence[Tensor]]
 
 def make_room_for_codes(model: nn.Module, cuts: Mapping[str, Cut], quantised: Quantised) -> list[str]:
     """Replace linears on the meta device whose weights have codes by packed ones without values. Returns sentences on
-    weights in fewer bits that are decoded instead.
+    weights in fewer bits that are dequantised instead.
     """
     linears = dict(linears_to_pack(model))
     formats: dict[str, WeightFormat] = {}
@@ -61,7 +61,7 @@ def make_room_for_codes(model: nn.Module, cuts: Mapping[str, Cut], quantised: Qu
             reasons[name] = "only linears of attention and MLPs are kept in fewer bits"
     found_reasons = list(reasons.values())
     return [
-        f"{found_reasons.count(reason)} weights of the folder in fewer bits are decoded: {reason}"
+        f"{found_reasons.count(reason)} weights of the folder in fewer bits are dequantised: {reason}"
         for reason in dict.fromkeys(found_reasons)
     ]
 
@@ -116,7 +116,7 @@ def nearest_format(scheme: Scheme) -> str:
 
 def folder_format(folder: Path) -> str | None:
     """The name of weft's format nearest to that of a Hugging Face folder, for prices of its linears; None if it is not
-    quantised, or they are decoded. Its experts are always decoded.
+    quantised, or they are dequantised. Its experts are always dequantised.
     """
     quantisation = folder_quantisation(folder)
     if quantisation is None or any(map(_is_decoded, quantisation.schemes)):

@@ -1,10 +1,11 @@
-"""Numbers in 4 or 8 bits: groups of neighbours along the last dim share a scale and a least value, each of 16 bits.
+"""Numbers in 4 or 8 bits: groups of neighbours along the last dim share a scale and a zero point, each of 16 bits.
 
-    code = round((x - least) / scale), half to even        x' = code * scale + least
+    code = round((x - zero point) / scale), half to even        x' = code * scale + zero point
 
-The least value is rounded down and the scale up, so that every number of a group lies between the first and the last
-code, and |x - x'| is at most half a scale. A group of equal 16-bit numbers is kept exactly. Where 16 bits do not reach,
-finite numbers become the first or the last code; a group with an infinite one is decoded to NaN.
+The zero point is the number of code 0: a group's least number, rounded down. The scale is rounded up, so that every
+number of a group lies between the first and the last code, and |x - x'| is at most half a scale. A group of equal
+16-bit numbers is kept exactly. Where 16 bits do not reach, finite numbers become the first or the last code; a group
+with an infinite one is dequantised to NaN.
 
 Two codes of 4 bits lie in a byte: of each block of 128 numbers, the first half lies in the low halves of bytes, so that
 a kernel which reads them gets neighbours. A block has at most two groups, one in the low and one in the high halves,
@@ -24,41 +25,41 @@ LOWEST = -65504.0  # of float16
 
 
 class GroupCodes(NamedTuple):
-    """Codes uint8 [..., numbers * bits / 8]; scale and least float16 [..., groups]."""
+    """Codes uint8 [..., numbers * bits / 8]; scale and zero point float16 [..., groups]."""
 
     codes: Tensor
     scale: Tensor
-    least: Tensor
+    zero_point: Tensor
 
 
-def encode(values: Tensor, group: int, bits: int) -> GroupCodes:
-    """The codes of numbers [..., n], where n is a multiple of `group`."""
+def quantise(values: Tensor, group: int, bits: int) -> GroupCodes:
+    """Return the codes of numbers [..., n], where n is a multiple of `group`."""
     grouped = values.unflatten(-1, (-1, group))
     scale, least = group_range(grouped, bits)
     return GroupCodes(pack(codes_of(grouped, scale, least, bits).flatten(-2), bits, group), scale, least)
 
 
-def decode(coded: GroupCodes, bits: int, dtype: torch.dtype) -> Tensor:
-    """The numbers [..., n] that codes stand for."""
+def dequantise(coded: GroupCodes, bits: int, dtype: torch.dtype) -> Tensor:
+    """Return the numbers [..., n] that codes stand for."""
     group = coded.codes.shape[-1] * 8 // bits // coded.scale.shape[-1]
     grouped = unpack(coded.codes, bits, group).unflatten(-1, (-1, group)).to(dtype)
-    numbers: Tensor = grouped * coded.scale[..., None].to(dtype) + coded.least[..., None].to(dtype)
+    numbers: Tensor = grouped * coded.scale[..., None].to(dtype) + coded.zero_point[..., None].to(dtype)
     return numbers.flatten(-2)
 
 
 def joined_ranges(scale: Tensor, least: Tensor) -> Tensor:
-    """Scales and least values (float16) side by side in numbers of 32 bits, so that a kernel loads both at once."""
+    """Scales and zero points (float16) side by side in numbers of 32 bits, so that a kernel loads both at once."""
     return torch.stack([scale, least], dim=-1).view(torch.int32)[..., 0]
 
 
 def split_ranges(ranges: Tensor) -> tuple[Tensor, Tensor]:
-    """The scales and least values (float16) of `joined_ranges`."""
+    """The scales and zero points (float16) of `joined_ranges`."""
     scale, least = ranges[..., None].view(torch.float16).unbind(-1)
     return scale, least
 
 
 def group_range(grouped: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """The scale and least value (float16) of groups [..., group]; a scale of 0 if all numbers are equal."""
+    """The scale and zero point (float16) of groups [..., group]; a scale of 0 if all numbers are equal."""
     wide = grouped.to(torch.promote_types(grouped.dtype, torch.float32))
     lowest, highest = wide.aminmax(dim=-1)
     least = _not_above(lowest)

@@ -1,4 +1,4 @@
-"""Products of rows with the experts that they go to, whose weights are in fewer bits, as Triton kernels.
+"""Products of rows with the experts that they go to, whose weights are quantised, as Triton kernels.
 
     gate and up   each row's, as silu(gate) * up
     down          each row's; where there are few programs, each takes a part of the inputs

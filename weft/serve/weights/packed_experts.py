@@ -22,7 +22,7 @@ from weft.serve.weights.weight_formats import WeightFormat, refuse_bad_weight
 
 
 class PackedStack(nn.Module):
-    """Weights [experts, out, in] in fewer bits. It has the name of the parameter that it stands for."""
+    """Quantised weights [experts, out, in]. It has the name of the parameter that it stands for."""
 
     def __init__(self, format: WeightFormat, shape: Sequence[int], device: torch.device | str) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class PackedStack(nn.Module):
         for expert, weight in enumerate(weights):
             given = weight.to(device or self.parts[0].device, dtype)
             refuse_bad_weight(f"{name}[{expert}]", given)
-            self.take_parts(expert, self.format.encode(given))
+            self.take_parts(expert, self.format.quantise(given))
 
     @torch.no_grad()
     def take_parts(self, expert: int, parts: Sequence[Tensor]) -> None:
@@ -58,7 +58,7 @@ class PackedStack(nn.Module):
 
     @torch.no_grad()
     def take_all(self, parts: Sequence[Tensor]) -> None:
-        """Take the weights of all experts in fewer bits."""
+        """Take the weights of all quantised experts."""
         for own, part in zip(self.parts, parts, strict=True):
             own.copy_(part)
 

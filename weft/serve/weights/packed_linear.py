@@ -36,7 +36,7 @@ PACKED_OWNERS = (Attention, SwiGLU, GPT2Attention, GPT2MLP)
 
 
 class PackedLinear(nn.Linear):
-    """hidden @ weight.T + bias, with the weight in fewer bits. `weight` has its shape, and no values."""
+    """hidden @ weight.T + bias, with a quantised weight. `weight` has its shape, and no values."""
 
     def __init__(self, format: WeightFormat, parts: Sequence[Tensor], num_in: int, bias: Tensor | None) -> None:
         nn.Module.__init__(self)
@@ -104,7 +104,7 @@ class PackedLinear(nn.Linear):
     def read(self, name: str, weight: Tensor) -> None:
         """Take the values of a whole weight that is named so. Raises NumbersError."""
         refuse_bad_weight(name, weight)
-        self.take(self.format.encode(weight))
+        self.take(self.format.quantise(weight))
 
 
 def linears_to_pack(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -156,7 +156,7 @@ def pack_model(model: nn.Module, format: WeightFormat) -> None:
     """Pack the linears and experts of a model that has its values, each weight by itself."""
     for name, linear in list(linears_to_pack(model)):
         refuse_bad_weight(f"{name}.weight", linear.weight)
-        packed = PackedLinear(format, format.encode(linear.weight), linear.weight.shape[1], linear.bias)
+        packed = PackedLinear(format, format.quantise(linear.weight), linear.weight.shape[1], linear.bias)
         replace_module(model, name, packed)
     for name, experts in list(experts_to_pack(model)):
         stacked = PackedExperts(format, experts, experts.down_proj.device)
@@ -181,26 +181,26 @@ def pack_head(model: nn.Module, name: str | None, device: torch.device | str) ->
         refuse_bad_weight("lm_head.weight", head.weight)
         form = weight_format(name)
         model.tied_to = None
-        model.lm_head = PackedLinear(form, form.encode(head.weight), head.weight.shape[1], head.bias)
+        model.lm_head = PackedLinear(form, form.quantise(head.weight), head.weight.shape[1], head.bias)
 
 
 def choose_kernels(model: nn.Module, place: Place) -> None:
-    """Choose the kernels of all weights in fewer bits, for hidden states in a place."""
+    """Choose the kernels of all quantised weights, for hidden states in a place."""
     for module in model.modules():
         if isinstance(module, PackedLinear | PackedStack | PackedExperts):
             module.choose(place)
 
 
 def what_cpus_do(model: nn.Module) -> list[str]:
-    """What a user should know of a CPU's products with packed weights: a sentence for each reason to decode weights,
-    which takes long, and one where inputs are rounded.
+    """What a user should know of a CPU's products with packed weights: a sentence for each reason to dequantise
+    weights, which takes long, and one where inputs are rounded.
     """
     dtype = next(model.parameters()).dtype
     packed = [one for one in model.modules() if isinstance(one, PackedLinear | PackedStack)]
     what = "linears and stacks of experts" if any(isinstance(one, PackedStack) for one in packed) else "linears"
     reasons = [why_dequantised(one.format, one.in_features, dtype) for one in packed]
     said = [
-        f"{reasons.count(reason)} of {len(packed)} {what} are decoded for each product, which saves memory and no "
+        f"{reasons.count(reason)} of {len(packed)} {what} are dequantised for each product, which saves memory and no "
         f"time: {reason}"
         for reason in dict.fromkeys(reasons)
         if reason is not None

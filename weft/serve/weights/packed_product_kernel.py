@@ -1,4 +1,4 @@
-"""Products with weights in fewer bits (`weight_formats.py`) as Triton kernels, for some rows: each code is read once.
+"""Products with quantised weights (`weight_formats.py`) as Triton kernels, for some rows: each code is read once.
 
 A program computes some outputs of all rows from a part of the inputs. Codes become numbers in registers and go to the
 tensor cores. A second kernel adds up the parts and does what follows a product: bias, residual, silu(gate) * up.
@@ -23,7 +23,7 @@ _COLUMNS = 512  # of a program of the second kernel
 
 @triton.jit
 def _ranges(range_ptr, place, inside):
-    """The scales and least values of a group for each output."""
+    """The scales and zero points of a group for each output."""
     both = tl.load(range_ptr + place, mask=inside, other=0)
     scale = (both & 65535).to(tl.uint16).to(tl.float16, bitcast=True)
     return scale, ((both >> 16) & 65535).to(tl.uint16).to(tl.float16, bitcast=True)
@@ -138,7 +138,7 @@ def packed_product_by_kernel(
     """hidden [rows, in] @ weight.T, from codes [out, in * bits / 8], and what follows.
 
     `sizes` are bits, inputs of a block and groups of a block. Codes of 4 bits lie in blocks, the first half of a block
-    in the low halves of its bytes. `ranges` are scales and least values as they are kept (`weight_formats.py`) [out,
+    in the low halves of its bytes. `ranges` are scales and zero points as they are kept (`weight_formats.py`) [out,
     groups]; of float8, whose blocks have no groups, scales [out] in float32.
     """
     (num_rows, num_in), num_out = hidden.shape, len(codes)

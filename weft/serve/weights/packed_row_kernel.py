@@ -1,4 +1,4 @@
-"""Products of few rows with weights in fewer bits (`weight_formats.py`), as one Triton kernel with all around them.
+"""Products of few rows with quantised weights (`weight_formats.py`), as one Triton kernel with all around them.
 
 A decode of one request reads a weight in some microseconds, so one kernel computes the norm before a product, the
 product, and bias, residual or silu(gate) * up after it.
@@ -7,7 +7,7 @@ Codes are the first operand of the product, which fills the tensor cores: these 
 of the second. Few rows of inputs would leave columns empty. So the inputs are dealt out to chunks, block by block, and
 a tile has all chunks of some outputs below each other, and all chunks of the inputs side by side. Its product is each
 chunk of codes times each chunk of inputs; those of the same chunk are added up at the end. A step reads one block of
-each chunk, which lie end to end in memory. Scales and least values belong to outputs,
+each chunk, which lie end to end in memory. Scales and zero points belong to outputs,
 which are the rows, so they are applied to products: sum of (code * scale + least) * input = scale * sum of code * input
 + least * sum of inputs. The sums of inputs are a product with ones.
 """
@@ -35,7 +35,7 @@ _SQUARES = 4096  # inputs that are squared at a time
 @triton.jit
 def _add_group(total, product, sums, both, raised):
     """Add a group's part of the results: from the product of codes that are raised, the sums of inputs, and the 32 bits
-    of a scale and a least value.
+    of a scale and a zero point.
     """
     scale = (both & 65535).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     least = ((both >> 16) & 65535).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -224,7 +224,7 @@ def product_of_rows_by_kernel(
 ) -> Tensor:
     """norm(hidden) [rows, in] @ weight.T, and what follows, of at most 8 rows.
 
-    `sizes` are bits, inputs of a block and groups of a block. `ranges` are scales and least values as they are kept
+    `sizes` are bits, inputs of a block and groups of a block. `ranges` are scales and zero points as they are kept
     (`weight_formats.py`); of float8, whose blocks have no groups, scales [out] in float32. With `experts`, weights are
     those of the rows' experts, of which `codes` [experts, out, in * bits / 8] has all, and each has few rows.
     """

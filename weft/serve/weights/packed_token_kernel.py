@@ -1,4 +1,4 @@
-"""Products of one token with weights in fewer bits (`weight_formats.py`), as one Triton kernel with all around them.
+"""Products of one token with quantised weights (`weight_formats.py`), as one Triton kernel with all around them.
 
 Such a product is bound by the bytes of the weights, and by instructions: 4 bits are to be multiplied in the time in
 which a GPU reads them. A program computes some outputs from all inputs. It loads codes directly into registers, those
@@ -97,7 +97,7 @@ def _loaded(
     NUM_OUT: tl.constexpr, RESULTS: tl.constexpr, ROW_WORDS: tl.constexpr, ROW_BLOCKS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """The codes of an output of a program, and its scales and least values. Past the last output, those of the last."""
+    """The codes of an output of a program, and its scales and zero points. Past the last output, those of the last."""
     out = first.to(tl.int64)
     if NUM_OUT % RESULTS == 0:
         out += index % RESULTS
@@ -260,7 +260,7 @@ def product_of_token_by_kernel(
 ) -> Tensor:
     """norm(hidden) [1, in] @ weight.T, and what follows.
 
-    `sizes` are bits, inputs of a block and groups of a block. `ranges` are scales and least values as they are kept
+    `sizes` are bits, inputs of a block and groups of a block. `ranges` are scales and zero points as they are kept
     (`weight_formats.py`); of float8, whose blocks have no groups, scales [out] in float32. With `experts` [k], there
     are results [k, out] of these of the stacked weights `codes` [experts, out, in * bits / 8]; `hidden` may have a row
     for each of them.

@@ -1,4 +1,4 @@
-"""Products of rows with weights in fewer bits, by the kernel that was chosen (`fast_path.py`)."""
+"""Products of rows with quantised weights, by the kernel that was chosen (`fast_path.py`)."""
 
 from __future__ import annotations
 

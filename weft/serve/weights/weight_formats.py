@@ -1,9 +1,9 @@
-"""How the weights of linears are kept in fewer bits: the formats that `weft serve --weights` names.
+"""How the weights of linears are quantised: the formats that `weft serve --weights` names.
 
     fp8        float8 (e4m3), one scale of 32 bits for each row of outputs
     fp16       float16; for CPUs
     int8-row   8 bits, one scale of 32 bits for each row of outputs; for CPUs
-    int8       8 bits in groups of 128 inputs, with a scale and a least value of 16 bits each (`group_codes.py`)
+    int8       8 bits in groups of 128 inputs, with a scale and a zero point of 16 bits each (`group_codes.py`)
     int4       4 bits in groups of 64
     int4-128   4 bits in groups of 128
 
@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.errors import ConfigError, NumbersError
-from weft.serve.weights.group_codes import GroupCodes, decode, encode, joined_ranges, size_of_block, split_ranges
+from weft.serve.weights.group_codes import GroupCodes, dequantise, joined_ranges, quantise, size_of_block, split_ranges
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # the largest number of e4m3
-DECODED_WEIGHTS = 1 << 19  # that a CPU decodes at a time
+DEQUANTISED_WEIGHTS = 1 << 19  # that a CPU dequantises at a time
 
 
 class WeightFormat(Hashable, Protocol):
@@ -35,9 +35,9 @@ class WeightFormat(Hashable, Protocol):
     def empty(self, num_out: int, num_in: int, device: torch.device | str) -> tuple[Tensor, ...]:
         """Room for a weight. Raises ConfigError if the format cannot keep weights of this shape."""
 
-    def encode(self, weight: Tensor) -> tuple[Tensor, ...]: ...
+    def quantise(self, weight: Tensor) -> tuple[Tensor, ...]: ...
 
-    def decode(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor: ...
+    def dequantise(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor: ...
 
     def product(self, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """Return hidden @ weight.T by plain functions."""
@@ -59,13 +59,13 @@ class Grouped:
         codes = torch.empty(num_out, num_in * self.bits // 8, dtype=torch.uint8, device=device)
         return codes, torch.empty(num_out, num_in // self.size_of_group(num_in), dtype=torch.int32, device=device)
 
-    def encode(self, weight: Tensor) -> tuple[Tensor, ...]:
-        codes, scale, least = encode(weight, self.size_of_group(weight.shape[1]), self.bits)
-        return codes, joined_ranges(scale, least)
+    def quantise(self, weight: Tensor) -> tuple[Tensor, ...]:
+        codes, scale, zero_point = quantise(weight, self.size_of_group(weight.shape[1]), self.bits)
+        return codes, joined_ranges(scale, zero_point)
 
-    def decode(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    def dequantise(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         codes, ranges = parts
-        return decode(GroupCodes(codes, *split_ranges(ranges)), self.bits, dtype)
+        return dequantise(GroupCodes(codes, *split_ranges(ranges)), self.bits, dtype)
 
     def block(self, num_in: int) -> tuple[int, int, int]:
         """For kernels: bits, inputs of a block and groups of a block. In a block, codes of 4 bits are packed."""
@@ -78,7 +78,7 @@ class Grouped:
         return parts[0], parts[1]
 
     def product(self, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        return decoded_product(self, hidden, parts)
+        return dequantised_product(self, hidden, parts)
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,14 @@ class Half:
     def empty(self, num_out: int, num_in: int, device: torch.device | str) -> tuple[Tensor, ...]:
         return (torch.empty(num_out, num_in, dtype=torch.int16, device=device),)
 
-    def encode(self, weight: Tensor) -> tuple[Tensor, ...]:
+    def quantise(self, weight: Tensor) -> tuple[Tensor, ...]:
         return (weight.to(torch.float16).view(torch.int16),)
 
-    def decode(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    def dequantise(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         return parts[0].view(torch.float16).to(dtype)
 
     def product(self, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        return decoded_product(self, hidden, parts)
+        return dequantised_product(self, hidden, parts)
 
 
 @dataclass(frozen=True)
@@ -109,14 +109,14 @@ class ScaledRows:
         codes = torch.empty(num_out, num_in, dtype=torch.uint8, device=device)
         return codes, torch.empty(num_out, 1, dtype=torch.int32, device=device)
 
-    def encode(self, weight: Tensor) -> tuple[Tensor, ...]:
+    def quantise(self, weight: Tensor) -> tuple[Tensor, ...]:
         wide = weight.float()
         scale = (wide.abs().amax(1, keepdim=True) / self.largest).clamp(min=1e-30)
         numbers = wide / scale
         codes = numbers if self.code.is_floating_point else numbers.round()
         return codes.to(self.code).view(torch.uint8), scale.view(torch.int32)
 
-    def decode(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    def dequantise(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         codes, scale = parts
         return codes.view(self.code).to(dtype) * scale.view(torch.float32).to(dtype)
 
@@ -129,7 +129,7 @@ class RowInt8(ScaledRows):
     largest = 127.0
 
     def product(self, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        return decoded_product(self, hidden, parts)
+        return dequantised_product(self, hidden, parts)
 
 
 @dataclass(frozen=True)
@@ -158,11 +158,11 @@ class RowFp8(ScaledRows):
         return torch._scaled_mm(rounded, codes.T, given, scale.T, out_dtype=hidden.dtype, use_fast_accum=True)
 
 
-def decoded_product(format: WeightFormat, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
-    """hidden @ weight.T, by decoding the weight: on a CPU, as many outputs at a time as its cache holds."""
-    num_out = max(1, DECODED_WEIGHTS // hidden.shape[-1]) if hidden.device.type == "cpu" else len(parts[0])
+def dequantised_product(format: WeightFormat, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """Return hidden @ weight.T of the dequantised weight: on a CPU, as many outputs at a time as its cache holds."""
+    num_out = max(1, DEQUANTISED_WEIGHTS // hidden.shape[-1]) if hidden.device.type == "cpu" else len(parts[0])
     some = zip(*(part.split(num_out) for part in parts), strict=True)
-    products = [F.linear(hidden, format.decode(one, hidden.dtype)) for one in some]
+    products = [F.linear(hidden, format.dequantise(one, hidden.dtype)) for one in some]
     return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
 
 
