@@ -149,6 +149,13 @@ SUBJECTS = {
         },
         frozenset({"explained"}),
     ),
+    "proofs": Page(
+        "Proofs",
+        "[Proofs](../design.md) of right plans, and of faults in them: a fault is one element of one compared tensor, "
+        "ten times its tolerance away. `benchmarks/results/proof-noise.json` has each model.",
+        {"proof-noise.json": "Models of torchvision, timm and transformers under every axis"},
+        frozenset({"models"}),
+    ),
     "gpu_checks": Page(
         "Checks on a GPU",
         "What the tests prove on a CPU, [on a GPU](../gpus.md).",
