@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from weft.serve.engine import Engine, EngineOptions
 from weft.serve.model.ranks import ServingRanks
 from weft.serve.parallel.traffic import ServedSizes, step_calls
 from weft.serve.scheduling.request import Request
-from weft.serve.spec import ServingSpec, option_of
+from weft.serve.spec import OPTIONS, ServingSpec, option_of
 
 NUMELS = (1, 2, 3, 5, 8, 17, 64, 1000, 4097)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -45,7 +45,7 @@ def test_a_choice_is_a_function_of_bytes_and_the_library_is_kept_if_others_gain_
     assert fastest({"library": 1.0, "one_shot": 0.9, "two_shot": 0.5}) == "two_shot"
     assert fastest({"library": 1.0, "one_shot": 0.9, "symmetric_one_shot": 0.2}) == "symmetric_one_shot"
     assert [padded_to_parts(size, 3) for size in (1, 48, 49)] == [48, 48, 96]
-    choices = option_of({one.name: one for one in fields(ServingSpec)}["sums"]).choices
+    choices = option_of(OPTIONS["sums"]).choices
     assert [one.replace("-", "_") for one in choices] == [*STRATEGIES, "measured"]
     with pytest.raises(ConfigError, match="--sums tree is unknown; give library, one-shot, two-shot, symmetric-one-sh"):
         ServingSpec(sums="tree")

@@ -53,4 +53,4 @@ def test_ranks_of_weft_serve_are_forked_before_cuda_is_used(tmp_path: Path, monk
     monkeypatch.setattr("weft.launch.fork_server.ForkServer.__init__", reached)
     for plan in ("plan.data=2", "plan.tensor.x=2"):
         with pytest.raises(ReachedError):
-            serve_command(folder, [plan], port=0, stream_weights=1, resident_blocks=1)
+            serve_command(source=folder, overrides=[plan], port=0, stream_weights=1, resident_blocks=1)

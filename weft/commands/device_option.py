@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 import typer
 
 from weft.errors import ConfigError
+from weft.serve.spec import OPTIONS, option_of
 
-DeviceOption = Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda")]
+DeviceOption = Annotated[str, typer.Option(help=option_of(OPTIONS["device"]).help)]
 
 
 def chosen_device(device: str) -> Literal["cpu", "cuda"]:

@@ -34,7 +34,7 @@ def takes_options(command: Command) -> Callable[[Callable[..., None]], Callable[
 
         @wraps(function)
         def call(**arguments: Any) -> None:
-            values = {one.name: arguments.pop(one.name) for one in options}
+            values = {one.name: arguments.pop(one.name, None) for one in options}
             function(**arguments, given=partial(_spec, values))
 
         own = list(inspect.signature(function, eval_str=True).parameters.values())
@@ -50,7 +50,7 @@ def takes_options(command: Command) -> Callable[[Callable[..., None]], Callable[
 
 def _spec(values: dict[str, Any]) -> ServingSpec:
     """Return the options of a command, with the defaults of the device for those that are not given."""
-    device = chosen_device(values["device"]) if "device" in values else "cpu"
+    device = chosen_device(values["device"] or "auto") if "device" in values else "cpu"
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     defaults = {name: default_on(name, device) for name, value in given.items() if value is None}
     return ServingSpec(**{**given, **defaults, "device": device})

@@ -16,9 +16,8 @@ from weft.errors import ConfigError, PlanError, WeftError
 from weft.plan import Plan
 from weft.serve.attention.formats import CacheFormat
 from weft.serve.scheduling.speculation import LAYERS, EarlyLayers
-from weft.serve.spec import EngineSizes, ServingSpec, flag_of, option_of
+from weft.serve.spec import OPTIONS, EngineSizes, flag_of, option_of
 
-OPTIONS = {one.name: one for one in fields(ServingSpec)}
 Model = Literal["attention", "recurrent"]
 
 

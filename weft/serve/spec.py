@@ -280,6 +280,9 @@ class ServingSpec(ServerLimits, EngineSizes):
         return "".join(f" {flag_of(one)}{texts[one.name]}" for one in options_of(command) if one.name in given)
 
 
+OPTIONS = {one.name: one for one in fields(ServingSpec)}
+
+
 def named_adapters(pairs: Sequence[str]) -> dict[str, Path]:
     """Return the folders of adapters by name, from texts such as name=folder. Raises ConfigError."""
     found: dict[str, Path] = {}
@@ -293,12 +296,11 @@ def named_adapters(pairs: Sequence[str]) -> dict[str, Path]:
 
 def options_of(command: Command) -> list[Field[Any]]:
     """Return the options that a command takes: those of serving before sizes and limits."""
-    found = [one for one in fields(ServingSpec) if command in option_of(one).commands]
+    found = [one for one in OPTIONS.values() if command in option_of(one).commands]
     return sorted(found, key=lambda one: one.name not in ServingSpec.__annotations__)
 
 
 def default_on(name: str, device: Device) -> Any:
     """Return the default of an option on a device."""
-    one = {one.name: one for one in fields(ServingSpec)}[name]
-    on_gpu = option_of(one).on_gpu
-    return one.default if device == "cpu" or on_gpu is None else on_gpu
+    on_gpu = option_of(OPTIONS[name]).on_gpu
+    return OPTIONS[name].default if device == "cpu" or on_gpu is None else on_gpu
