@@ -27,8 +27,6 @@ from weft.mesh import Mesh
 from weft.plan import Context, Pipe, Plan
 from weft.plan import Tensor as TensorDegrees
 from weft.serve.attention.batch import PageShare
-from weft.serve.attention.formats import CacheFormat
-from weft.serve.attention.four_bits import FourBitStorage
 from weft.serve.attention.plain import PlainPages
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.follow_steps import follow_steps
@@ -113,33 +111,6 @@ def test_logits_and_traffic_are_as_stated_and_a_dropped_part_is_noticed() -> Non
         assert one["calls"] == {key: [counts[key], sums[key]] for key in counts}
         whole = ModelPart(whole_model("llama"), options)
         assert 2 * one["pages"] == sum(page.nbytes for layer in whole.cache for page in layer.pages)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(("name", "degree"), [("llama", 2), ("mistral", 2), ("qwen3", 3)])
-def test_a_cache_of_four_bits_is_split_by_sequence(name: str, degree: int) -> None:
-    """Logits equal those of one rank with pages of the same size. Negative control: a rank that drops the keys of its
-    pages that are full.
-    """
-    form, ends = CacheFormat(FourBitStorage()), (40, 190, 191, 192, 193, 320, 330, 389, 390)
-    options = EngineOptions(block_size=64, num_blocks=8, context_length=400, cache=form, max_running=3)
-    expected = logits_of(ModelPart(whole_model(name), options), ends, (5, 0, 3, 1, 7, 2, 4))
-    plan = Plan(context=Context(degree))
-    refuse_plan(CONFIGS[name], plan)
-
-    def rank(index: int) -> Any:
-        torch.set_num_threads(1)
-        ranks = ServingRanks(Mesh(plan))
-        part = ModelPart(part_of(name, ranks.place), options, ranks)
-        logits = logits_of(part, ends, (5, 0, 3, 1)).tolist()
-        wrong = ModelPart(part_of(name, ranks.place), options, ranks)
-        for layer in wrong.cache:
-            layer.storage._code_pages = lambda *given: None  # type: ignore[attr-defined]
-        return logits, logits_of(wrong, ends, (5, 0, 3, 1)).tolist()
-
-    for logits, wrong in run_local(rank, degree, LIMIT_SECONDS):
-        torch.testing.assert_close(torch.tensor(logits, dtype=torch.float64), expected, atol=1e-12, rtol=0)
-        assert (torch.tensor(wrong, dtype=torch.float64) - expected).abs().max() > 1e-3
 
 
 @pytest.mark.processes
