@@ -12,21 +12,19 @@ Writes `benchmarks/results/proof-noise.json`. A second start goes on with the ca
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
-import platform
 import sys
 import time
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import date
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import harness
 import torch
 import transformers
 from zoo import zoo
@@ -38,7 +36,7 @@ from weft.proof.prove import verify
 from weft.proof.report import NOISE_MULTIPLE, TOLERANCE, severity
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "proof-noise.json"
+RESULTS = harness.RESULTS / "proof-noise.json"
 sys.path.append(str(ROOT / "tests" / "helpers"))
 
 from token_shapes_for_tests import SHAPES  # noqa: E402
@@ -134,7 +132,7 @@ def spoiled(quantity: str, pairs: Pairs, noise: Noise, case: str) -> tuple[int, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.options(__doc__)
     parser.add_argument("--only", help="names of models, with commas; also if they are there already")
     parser.add_argument("--plans", help="names of plans, with commas")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no further case begins")
@@ -159,17 +157,12 @@ def main() -> None:
 
 def _write(rows: Mapping[str, Mapping[str, Any]]) -> None:
     result = {
-        "date": str(date.today()),
-        "command": "python benchmarks/proof_noise.py",
-        "benchmark": "proof_noise",
-        "machine": platform.machine(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "command": "python benchmarks/proof_noise.py",  # in slices, with options
         "number_of_models": len(rows),
         "plans": [_summary(plan, [row[plan] for row in rows.values() if plan in row]) for plan in PLANS],
         "models": rows,
     }
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    harness.write(RESULTS, result, ("torch", "transformers"), "cpu")
 
 
 def _summary(plan: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
