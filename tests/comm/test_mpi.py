@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from runs_for_tests import write_run_file
+from serve_for_tests import wait_for
+from served_ranks_for_tests import ranks_of
 
+from weft.checkpoint.folder import step_name
 from weft.comm.backends import choose_backend, describe_backend
 from weft.errors import LaunchError
 
@@ -47,6 +52,26 @@ def test_plans_are_proved_over_mpi(library: str, num_ranks: int) -> None:
     assert {"mpich": "MPICH", "openmpi": "Open MPI"}[library] in found["library"]
     assert (found["backend"], found["narrow"]) == ("mpi4py", [1.5 * num_ranks] * 3)
     assert all(proof["passed"] and proof["checks"] > 3 for proof in found["proofs"].values()), found["proofs"]
+
+
+@pytest.mark.soak
+@pytest.mark.processes
+def test_a_rank_of_mpirun_that_is_killed_ends_the_job_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    run_file = write_run_file(tmp_path)
+    command, variables = launch("mpich", 2)
+    environ = {**os.environ, **variables, "WEFT_TRANSPORT": "mpi", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    program = [*command, sys.executable, "-m", "weft", "train", str(run_file), "plan.data=2", "train.steps=60"]
+    program += [f"folder={tmp_path / 'run'}", "checkpoint.every=5", "train.device=cpu"]
+    with subprocess.Popen(program, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        wait_for(lambda: list((tmp_path / "run" / "checkpoints").glob("step-*")))
+        ranks = ranks_of(process.pid)
+        os.kill(ranks[-1], signal.SIGKILL)
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode != 0, said
+        wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
+    done = subprocess.run(program, env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "checkpoints" / step_name(60)).is_dir()
 
 
 def test_the_transport_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
