@@ -120,3 +120,11 @@ def test_experts_in_fewer_bits_are_refused_without_bf16(weft: Weft, tmp_path: Pa
     assert "not priced for models with experts in fp32, in which a V100 SXM 32GB serves" in refused.err
     change_config(tmp_path, quantization_config=table(Case("gptq", 4, 64)))
     assert weft(*given).status == 0  # its experts are decoded when they are read
+
+
+def test_drafts_of_early_layers_are_priced_on_one_device(weft: Weft, tmp_path: Path) -> None:
+    write_config(tmp_path, CONFIG)
+    sizes = ("--requests", 1, "--prompt", 16, "--output", 4, "--json")
+    given = ("plan", "--serve", "--model", tmp_path, "--speculate", "layers=1", *sizes)
+    assert weft(*given, "--cluster", "h200:1x1").json["speculation"]["kind"] == "layers=1"
+    assert "--speculate is priced on one device; plan for one" in weft(*given, "--cluster", "h200:1x2").err

@@ -8,8 +8,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+from commands_for_tests import Weft
 
 from weft.commands.serving_options import reference
 from weft.errors import ConfigError, PlanError
@@ -140,3 +142,11 @@ def test_an_option_is_declared_in_one_file(tmp_path: Path) -> None:
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environment
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_an_address_is_refused_before_torch_is_loaded(weft: Weft, tmp_path: Path) -> None:
+    with patch("weft.commands.serving_options.chosen_device", side_effect=AssertionError("it looks for a GPU")):
+        for given in (("--host", "0.0.0.0"), ("--api-key", "a b")):
+            left = weft("serve", tmp_path, *given)
+            assert left.status == 2, left.err
+            assert "loading" not in left.err

@@ -47,9 +47,9 @@ def serve_command(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Serve a model over HTTP, by OpenAI's API. With a page to chat at /. Ends on Ctrl-C or SIGTERM."""
+    _refuse_address(given.value("host"), given.value("api_keys"))
     _give_sign_of_life(source)
     spec = given()
-    _refuse_address(spec.host, spec.api_keys)
     with _needs_extra():
         import weft.serve.http.run_server  # noqa: F401 (what it needs is looked for)
     _serve(source, spec, serving_plan(overrides or []), partial(_announce, as_json=as_json))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import Field
-from functools import partial, wraps
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass
+from functools import wraps
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -23,7 +23,26 @@ and `weft plan --help` say the same. Options that do not go together are in the 
 """
 
 
-Given = Callable[[], ServingSpec]  # looks for a GPU, which imports torch, if --device is auto
+@dataclass(frozen=True)
+class Given:
+    """The options that a command was given: None, or no value, for those that were not."""
+
+    values: Mapping[str, Any]
+
+    def value(self, name: str) -> Any:
+        """Return the value of an option that has one default on all devices."""
+        found = self.values.get(name)
+        return default_on(name, "cpu") if found is None else found
+
+    def __call__(self) -> ServingSpec:
+        """Return all options, with the defaults of the device. Looks for a GPU, which imports torch, if --device is
+        auto.
+        """
+        values = dict(self.values)
+        device = chosen_device(values["device"] or "auto") if "device" in values else "cpu"
+        given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        defaults = {name: default_on(name, device) for name, value in given.items() if value is None}
+        return ServingSpec(**{**given, **defaults, "device": device})
 
 
 def takes_options(command: Command) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -35,7 +54,7 @@ def takes_options(command: Command) -> Callable[[Callable[..., None]], Callable[
         @wraps(function)
         def call(**arguments: Any) -> None:
             values = {one.name: arguments.pop(one.name, None) for one in options}
-            function(**arguments, given=partial(_spec, values))
+            function(**arguments, given=Given(values))
 
         own = list(inspect.signature(function, eval_str=True).parameters.values())
         index = [one.name for one in own].index("given")
@@ -46,14 +65,6 @@ def takes_options(command: Command) -> Callable[[Callable[..., None]], Callable[
         return call
 
     return decorate
-
-
-def _spec(values: dict[str, Any]) -> ServingSpec:
-    """Return the options of a command, with the defaults of the device for those that are not given."""
-    device = chosen_device(values["device"] or "auto") if "device" in values else "cpu"
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    defaults = {name: default_on(name, device) for name, value in given.items() if value is None}
-    return ServingSpec(**{**given, **defaults, "device": device})
 
 
 def _parameter(one: Field[Any], command: Command) -> inspect.Parameter:

@@ -75,7 +75,8 @@ def predict_serving(
     `has_codes`: the weights are those of a folder (`ServingModel`).
     """
     refuse_plan(config, plan)
-    refuse(ServingCase.of(spec, plan=plan, cache=cache_format(spec.cache)))
+    without_drafts = replace(spec, speculate=None)  # drafts are priced for the best layout (`price_speculation`)
+    refuse(ServingCase.of(without_drafts, plan=plan, cache=cache_format(spec.cache)))
     model = ServingModel(config, cluster, plan, precision, spec, has_codes)
     refuse_cache(model.kernels, cache_format(spec.cache))
     cache_tokens = model.cache_tokens
