@@ -17,7 +17,7 @@ from weft.commands.serving_options import reference
 from weft.errors import ConfigError, PlanError
 from weft.plan import Pipe, Plan
 from weft.serve.refusals import REFUSALS, ServingCase, refuse
-from weft.serve.spec import OPTIONS, ServingSpec, flag_of, option_of
+from weft.serve.spec import DEVICES, OPTIONS, ServingSpec, default_on, flag_of, option_of
 
 ROOT = Path(__file__).parents[2]
 TOY = """    toy: int = option(
@@ -59,6 +59,17 @@ def test_a_value_out_of_its_range_or_choices_is_refused() -> None:
 def test_what_recurrent_models_do_not_have_is_refused_by_its_name(name: str) -> None:
     with pytest.raises(ConfigError, match=f"a recurrent model .*; leave out {flag_of(OPTIONS[name])}$"):
         refuse(ServingCase({name: 1}, model="recurrent"))
+
+
+def test_recurrent_models_are_served_on_one_rank_with_their_head_as_it_is() -> None:
+    with pytest.raises(ConfigError, match=r"a recurrent model .*; leave out the plan and --head$"):
+        refuse(ServingCase({"head": "int8"}, Plan(data=2), model="recurrent"))
+
+
+def test_defaults_of_a_gpu_are_used_on_one() -> None:
+    sizes = [(default_on("max_running", one), default_on("token_budget", one)) for one in DEVICES]
+    assert sizes == [(64, 512), (256, 2048)]
+    assert default_on("swap_blocks", "cuda") == 0
 
 
 def test_every_row_of_the_table_is_met() -> None:
