@@ -42,13 +42,20 @@ MODELS: dict[str, LanguageConfig] = {
     "qwen2": DecoderConfig("qwen2", **SIZES, tie_word_embeddings=True),  # type: ignore[arg-type]
     "qwen3": DecoderConfig("qwen3", **SIZES, head_dim=6),  # type: ignore[arg-type]
     "mixtral": DecoderConfig("mixtral", **SIZES, num_experts=4, num_experts_per_tok=2),  # type: ignore[arg-type]
+    "qwen2_moe": DecoderConfig(
+        "qwen2_moe",
+        **SIZES,
+        num_experts=4,
+        num_experts_per_tok=2,
+        shared_expert_intermediate_size=12,  # type: ignore[arg-type]
+    ),
     "gpt2": GPT2Config(vocab_size=61, n_positions=CONTEXT, n_embd=16, n_layer=2, n_head=4),
 }
 # The same with as many layers as four stages need.
 DEEP: dict[str, LanguageConfig] = {
     f"{name}-deep": replace(config, **{"n_layer" if name == "gpt2" else "num_hidden_layers": 4})
     for name, config in MODELS.items()
-    if name != "mixtral"
+    if name not in ("mixtral", "qwen2_moe")
 }
 CONFIGS = {**MODELS, **DEEP}
 GREEDY = Sampling(temperature=0)

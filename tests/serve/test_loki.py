@@ -210,6 +210,11 @@ def test_calibration_sees_keys_before_rotation() -> None:
     assert float((recording.sums[0, False][0] - expected).abs().max()) > 1e-2
 
 
+def test_the_newest_and_the_first_token_are_always_chosen() -> None:
+    choice = LokiChoice(dims=0.5, tokens=0.1, newest=4, dense_below=0)
+    assert choice.num_tokens(torch.tensor([1, 3, 5, 20, 100])).tolist() == [1, 3, 5, 5, 10]
+
+
 def test_a_file_is_read_again_and_refused_for_another_model(tmp_path: Path) -> None:
     path, texts = tmp_path / "axes", [torch.arange(24).view(1, 24)]
     found = calibrate(tiny_model("llama"), texts, SOME).loki

@@ -52,6 +52,13 @@ def test_four_ranks_give_the_tokens_of_one_under_every_axis(one_in: int) -> None
 
 
 @pytest.mark.processes
+def test_the_expert_that_all_tokens_use_is_whole_on_each_rank() -> None:
+    check([("qwen2_moe", Plan(expert=2))], 2)
+    with pytest.raises(PlanError, match=r"does not divide the 1 features of .*shared_expert_gate"):
+        refuse_plan(CONFIGS["qwen2_moe"], Plan(tensor=Tensor(2)))
+
+
+@pytest.mark.processes
 @pytest.mark.soak
 @pytest.mark.parametrize("name", DENSE)
 def test_every_model_on_two_and_four_ranks(name: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.comm import Axis
@@ -11,7 +10,7 @@ from weft.inspection.parameter_cut import share
 from weft.models.attention import RMSNorm
 from weft.models.expert_rows import sort_by_expert, through_experts
 from weft.models.experts import SparseMLP
-from weft.serve.model.linear import ModelAxes, served_linear, served_norm, summed
+from weft.serve.model.linear import ModelAxes, served_norm, summed
 from weft.serve.weights.fast_path import Place, fast_path, kernel_of
 from weft.serve.weights.packed_experts import PackedExperts
 
@@ -19,7 +18,8 @@ from weft.serve.weights.packed_experts import PackedExperts
 class ServedExperts:
     """Adds the results of a layer of experts to the residual stream, which all ranks have.
 
-    Each rank of `expert` computes the rows of its own experts; their sums over the axis are the results.
+    Each rank of `expert` computes the rows of its own experts; their sums over the axis are the results. An expert that
+    all tokens use is whole on each rank: `refuse_plan` refuses to split it over x.
     """
 
     linears = ()
@@ -32,9 +32,6 @@ class ServedExperts:
         can_route = is_packed and isinstance(norm, RMSNorm) and not mlp.gate.is_sigmoid
         num_experts = mlp.gate.num_experts if can_route else 1 << 30
         self._routes = fast_path("route", place, sizes=(num_experts, num_experts))
-        shared = mlp.shared_expert
-        linears = () if shared is None else (shared.gate_proj, shared.up_proj, shared.down_proj)
-        self._shared = [served_linear(one, place).product for one in linears]  # type: ignore[union-attr]
 
     def __call__(self, residual: Tensor) -> Tensor:
         mlp, axes = self._mlp, self._axes
@@ -46,13 +43,7 @@ class ServedExperts:
         else:
             order = sort_by_expert(experts, mlp.gate.num_experts)
             out = summed(through_experts(hidden, weights, order, self._own_experts), axes.expert)
-        if axes.x is None:
-            return residual + mlp.with_others(out, hidden)
-        if mlp.shared_expert_gate is not None:
-            gate, up, down = self._shared
-            shared = summed(down(F.silu(gate(hidden, None)) * up(hidden, None), None), axes.x)
-            out = out + mlp.shared_expert_gate(hidden).sigmoid() * shared
-        return residual + out
+        return residual + mlp.with_others(out, hidden)
 
     def _routed(self, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return norm(residual) [tokens, hidden], and what the router gives for it: weights and experts [tokens, k]."""
