@@ -1,6 +1,7 @@
 """A server among hostile clients: it answers others as before, stays up, and ends when it is told to.
 
-`WEFT_HOSTILE_REQUESTS` is the number of hostile requests in soak, which also judges seconds and memory.
+`WEFT_HOSTILE_REQUESTS` is the number of hostile requests in soak, which also judges seconds and memory;
+`WEFT_HOSTILE_SEED` chooses others, so that several machines or processes share a long soak.
 """
 
 from __future__ import annotations
@@ -142,10 +143,11 @@ def _post(url: str, body: object) -> None:
 @pytest.mark.soak
 def test_many_hostile_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     number = int(os.environ.get("WEFT_HOSTILE_REQUESTS", "20000"))
+    first_seed = int(os.environ.get("WEFT_HOSTILE_SEED", "2"))
     with serving(tmp_path) as server:
         memory = [server.memory_bytes]
         for half in range(2):
-            watch, statuses = attack(server, number // 2, seed=half + 2)
+            watch, statuses = attack(server, number // 2, seed=first_seed + half)
             memory.append(server.memory_bytes)
             with capsys.disabled():
                 found = f"health {max(watch.health_seconds):.2f} s, answers {max(watch.answer_seconds):.2f} s"
