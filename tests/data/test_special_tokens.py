@@ -91,6 +91,42 @@ def test_a_token_that_only_the_files_name_is_special(tmp_path: Path) -> None:
     assert load(folder).fingerprint != ours.fingerprint
 
 
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"additional_special_tokens": ["he"]},
+        {"extra_special_tokens": ["he"]},
+        {"extra_special_tokens": {"image_token": "he"}},
+        {"image_token": "he"},
+        {"mask_token": {"__type": "AddedToken", "content": "he", "lstrip": True, "normalized": False}},
+        {"added_tokens_decoder": {"257": {"content": "he", "special": True, "rstrip": True}}},
+        {"added_tokens_decoder": {"257": {"content": "he", "special": False, "single_word": True}}},
+        {"added_tokens_decoder": {"257": {"content": "he", "special": False}}, "pad_token": "he"},
+    ],
+)
+def test_all_tokens_that_the_files_list_are_as_in_transformers(tmp_path: Path, table: dict[str, Any]) -> None:
+    """`he` is a word of the vocabulary, and after one it is cut as a word. Not only tokens with names are special."""
+    folder = write_family(tmp_path, "qwen")
+    given = json.loads((folder / "tokenizer_config.json").read_text())
+    write(folder, "tokenizer_config.json", **given, **table)
+    ours, reference = load(folder), theirs(folder)
+    for text in ("a he b", "a  he  a", "she hehe", "he"):
+        ids = reference(text).input_ids
+        assert encode_text(ours, text) == ids, text
+        for skips in (True, False):
+            assert ours.decode(ids, skips) == reference.decode(ids, skip_special_tokens=skips), text
+
+
+def test_a_vocabulary_without_the_letter_a_has_its_tokens_around_texts(tmp_path: Path) -> None:
+    """Weft asks what comes before and after a text with a text of its own, which may have no token here."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({"C": 0, "G": 1, "[B]": 2, "[E]": 3}, []))
+    backend.add_special_tokens(["[B]", "[E]"])
+    backend.post_processor = processors.TemplateProcessing(single="[B] $A [E]", special_tokens=[("[B]", 2), ("[E]", 3)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, "tokenizer_config.json", eos_token="[E]", tokenizer_class="PreTrainedTokenizerFast")
+    assert encode_text(load(tmp_path), "CG") == theirs(tmp_path)("CG").input_ids == [2, 0, 1, 3]
+
+
 def test_what_comes_behind_the_tokenizers_own_files(tmp_path: Path) -> None:
     """generation_config.json, config.json, and known tokens, in this order; a name without a token is passed over."""
     folder = write_family(tmp_path, "qwen")

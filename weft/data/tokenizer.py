@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.data.special_tokens import exported_end_token, named_tokens, stated_end_tokens
+from weft.data.special_tokens import exported_end_token, named_tokens, special_tokens, stated_end_tokens
 from weft.errors import DataError
 
 # Tokens that end a document in well-known vocabularies, if no file beside the tokenizer names one. They are tried in
@@ -112,7 +112,6 @@ class FileTokenizer:
 
     def __init__(self, path: Path, end_token: str | None, adds_special_tokens: bool = True) -> None:
         try:
-            from tokenizers import AddedToken
             from tokenizers import Tokenizer as Backend
             from tokenizers.processors import ByteLevel
         except ImportError:
@@ -130,8 +129,7 @@ class FileTokenizer:
         self._backend.no_padding()
         self.earlier_end_token = self._first_known(END_TOKENS)
         self._named = named_tokens(path.parent)
-        new = [text for text in self._named.values() if self._is_ordinary(text)]
-        self._backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in new])
+        new = self._add_special(path.parent)
         self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.end = self._find_end(path, end_token)
         self.end_token: str | None = self.token(self.end)
@@ -149,11 +147,22 @@ class FileTokenizer:
         assert text is not None, "an id of the vocabulary"
         return text
 
-    def _is_ordinary(self, text: str) -> bool:
-        """Is this a word of the vocabulary that is not special in the file?"""
-        identity = self._backend.token_to_id(text)
-        known = self._backend.get_added_tokens_decoder()
-        return identity is not None and not (identity in known and known[identity].special)
+    def _add_special(self, folder: Path) -> list[str]:
+        """Makes words of the vocabulary special, or whole tokens, that the files beside the tokenizer say to be so.
+        Returns them.
+        """
+        from tokenizers import AddedToken
+
+        known, changed = self._backend.get_added_tokens_decoder(), []
+        for table in special_tokens(folder):
+            identity = self._backend.token_to_id(table["content"])
+            token = AddedToken(**table) if identity not in known else known[identity]
+            if identity is None or (identity in known and token.special >= table["special"]):
+                continue
+            token.special = table["special"]
+            changed.append(token)
+        self._backend.add_tokens(changed)
+        return [token.content for token in changed]
 
     def _find_end(self, path: Path, end_token: str | None) -> int:
         """Returns the id of `end_token`; without one, that of the end token that the files beside the tokenizer name
@@ -189,11 +198,14 @@ class FileTokenizer:
 
     def _surroundings(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the ids that the file puts before and after any text."""
-        whole = self._backend.encode("a", add_special_tokens=True)
-        own = [place for place, is_added in enumerate(whole.special_tokens_mask) if not is_added]
-        if not own:
-            return tuple(whole.ids), ()
-        return tuple(whole.ids[: own[0]]), tuple(whole.ids[own[-1] + 1 :])
+        ids: list[int] = []
+        for text in ("a", *self._backend.get_vocab()):  # a vocabulary may be without the letter
+            whole = self._backend.encode(text, add_special_tokens=True)
+            ids = whole.ids
+            own = [place for place, is_added in enumerate(whole.special_tokens_mask) if not is_added]
+            if own:
+                return tuple(ids[: own[0]]), tuple(ids[own[-1] + 1 :])
+        return tuple(ids), ()
 
     def encode(self, text: str) -> NDArray[np.integer[Any]]:
         return np.array(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
