@@ -222,7 +222,9 @@ def experts(device: torch.device) -> Found:
                 recorded, replay = GraphRecorder()(lambda given=given, packed=packed: packed.of_tokens(*given))
                 chosen.copy_((chosen + 1) % sizes[0])
                 replay()
+                packed.has_kernel = False
                 expected = packed.of_tokens(tokens.double(), weights.double(), chosen)
+                packed.has_kernel = True
                 name = f"experts {kind} {sizes}, {k} of them, {num_tokens} tokens"
                 yield name, difference(recorded, expected), 0.04
             others = packed.of_tokens(tokens, weights, (chosen + 1) % sizes[0])
@@ -256,7 +258,7 @@ def engines(device: torch.device) -> Found:
     axes = torch.linalg.qr(torch.randn(2, 2, 16, 16))[0]
     for name, options in (
         ("int4", {"cache": CacheFormat(FourBitStorage()), "block_size": 64}),
-        ("loki", {"cache": Loki(axes, LokiChoice(newest=4, dense_below=16))}),
+        ("loki", {"cache": CacheFormat(loki=Loki(axes, LokiChoice(newest=4, dense_below=16)))}),
         *((kind, {}) for kind in GPU_FORMATS),
         *((f"experts {kind}", {}) for kind in GPU_FORMATS),
     ):

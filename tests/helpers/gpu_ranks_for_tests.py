@@ -180,7 +180,8 @@ def _served(plan: Any, ahead: int, sums: Any, device: torch.device, form: Any, d
     )  # type: ignore[arg-type]
     requests = [Request(str(i), tuple((7 * i + j * j) % 61 for j in range(1 + 9 * i)), 12, GREEDY) for i in range(5)]
     size = 16 if form is None else block_size_of(form)
-    options = EngineOptions(size, 64, max_running=4, dtype=dtype, device=device, stream_weights=ahead, cache=form)
+    sizes = {"block_size": size, "num_blocks": 64, "max_running": 4, "stream_weights": ahead}
+    options = EngineOptions(**sizes, dtype=dtype, device=device, cache=form)  # type: ignore[arg-type]
     mesh, said = Mesh(plan, device), list[str]()
     ranks = ServingRanks(mesh, sums, ahead > 0, said.append)
     found = tokens_on_ranks("wide", mesh, requests, options, ranks=ranks)
