@@ -25,8 +25,8 @@ from weft.commands.app import app
 from weft.commands.jobs import command_fork_server
 from weft.launch.fork_server import ForkServer
 from weft.run_file import load_run
-from weft.train.curvature_forecast import forecast_curvature
 from weft.train.local_job import start_ranks
+from weft.train.role_advice import forecast_curvature
 
 INTERVAL, NUM_INTERVALS = 5, 5
 RUN = """

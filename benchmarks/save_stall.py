@@ -27,8 +27,8 @@ from weft.mesh import Mesh
 from weft.run_file import Run, load_run
 from weft.step.examples import micro_batch_profile
 from weft.train import checkpoints, loop
+from weft.train.checkpoints import save_or_tell
 from weft.train.metrics import StepMetrics
-from weft.train.saving import save_or_tell
 
 ROOT = Path(__file__).parents[1]
 MAX_SHARE = 0.02

@@ -228,17 +228,13 @@ class Mesh:
                 groups[axes] = group
         world = dist.group.WORLD
         assert world is not None
-        groups[split] = self._own_world(world) if self.plan.pipe.shadow else world
+        groups[split] = world
+        if self.plan.pipe.shadow:
+            # A group whose connections close after `release_groups`. A group stays open while anything holds it, and
+            # functions with the default argument `group=dist.group.WORLD` hold torch's world group for ever if their
+            # module is imported while that group exists.
+            groups[split] = dist.new_group(timeout=_timeout(world), group_desc="world with shadows")
         return groups
-
-    def _own_world(self, world: dist.ProcessGroup) -> dist.ProcessGroup:
-        """A group of all ranks whose connections close after `release_groups`.
-
-        A group stays open while anything holds it, and functions with the default argument `group=dist.group.WORLD`
-        hold torch's world group for ever if their module is imported while that group exists.
-        """
-        group: dist.ProcessGroup = dist.new_group(timeout=_timeout(world), group_desc="world with shadows")
-        return group
 
     def _group_among(
         self, rows: Tensor, description: str, label: str = "", backend: str | None = None
@@ -280,7 +276,9 @@ class Mesh:
         leaders, num_devices = None, self.plan.num_ranks // per_device
         if num_devices > 1:
             firsts = torch.arange(0, self.plan.num_ranks, per_device).view(1, -1)
-            leaders = self._group_among(firsts, "leaders of devices", "leaders", _leaders_backend(self.device))
+            # NCCL between GPUs, of which each has one leader; else the back-end of the world group
+            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" and dist.is_nccl_available() else None
+            leaders = self._group_among(firsts, "leaders of devices", "leaders", backend)
         for name in self.levels:
             self._levels[name] = (
                 Axis(f"{name}/leaders", num_devices, device, leaders, self.ledger),
@@ -396,11 +394,6 @@ def _timeout(group: dist.ProcessGroup) -> timedelta:
     except (RuntimeError, AttributeError):
         return dist.default_pg_timeout
     return getattr(options, "_timeout", dist.default_pg_timeout)
-
-
-def _leaders_backend(device: torch.device) -> str | None:
-    """The back-end between leaders: NCCL between GPUs, of which each has one leader; else that of the world group."""
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else None
 
 
 def level_axes(num_nodes: int, device: torch.device) -> dict[Algorithm, Axis]:

@@ -121,7 +121,7 @@ class Run:
             "name": self.name,
             "folder": str(self.folder),
             "cluster": self.cluster,
-            "model": _model_table(self),
+            "model": {"from": str(self.source)} if self.source else dict(to_table(self.model)),
             **{key: table for key, table in self._tables().items() if key != "model"},
         }
         lines, section = [], ""
@@ -156,7 +156,10 @@ TEXT_KINDS = ("text", "chat", "preference")  # kinds of data with a tokenizer
 def load_run(path: Path, overrides: Sequence[str] = ()) -> Run:
     """Reads and checks a run file with overrides (`plan.data=2`). A frozen run is read as it was saved."""
     if path.suffix == FROZEN_SUFFIX:
-        return _read_frozen(path)
+        try:
+            return run_from_json(path.read_text(encoding="utf-8"), path.stem)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} does not hold a frozen run ({error}); give the run file") from None
     tables, origins = read_tables(path, overrides)
     return run_from_tables(tables, origins, default_name=path.stem)
 
@@ -168,13 +171,6 @@ def check_run_file(path: Path, overrides: Sequence[str] = ()) -> None:
     """
     if path.suffix != FROZEN_SUFFIX:
         _build_tables(read_tables(path, overrides)[0])
-
-
-def _read_frozen(path: Path) -> Run:
-    try:
-        return run_from_json(path.read_text(encoding="utf-8"), path.stem)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} does not hold a frozen run ({error}); give the run file") from None
 
 
 def run_from_json(text: str, name: str = "run") -> Run:
@@ -406,7 +402,3 @@ def _tokenizer(data: DataConfig) -> Tokenizer:
 
     adds = data.add_special_tokens
     return load_tokenizer(data.tokenizer, end_token=data.end_token, adds_special_tokens=adds)
-
-
-def _model_table(run: Run) -> dict[str, Any]:
-    return {"from": str(run.source)} if run.source else dict(to_table(run.model))

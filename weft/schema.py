@@ -37,9 +37,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 def nearest_of_all(word: str, known: Iterable[str]) -> str:
     """Returns the end of a message about an unknown word: the closest known word if there is one, and all of them."""
-    options = sorted(known)
-    close = difflib.get_close_matches(word, options, n=1, cutoff=0.5)
-    return (f"; did you mean '{close[0]}'?" if close else "") + f"; known: {', '.join(options)}"
+    all_known = f"; known: {', '.join(sorted(known))}"
+    hint = nearest(word, known)
+    return hint if hint == all_known else hint + all_known
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -14,15 +14,13 @@ from commands_for_tests import Weft
 from runs_for_tests import write_run_file
 from torch import Tensor
 
-from weft.bench import whole_machine
-from weft.bench.checked_operation import BenchOperation, Buffers, pattern
+from weft.bench import machine
 from weft.bench.cluster_file import MeasuredMachine, cluster_text
-from weft.bench.fit import LinkFit, Point, fit_link, fit_pieces
+from weft.bench.fit import MAX_BLOCKS, MIN_BLOCKS, LinkFit, Point, Timing, fit_link, fit_pieces, measure
 from weft.bench.links import LinkOptions, LinkRow, bus_factor, parse_sizes
 from weft.bench.machine import host_link_rates
-from weft.bench.operations import OPERATIONS
+from weft.bench.operations import OPERATIONS, BenchOperation, Buffers, pattern
 from weft.bench.report import backends_table, svg_plot, terminal_plot
-from weft.bench.statistics import MAX_BLOCKS, MIN_BLOCKS, Timing, measure
 from weft.cluster.hardware import load, ring_seconds
 from weft.cluster.topology import local_topology
 from weft.comm import Axis, Ledger
@@ -71,6 +69,9 @@ def test_a_change_of_protocol_is_two_pieces_and_chaos_is_unusable() -> None:
     rng = random.Random(1)
     wild = fit_pieces([Point("send", 2, size, rng.uniform(1e-6, 1e-2)) for size in SIZES])
     assert not all(fit.is_usable for fit in wild)
+    (steep,) = fit_pieces([Point("send", 2, size, 1e-9 * size**2) for size in (1, 2, 4)])
+    assert steep.alpha_seconds == 0.0  # the best line would have a latency below zero
+    assert steep.beta_seconds_per_byte > 0
 
 
 def test_measuring_stops_when_it_is_stable_or_time_is_up() -> None:
@@ -224,6 +225,6 @@ def test_rates_of_a_cpu_are_those_of_ranks_that_compute_at_once(monkeypatch: pyt
         torch.distributed.all_reduce(ranks)  # would wait for ever if only one rank measured
         return {"fp32": float(ranks), "memory": limit_seconds * torch.distributed.get_rank() + torch.get_num_threads()}
 
-    monkeypatch.setattr(whole_machine, "_rates", rates)
-    monkeypatch.setattr(whole_machine, "num_cpu_cores", lambda: 7)
-    assert whole_machine._rates_of_ranks(3, 10.0) == {"fp32": 3.0, "memory": 2.0}
+    monkeypatch.setattr(machine, "_rates", rates)
+    monkeypatch.setattr(machine, "num_cpu_cores", lambda: 7)
+    assert machine._rates_of_ranks(3, 10.0) == {"fp32": 3.0, "memory": 2.0}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from runs_for_tests import make_run, write_run_file
+from waiting_for_tests import wait_until
 
 from weft.cluster.local_gpus import VISIBLE_VARIABLE, Gpu, hide_gpus
 from weft.commands.jobs import command_fork_server, prove
@@ -66,14 +67,10 @@ def test_a_job_ends_with_the_command_that_asked_for_it(tmp_path: Path) -> None:
     started = tmp_path / "started"
     fork_server = make()
     fork_server._lines.write({"job": "work", "arguments": {"what": "stay", "path": str(started)}, "path": "unused"})
-    deadline = time.monotonic() + SECONDS
-    while not (started.exists() and started.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: started.exists() and started.read_text(), "the start of the job")
     fork_server.__exit__()  # waits for the fork server, which ends its job first
     pid = int(started.read_text())
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not Path(f"/proc/{pid}").exists()
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the end of the job")
 
 
 @pytest.mark.parametrize("visible", [None, "0,3"])

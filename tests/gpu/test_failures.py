@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from gpu_for_tests import TEXT, environment, losses, succeeded, weft, write_run
+from waiting_for_tests import wait_until
 
 SHARED = TEXT.replace("compile = false", "compile = false\nshare_gpus = true") + "\n[plan]\nprecision = 'fp32'\n"
 FOUR = "data = 2\nshard = 2\nmicro_batch = 2\n"
@@ -56,10 +56,8 @@ def test_a_killed_run_resumes(tmp_path: Path) -> None:
     run = write_shared(tmp_path, more="\n")
     command = [sys.executable, "-m", "weft", "train", str(run), "--no-verify", "train.steps=60"]
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True, start_new_session=True)
-    deadline = time.monotonic() + 120
-    while not list((tmp_path / "text").glob("checkpoints/step-*")) and time.monotonic() < deadline:
-        time.sleep(0.2)
-        assert process.poll() is None
+    wait_until(lambda: list((tmp_path / "text").glob("checkpoints/step-*")) or process.poll() is not None, "a save")
+    assert process.poll() is None
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     left = succeeded(weft("train", run, "--no-verify", "train.steps=60"))

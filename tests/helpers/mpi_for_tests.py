@@ -24,7 +24,7 @@ from weft.plan import Plan, Shard
 from weft.plan import Tensor as TensorPlan
 from weft.proof.prove import _case, _report, plan_to_prove
 from weft.proof.rank import Trial, answer_of_rank
-from weft.train.agreement import all_say
+from weft.train.agreement import texts_of_ranks
 
 PLANS = {
     2: {"data": Plan(data=2), "shard": Plan(shard=Shard(2, 3)), "x": Plan(tensor=TensorPlan(x=2))},
@@ -49,7 +49,7 @@ def prove(plan: Plan) -> dict[str, Any]:
     trial = Trial(plan_to_prove(plan, "fp64"), 2, 1.0, None, "cpu", False)
     case = _case(make_model, models.token_batch, None, trial.plan)
     answer = json.dumps(answer_of_rank(case, trial))
-    answers = [json.loads(text) for text in all_say(answer, Mesh(Plan(data=plan.num_ranks))["world"])]
+    answers = [json.loads(text) for text in texts_of_ranks(answer, Mesh(Plan(data=plan.num_ranks))["world"])]
     report = _report(answers, trial)
     wrong = [str(check) for check in report.checks if not check.passed]
     return {"passed": report.passed, "checks": len(report.checks), "wrong": wrong}

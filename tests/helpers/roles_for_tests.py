@@ -6,13 +6,13 @@ import hashlib
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from runs_for_tests import Silent, write_text
+from waiting_for_tests import wait_for
 
 from weft.checkpoint import Checkpoint, steps
 from weft.checkpoint.folder import step_name
@@ -23,9 +23,8 @@ from weft.run_file import Run, load_run
 from weft.train import loop, role_rank
 from weft.train.batches import TrainingData
 from weft.train.local_job import start_ranks
-from weft.train.validator import Validator
+from weft.train.role_rank import Validator
 
-WAIT_SECONDS = 120
 # Few sequences, so that 12 steps of 16 are more than two epochs.
 RUN_FILE = """
 [model]
@@ -78,13 +77,6 @@ def _note(path: Path, line: str) -> None:
         file.write(line + "\n")
 
 
-def _wait_for(path: Path) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} did not come within {WAIT_SECONDS} s"
-        time.sleep(0.01)
-
-
 def rank_main(arguments: list[str]) -> None:
     """What each rank does: train or serve, and note which batches it makes; die once if it is to."""
     spec = json.loads(arguments[0])
@@ -111,7 +103,7 @@ def rank_main(arguments: list[str]) -> None:
         used = [hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for batch in given for tensor in batch]
         _note(notes / f"used-{rank.rank}", " ".join(used))
         if spec["waits_for_return"] and len((notes / f"used-{rank.rank}").read_text().splitlines()) == 8:
-            _wait_for(notes / "back")
+            wait_for(notes / "back")
         return stepped(model, optimizer, given, *rest)
 
     def measure(validator: Validator, step: int, tensors: Any) -> Any:

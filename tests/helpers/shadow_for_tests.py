@@ -41,7 +41,7 @@ from weft.resilience.memory_copies import MemoryCopies
 from weft.resilience.takeover import take_over_losses
 from weft.schedule.actions import Action
 from weft.step.train_step import evaluate, train_step
-from weft.train.saving import save_or_tell
+from weft.train.checkpoints import save_or_tell
 from weft.train.stop import Stop
 
 RANKS, MICRO_BATCHES, NUM_STEPS, EVALUATED, SAVED = 4, 4, 5, 3, (2, 4)

@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from waiting_for_tests import DEADLINE_SECONDS, publish, wait_for, wait_until
 
 from weft.errors import ConfigError, CorruptionError, LaunchError, LostRankError
 from weft.health import watchdog
@@ -24,7 +25,6 @@ from weft.launch.fork_server import REJOIN_VARIABLE, ForkServer
 
 pytestmark = pytest.mark.processes
 
-DEADLINE_SECONDS = 300
 LIMIT = Restarts(2, 600)
 
 
@@ -61,23 +61,6 @@ def fail_after_step_7(error: Exception) -> None:
         if rank() == 1:
             raise error
         time.sleep(DEADLINE_SECONDS)
-
-
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come within {DEADLINE_SECONDS} s"
-        time.sleep(0.01)
-
-
-def wait_for(path: Path) -> str:
-    wait_until(path.exists, str(path))
-    return path.read_text()
-
-
-def publish(path: Path, text: object = "") -> None:
-    path.with_suffix(".part").write_text(str(text))
-    path.with_suffix(".part").rename(path)
 
 
 def wait_for_the_end_of(pid: int) -> None:

@@ -1,4 +1,4 @@
-"""A host is lost and comes back: the job goes on with the ranks that are left, under another plan, and takes it in."""
+"""Jobs over several hosts: one that is lost and comes back, plans for the ranks that are left, torchrun in each."""
 
 from __future__ import annotations
 
@@ -7,19 +7,24 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hosts_for_tests import ADDRESSES, PORT, end_all, hosts, ip
-from runs_for_tests import events, losses, make_run, train_on_ranks, write_run_file
+from runs_for_tests import DEEP, events, losses, make_run, train_on_ranks, write_run_file
+from waiting_for_tests import DEADLINE_SECONDS, wait_until
 
 from weft.checkpoint import Checkpoint
+from weft.commands.run_planning import _nearest, fit_to_ranks
+from weft.errors import PlanError
+from weft.launch.environment import RankInfo, is_elastic
+from weft.plan import Pipe, Plan
 
 pytestmark = pytest.mark.processes
 
 __all__ = ["hosts"]  # a fixture
-DEADLINE_SECONDS = 300
 NUM_STEPS = 30
 LOST_AFTER, BACK_AFTER = 10, 20
 # Nothing on disk before the end: what comes back after a loss comes from memory.
@@ -128,12 +133,13 @@ def elastic(hosts: list[str], tmp_path: Path) -> Iterator[Hosts]:
 
 
 def wait_for_step(folder: Path, step: int, pair: Hosts) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
     path = folder / "metrics.jsonl"
-    while not path.exists() or f'"step", "step": {step},' not in path.read_text():
-        assert time.monotonic() < deadline, f"no step {step}:\n{pair.output()}"
+
+    def is_done() -> bool:
         assert pair.processes[0].poll() is None, pair.output()
-        time.sleep(0.05)
+        return path.exists() and f'"step", "step": {step},' in path.read_text()
+
+    wait_until(is_done, lambda: f"step {step} ({pair.output()})")
 
 
 @pytest.mark.soak
@@ -196,3 +202,131 @@ def test_a_link_is_cut_and_comes_back(elastic: Hosts, hosts: list[str], tmp_path
     assert [event["step"] for event in events(run.folder)] == list(range(1, NUM_STEPS + 1))
     assert losses(run.folder) == pytest.approx(losses(whole.folder), rel=1e-4)
     print(f"both sides said so within {seconds:.1f} s of the cut:\n" + "\n".join(lines[0] for lines in paragraphs))
+
+
+# --- another plan for another number of ranks: which degrees change, and what is refused
+
+
+def place(num_ranks: int) -> RankInfo:
+    return RankInfo(0, num_ranks, 0, num_ranks, 1, "torchrun")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_ranks", "axes", "accumulation"),
+    [
+        (["plan.data=2", "plan.shard=2"], 4, "data 2 × shard 2 (stage 3)", 1),  # as it was
+        (["plan.data=2", "plan.shard=2"], 2, "shard 2 (stage 3)", 2),  # memory stays, so does the micro-batch
+        (["plan.data=2", "plan.shard=2"], 8, "data 4 × shard 2 (stage 3)", 1),
+        (["plan.data=2", "plan.shard=2"], 1, "1 process", 4),
+        (["plan.shard=4"], 2, "shard 2 (stage 3)", 2),
+        (["plan.pipe=2", "plan.data=2", "plan.micro_batch=2"], 2, "pipe 2 (1f1b)", 8),
+        (["plan.pipe=4", "plan.micro_batch=2"], 2, "pipe 2 (1f1b)", 8),
+        (["plan.tensor.x=2", "plan.data=2"], 2, "x 2", 2),
+    ],
+)
+def test_the_nearest_plan(tmp_path: Path, overrides: list[str], num_ranks: int, axes: str, accumulation: int) -> None:
+    run = make_run(write_run_file(tmp_path, DEEP), "run", *overrides)
+    fitted = fit_to_ranks(run, place(num_ranks))
+    assert fitted.plan.describe_axes() == axes
+    assert fitted.plan.num_ranks == num_ranks
+    assert fitted.split.batch == run.split.batch
+    if num_ranks <= run.plan.num_ranks:
+        assert (fitted.split.micro_batch, fitted.split.accumulation) == (run.split.micro_batch, accumulation)
+
+
+def test_ranks_that_no_plan_suits_are_refused(tmp_path: Path) -> None:
+    run_file = write_run_file(tmp_path)
+    with pytest.raises(PlanError, match=r"needs 4 ranks \(data 4\), 3 are there, and no plan near it suits them"):
+        fit_to_ranks(make_run(run_file, "run", "plan.data=4"), place(3))
+    with pytest.raises(PlanError, match="the degrees of the model do not divide them"):
+        fit_to_ranks(make_run(run_file, "run", "plan.tensor.x=2"), place(3))
+
+
+def test_every_near_plan_has_the_ranks_and_comes_once() -> None:
+    plan = Plan(data=2, pipe=Pipe(degree=2), micro_batch=1)
+    for num_ranks in range(1, 17):
+        plans = [replace(near, micro_batch=None) for near in _nearest(plan, num_ranks)]
+        assert len(plans) == len(set(plans))
+        assert {near.num_ranks for near in plans} == {num_ranks}
+    assert next(_nearest(plan, 8)).degrees == Plan(data=4, pipe=Pipe(degree=2)).degrees
+
+
+def test_only_a_torchrun_that_may_restart_is_elastic() -> None:
+    assert is_elastic({"TORCHELASTIC_MAX_RESTARTS": "3"}, place(2))
+    assert not is_elastic({"TORCHELASTIC_MAX_RESTARTS": "0"}, place(2))
+    assert not is_elastic({"TORCHELASTIC_MAX_RESTARTS": "3"}, RankInfo(0, 2, 0, 2, 1, "slurm"))
+
+
+# --- one job over two hosts, with torchrun in each
+
+
+NUM_LOCAL_RANKS = 2
+
+# Adds up rank + 1 over all ranks, and says what it found where.
+SUM_OF_RANKS = """
+import os
+from datetime import timedelta
+import torch
+from weft.launch import environment as launch
+torch.set_num_threads(1)
+place = launch.detect(os.environ)
+launch.init_process_group(place, "cpu", timedelta(seconds=60))
+number = torch.tensor([place.rank + 1.0])
+torch.distributed.all_reduce(number)
+launch.shutdown()
+print(f"{place.launcher}: rank {place.rank} of {place.num_ranks}, local {place.local_rank} of "
+      f"{place.num_local_ranks}, {place.num_hosts} hosts: {number.item()}\\n", end="", flush=True)
+"""
+
+
+def run_on(hosts: Sequence[str], command: Sequence[str], folder: Path) -> tuple[list[int], list[str]]:
+    """Run `command` as two ranks on each host; the exit codes and the outputs of both hosts' torchrun."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={NUM_LOCAL_RANKS}"]
+    torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint={ADDRESSES[0]}:{PORT}", "--rdzv-id=test", "--no-python"]
+    root = str(Path(__file__).parents[2])
+    outputs = [folder / f"{host}.log" for host in hosts]
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for host, address, output in zip(hosts, ADDRESSES, outputs, strict=True):
+            environ = os.environ | {"GLOO_SOCKET_IFNAME": host, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+            # torchrun would learn its address and role from the machine's name, which means loopback in both.
+            own = [f"--local-addr={address}", f"--rdzv-conf=is_host={int(host == hosts[0])}"]
+            line = ["ip", "netns", "exec", host, *torchrun, *own, *command]
+            with open(output, "wb") as file:
+                processes.append(subprocess.Popen(line, env=environ, stdout=file, stderr=file, start_new_session=True))
+        codes = [process.wait(DEADLINE_SECONDS) for process in processes]
+    except subprocess.TimeoutExpired:
+        pytest.fail("the job did not end:\n" + "\n".join(output.read_text() for output in outputs))
+    finally:
+        for host in hosts:
+            end_all(host)
+        for process in processes:
+            process.wait()
+    return codes, [output.read_text() for output in outputs]
+
+
+def test_one_job_over_two_hosts(hosts: list[str], tmp_path: Path) -> None:
+    codes, outputs = run_on(hosts, [sys.executable, "-c", SUM_OF_RANKS], tmp_path)
+    assert codes == [0, 0], "\n".join(outputs)
+    # Which host's ranks come first is the agents' choice.
+    lines = sorted(line for output in outputs for line in output.splitlines() if line.startswith("torchrun:"))
+    assert lines == [f"torchrun: rank {rank} of 4, local {rank % 2} of 2, 2 hosts: 10.0" for rank in range(4)]
+    assert [output.count("torchrun: rank") for output in outputs] == [2, 2]
+
+
+@pytest.mark.soak
+def test_a_run_over_two_hosts_has_the_curve_of_one_process(hosts: list[str], tmp_path: Path) -> None:
+    """The whole command, four ranks that hold half of the state each, against the unsplit run."""
+    run_file = write_run_file(tmp_path)
+    layout = ["plan.data=2", "plan.shard=2"]
+    run, whole = make_run(run_file, "two hosts", *layout), make_run(run_file, "whole")
+    command = [sys.executable, "-m", "weft", "train", str(run_file), *layout, f"folder={run.folder}"]
+    codes, outputs = run_on(hosts, command, tmp_path)
+    assert codes == [0, 0], "\n".join(outputs)
+    assert sum(output.count("local: 2 x 2 CPU = 4 devices") for output in outputs) == 1  # rank 0 speaks
+    train_on_ranks(whole)
+    assert len(losses(run.folder)) == 15
+    assert losses(run.folder) == pytest.approx(losses(whole.folder), rel=1e-4)
+    checkpoint = Checkpoint(run.folder / "checkpoints" / "step-00000015")
+    files = {piece.file for entry in checkpoint.entries() for piece in entry.pieces}
+    assert len(files) == 4  # every rank wrote its share

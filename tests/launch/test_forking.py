@@ -21,8 +21,7 @@ import weft.proof.prove
 from weft.errors import LaunchError, LocalError, PlanError
 from weft.launch import fork as forking
 from weft.launch.fork_server import ForkServer
-from weft.launch.function_names import import_by_name, importable_name
-from weft.launch.local_ranks import run_local, run_spawned
+from weft.launch.local_ranks import import_by_name, importable_name, run_local, run_spawned
 from weft.plan import Context, Plan, Shard
 
 pytestmark = pytest.mark.processes

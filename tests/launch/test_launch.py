@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting_for_tests import DEADLINE_SECONDS, wait_until
 
 from weft.errors import LaunchError
 from weft.launch import environment as launch
@@ -29,7 +30,6 @@ from weft.launch.fork_server import ForkServer
 
 pytestmark = pytest.mark.processes
 
-DEADLINE_SECONDS = 300
 FORK = multiprocessing.get_context("fork")
 
 TORCHRUN = {
@@ -400,10 +400,7 @@ class Parent:
 
     def read(self, name: str) -> str:
         """The content of a file that a rank writes, as soon as it is there."""
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not (self.folder / name).exists():
-            assert time.monotonic() < deadline, f"no {name}; stderr: {self.stderr}"
-            time.sleep(0.01)
+        wait_until((self.folder / name).exists, lambda: f"{name} (stderr: {self.stderr})")
         return (self.folder / name).read_text()
 
     def end(self) -> int:

@@ -6,16 +6,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting_for_tests import wait_until
 
 from weft.launch.mps import CONTROL, PIPE_VARIABLE, shared_gpu_service
 
 pytestmark = pytest.mark.processes
 
-DEADLINE_SECONDS = 60
 # A control program that does what NVIDIA's does: `-f` serves until it is told to quit, through its folder.
 FAKE = """#!/bin/sh
 if [ "$1" = -f ]; then
@@ -89,10 +88,7 @@ def test_the_service_ends_with_a_killed_run(tmp_path: Path) -> None:
         assert own.stdout.readline() == "up\n"
         service = daemon(tmp_path)
         own.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while is_alive(service):
-        assert time.monotonic() < deadline, "the service outlived its run"
-        time.sleep(0.05)
+    wait_until(lambda: not is_alive(service), "the end of the service")
 
 
 def test_a_service_that_fails_is_told_and_ranks_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

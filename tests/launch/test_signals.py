@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 from runs_for_tests import events, losses, make_run, train_on_ranks, write_run_file
+from waiting_for_tests import DEADLINE_SECONDS, wait_until
 
 from weft.checkpoint import Checkpoint, Saver, latest, steps
 from weft.launch.local_ranks import run_local
@@ -24,7 +24,6 @@ from weft.train.stop import Stop
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_SECONDS = 300
 NUM_STEPS = 200
 OVERRIDES = ["plan.data=2", f"train.steps={NUM_STEPS}", "checkpoint.every=60", "train.evaluate_every=75"]
 
@@ -42,11 +41,8 @@ class Command:
 
     def wait_for_step(self, step: int) -> None:
         """Return when the metrics have got to a step."""
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while self._last_step() < step:
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < deadline, f"no step {step} after {DEADLINE_SECONDS} s"
-            time.sleep(0.01)
+        wait_until(lambda: self._last_step() >= step or self.process.poll() is not None, f"step {step}")
+        assert self.process.poll() is None, self.process.communicate()
 
     def _last_step(self) -> int:
         path = self.run.folder / "metrics.jsonl"

@@ -25,7 +25,7 @@ from weft.pipeline.build import stage
 from weft.pipeline.deferred_weight_grads import DeferredWeightGrads
 from weft.pipeline.partition import Route, cut, partition, unit_order
 from weft.pipeline.shared_parameters import tied_stages
-from weft.pipeline.stage_rng import StageRng, is_random
+from weft.pipeline.stage import StageRng, is_random
 from weft.pipeline.stand_in import AbsentModule, skeleton
 from weft.pipeline.trace import END, Trace, TracedTensor, TraceEvent, trace
 from weft.plan import Memory, Pipe, Plan, Shard, split_batch

@@ -13,10 +13,9 @@ from sampled_for_tests import one_in
 from token_shapes_for_tests import SHAPES
 
 from weft.proof.compare import noise_of, training
-from weft.proof.noise import NUM_RUNS
 from weft.proof.prove import verify
 from weft.proof.report import NOISE_MULTIPLE, ProofReport
-from weft.proof.sequential import SequentialResult, make_model, run_sequential
+from weft.proof.sequential import NUM_RUNS, SequentialResult, make_model, run_sequential
 from weft.step.objective import CROSS_ENTROPY
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

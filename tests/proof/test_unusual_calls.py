@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import models_for_tests as models
 import pytest
 import torch
+from awkward_for_tests import VOCABULARY, WIDTH, tokens
 from torch import Tensor, nn
 from torch.nn import functional
 
+import weft
 from weft.errors import PlanError
 from weft.models.loss import token_loss
 from weft.plan import Plan, Shard
@@ -23,7 +26,7 @@ from weft.step.objective import CROSS_ENTROPY, Objective
 pytestmark = pytest.mark.processes
 
 RANK = importlib.import_module("weft.proof.rank")
-X, STAGE_3 = Plan(tensor=TensorAxes(x=2)), Plan(shard=Shard(2, 3), micro_batch=2)
+X, MICRO_BATCHES = Plan(tensor=TensorAxes(x=2)), Plan(shard=Shard(2, 3), micro_batch=2)
 CLASSES = 6
 
 
@@ -54,7 +57,7 @@ def contrast(model: nn.Module, batch: Any) -> Tensor:
     return functional.triplet_margin_loss(anchor, near, far, reduction="sum")
 
 
-@pytest.mark.parametrize("plan", [X, STAGE_3])
+@pytest.mark.parametrize("plan", [X, MICRO_BATCHES])
 @pytest.mark.parametrize(("total", "calls"), [(siamese, 2), (contrast, 3)])
 def test_a_loss_of_several_calls_is_refused_where_its_bytes_are_not_predicted(
     plan: Plan, total: Any, calls: int
@@ -77,7 +80,7 @@ def test_a_fault_beside_unusual_calls_is_a_failure_and_no_refusal(monkeypatch: p
         return train_step(model, optimizer, micro_batches[:-1], *others, **options)
 
     monkeypatch.setattr(RANK, "train_step", forgetful)
-    report = verify(Pair, models.vector_batch, STAGE_3, objective=Objective(CROSS_ENTROPY.count, siamese))
+    report = verify(Pair, models.vector_batch, MICRO_BATCHES, objective=Objective(CROSS_ENTROPY.count, siamese))
     assert "loss" in [check.what for check in report.checks if not check.passed]
 
 
@@ -168,3 +171,80 @@ def test_what_is_assumed_of_the_logits_is_said_once(tmp_path: Path) -> None:
         logging.getLogger("weft").removeHandler(handler)
     words = "Scaled does not run on tokens alone (TypeError), so weft assumes that it returns its head's result"
     assert log.read_text().count(words) == 1
+
+
+# --- models that compute what no result depends on, detach what goes on, or compute without gradients
+
+
+Y, STAGE_3 = weft.Plan(tensor=weft.Tensor(y=2)), weft.Plan(shard=weft.Shard(2, 3))
+SEQUENCE = weft.Plan(tensor=weft.Tensor(x=2, sequence=True))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.inner(hidden)
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.down(functional.gelu(self.up(hidden)))
+        return out
+
+
+class Detached(nn.Module):
+    """Trains its last blocks only: the stream is detached before them."""
+
+    def __init__(self, block: type[Block] = Block) -> None:
+        super().__init__()
+        self.table, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList(block() for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, value: Tensor) -> Tensor:
+        hidden = self.table(value)
+        for number, block in enumerate(self.blocks):
+            hidden = block(hidden.detach() if number == 2 else hidden)
+        out: Tensor = self.head(self.norm(hidden))
+        return out
+
+
+class Unused(Detached):
+    """No result depends on the last block, nor on a second call of the head."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        hidden = self.table(value)
+        for block in self.blocks[:-1]:
+            hidden = block(hidden)
+        self.seen = self.head(self.norm(self.blocks[-1](hidden))).detach()
+        out: Tensor = self.head(self.norm(hidden))
+        return out
+
+
+class DetachingBlock(Block):
+    def inner(self, hidden: Tensor) -> Tensor:
+        return super().inner(hidden.detach())
+
+
+class DraftingBlock(Block):
+    def inner(self, hidden: Tensor) -> Tensor:
+        with torch.no_grad():
+            before = super().inner(hidden)
+        return super().inner(hidden) + before
+
+
+@pytest.mark.parametrize(
+    ("make", "plan"),
+    [
+        (Detached, STAGE_3),
+        (Detached, X),
+        (Detached, SEQUENCE),
+        (Unused, STAGE_3),
+        (Unused, Y),
+        (Unused, X),
+        (lambda: Detached(DetachingBlock), SEQUENCE),
+        (lambda: Detached(DraftingBlock), SEQUENCE),
+    ],
+)
+def test_the_bytes_of_what_backward_does_not_pass(make: Callable[[], nn.Module], plan: weft.Plan) -> None:
+    verify(make, tokens, plan, steps=2).require()

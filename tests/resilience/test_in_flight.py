@@ -7,7 +7,6 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +14,7 @@ from unittest.mock import patch
 import pytest
 from restarts_for_tests import assert_same_end
 from runs_for_tests import Silent, losses, make_run, train_on_ranks, write_run_file
+from waiting_for_tests import wait_until
 
 from weft.checkpoint import Saver
 from weft.health.rank_status import Status
@@ -30,14 +30,6 @@ from weft.train.local_job import start_ranks
 pytestmark = pytest.mark.processes
 
 NUM_STEPS = 12
-DEADLINE_SECONDS = 300
-
-
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come within {DEADLINE_SECONDS} s"
-        time.sleep(0.01)
 
 
 def test_reserving_memory_for_the_first_copy_is_no_hang(tmp_path: Path) -> None:
@@ -80,7 +72,7 @@ def as_rank(arguments: list[str]) -> None:
 
     def late(self: Saver, *given: Any) -> Any:
         if is_first and place.rank == 1:
-            wait_for(raised.exists, "the error")
+            wait_until(raised.exists, "the error")
             time.sleep(1.0)  # for a rank that waits for nothing to be gone
         return write_part(self, *given)
 

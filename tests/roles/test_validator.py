@@ -18,7 +18,7 @@ from weft.checkpoint.folder import step_name
 from weft.run_file import Run, load_run
 from weft.saved_run import open_checkpoint
 from weft.train.batches import prepare_data
-from weft.train.validator import BEST, BestSnapshot
+from weft.train.role_rank import BEST, BestSnapshot
 
 pytestmark = pytest.mark.processes
 

@@ -17,7 +17,7 @@ from weft.errors import PlanError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.pipeline.message_order import MessageDrivenOrder
-from weft.pipeline.nccl_queues import check_queues
+from weft.pipeline.runtime import check_queues
 from weft.plan import Pipe, Plan
 from weft.schedule.actions import Edge, Message, Schedule, chain, with_messages
 from weft.schedule.check import check

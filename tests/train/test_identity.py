@@ -34,7 +34,7 @@ from weft.plan import Plan
 from weft.resilience import shared_memory
 from weft.run_file import Run, load_run
 from weft.train import agreement, loop, resume, setup
-from weft.train.agreement import agree, first_says
+from weft.train.agreement import agree, text_of_rank_0
 from weft.train.local_job import run_of_job
 from weft.train.run_identity import known_run_id, make_run_id
 
@@ -296,12 +296,12 @@ def test_a_difference_names_ranks_and_values_and_few_of_many(tmp_path: Path) -> 
     def rank(index: int) -> str:
         world = Axis("world", 4, index, None, Ledger())
         agree({"a": "1", "b": "\u00e9" * 5000}, world)
-        assert first_says(f"from {index}\u00e9", world) == "from 0\u00e9"
-        beliefs: Mapping[str, str] = {"alike": "x", **{f"key {n}": str(index // 2) for n in range(20)}}
+        assert text_of_rank_0(f"from {index}\u00e9", world) == "from 0\u00e9"
+        settings: Mapping[str, str] = {"alike": "x", **{f"key {n}": str(index // 2) for n in range(20)}}
         if index == 3:
-            beliefs = {**beliefs, "long": "z" * 9999 + "\x1b[2J"}
+            settings = {**settings, "long": "z" * 9999 + "\x1b[2J"}
         with pytest.raises(LaunchError) as caught:
-            agree(beliefs, world)
+            agree(settings, world)
         return str(caught.value)
 
     said = run_local(rank, 4)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.train.learning_rate import Schedule, learning_rate
+from weft.train.parts import Schedule, learning_rate
 
 
 def rates(

@@ -41,23 +41,9 @@ __all__ = ["Checkpoint", "latest", "steps"]
 Value = TypeVar("Value")
 MAX_REASON = 1000  # characters of an error that are shown
 # Errors of a process, a host or a file server. Another process, or the same one later, may read the same file.
-_HOST_ERRORS = frozenset(
-    getattr(errno, name)
-    for name in (
-        *("ENOMEM", "ESTALE", "EMFILE", "ENFILE", "EAGAIN", "EINTR", "EBUSY", "EACCES", "EPERM", "ENOLCK", "ETIMEDOUT"),
-        *(
-            "ECONNREFUSED",
-            "ECONNRESET",
-            "ECONNABORTED",
-            "ENOTCONN",
-            "ESHUTDOWN",
-            "ENETDOWN",
-            "ENETUNREACH",
-            "ENETRESET",
-        ),
-        *("EHOSTDOWN", "EHOSTUNREACH"),
-    )
-)
+_NAMES = "ENOMEM ESTALE EMFILE ENFILE EAGAIN EINTR EBUSY EACCES EPERM ENOLCK ETIMEDOUT ECONNREFUSED ECONNRESET"
+_NAMES += " ECONNABORTED ENOTCONN ESHUTDOWN ENETDOWN ENETUNREACH ENETRESET EHOSTDOWN EHOSTUNREACH"
+_HOST_ERRORS = frozenset(getattr(errno, name) for name in _NAMES.split())
 _PICKLED_SUFFIXES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".distcp")
 
 

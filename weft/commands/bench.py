@@ -67,9 +67,8 @@ def links_command(
     as_json: JsonOption = False,
 ) -> None:
     """Time messages and collectives between ranks. Checks their contents, and fits latency and bandwidth."""
-    from weft.bench.links import LinkOptions, parse_sizes
+    from weft.bench.links import LinkOptions, bench_links, parse_sizes
     from weft.bench.operations import OPERATIONS
-    from weft.bench.ranks import bench_links
     from weft.bench.report import series_of, svg_plot
     from weft.launch.environment import detect
 
@@ -181,8 +180,8 @@ def machine_command(
     if serve and device != "cpu":
         raise ConfigError(f"--serve measures decodes on a CPU, not with --device {device}; leave out one of them")
     from weft.bench.cluster_file import cluster_text
+    from weft.bench.machine import measure_machine, num_devices
     from weft.bench.report import describe_link
-    from weft.bench.whole_machine import measure_machine, num_devices
     from weft.launch.environment import detect
 
     started = detect(os.environ)

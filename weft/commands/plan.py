@@ -35,7 +35,7 @@ from weft.planner.question import OBJECTIVES, parse_constraints, parse_count
 from weft.planner.report.page import page
 from weft.run_file import Run
 from weft.step.examples import micro_batch_profile
-from weft.train.role_forecast import RoleForecast, forecast_roles
+from weft.train.role_advice import RoleForecast, forecast_roles
 from weft.train.timeline import refuse_timeline
 
 USUAL_TOKENS = 4 << 20  # of a step, if the command line gives none

@@ -11,10 +11,9 @@ from rich.table import Table
 from weft.commands.console import print_json, say
 from weft.commands.result_file import write_result
 from weft.errors import ConfigError
-from weft.recording.chrome_trace import chrome_trace
 from weft.recording.live import ADDRESS, live_server
 from weft.recording.page import TABLE_HEADS, late_sentences, profile_page, row_texts
-from weft.recording.rank_file import FOLDER, read_recording
+from weft.recording.rank_file import FOLDER, chrome_trace, read_recording
 from weft.recording.summary import summarise
 
 

@@ -304,10 +304,15 @@ def _run(main: Main, arguments: list[str], environ: dict[str, str]) -> None:
     except BaseException as error:
         status = record_failure(environ, int(environ["RANK"]), error)
     finally:
-        with suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
+        _leave(status)
+
+
+def _leave(status: int) -> None:
+    """End a forked child, without the parent's exit handlers."""
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)
 
 
 def _become_server(mask: Iterable[int]) -> None:
@@ -339,7 +344,4 @@ def _run_job(job: Job, arguments: Mapping[str, Any], path: Path) -> None:
         written.write_text(json.dumps(answer))
         written.rename(path)
     finally:
-        with suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
+        _leave(status)

@@ -2,15 +2,18 @@
 
 Forking after torch is imported starts eight ranks in a fraction of a second, so the verifier, the tests and
 `weft doctor` all use it. A process whose forked children could not compute (`weft/launch/fork.py`) starts new processes
-instead, which import the function (`run_spawned`). Results are returned as JSON. Nothing hangs: after
-`timeout_seconds` all ranks are killed, and the error contains the stack of each rank that still ran.
+instead (`run_spawned`), which import the function by a name like 'module:function' or 'file.py:function'. Results are
+returned as JSON. Nothing hangs: after `timeout_seconds` all ranks are killed, and the error contains the stack of each
+rank that still ran.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import json
 import os
+import runpy
 import select
 import signal
 import sys
@@ -20,6 +23,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +34,11 @@ from torch._C._distributed_c10d import FileStore
 from weft.cluster.local_gpus import VISIBLE_VARIABLE
 from weft.comm import barrier
 from weft.comm.backends import DeviceType, choose_backend, prepare_cuda
-from weft.errors import LocalError, PlanError, error_class
+from weft.errors import LaunchError, LocalError, PlanError, error_class
 from weft.health.call_order import FOLDER_VARIABLE as CALLS_VARIABLE
 from weft.health.call_order import find_difference
 from weft.health.rank_status import wait_for_stacks
 from weft.launch.fork import fork
-from weft.launch.function_names import import_by_name
 
 __all__ = ["LocalError", "run_local", "run_spawned"]
 
@@ -319,3 +322,39 @@ def _main() -> None:
 
 if __name__ == "__main__":
     _main()
+
+
+SCRIPT = "__weft_script__"  # __name__ while a script is run again for its functions
+
+
+def importable_name(function: Callable[..., Any], what: str) -> str:
+    """Returns the name with which `import_by_name` finds the function in another process.
+
+    `what` names the argument in an error. Raises LaunchError if another process cannot import the function.
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    program = sys.modules.get("__main__")
+    file, spec = getattr(program, "__file__", None), getattr(program, "__spec__", None)
+    if module == "__main__" and spec is not None:  # started as `python -m module`
+        module = spec.name
+    if module is None or not name or "<" in name or "." in name or (module == "__main__" and file is None):
+        raise LaunchError(
+            f"{what} = {function!r} cannot be imported by another process, which this one needs: it has used CUDA, or "
+            f"a backward on a machine with GPUs, and cannot fork ranks; define {what} with `def` at the top level of a "
+            f"file, or call weft.verify in a program of its own before anything else"
+        )
+    return f"{file if module == '__main__' else module}:{name}"
+
+
+def import_by_name(name: str) -> Any:
+    """Import the function or other value that `importable_name` named."""
+    place, _, attribute = name.rpartition(":")
+    if Path(place).is_file():
+        return _script(place)[attribute]
+    return getattr(importlib.import_module(place), attribute)
+
+
+@lru_cache
+def _script(path: str) -> dict[str, Any]:
+    """Run a script and return its globals. Code under `if __name__ == "__main__"` does not run."""
+    return runpy.run_path(path, run_name=SCRIPT)

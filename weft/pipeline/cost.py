@@ -39,7 +39,8 @@ def pipeline_cost(
     slots = 0
     for stage, replica in staging.held_by(index):
         part = localise(staging.profile(whole, stage, coordinates), plan.of_stage(stage))
-        count = _count(schedule, stage, replica)
+        steps = schedule.compute(schedule.rank_of(stage, replica))
+        count = sum((step.kind, step.stage, step.replica) == ("forward", stage, replica) for step in steps)
         own = stage_cost(part, replace(split, accumulation=count), plan.of_stage(stage))
         stages[stage] = _stage_bytes(own, part, plan)
         step_bytes += own.transient.step_bytes
@@ -88,12 +89,6 @@ def _stage_bytes(own: Cost, part: Profile, plan: Plan) -> StageBytes:
 
 def _is_loss(part: Profile, name: str) -> bool:
     return part.model is not None and is_loss_head(part.model.get_submodule(name))
-
-
-def _count(schedule: Schedule, stage: int, replica: int) -> int:
-    """Return how many micro-batches a replica's stage takes."""
-    steps = schedule.compute(schedule.rank_of(stage, replica))
-    return sum((step.kind, step.stage, step.replica) == ("forward", stage, replica) for step in steps)
 
 
 def edge_bytes(staging: Staging, coordinates: Mapping[str, int] | None = None) -> list[int]:

@@ -31,9 +31,9 @@ class Arrivals:
         self.transport = transport
         self.is_polled = transport.can_poll
         self._come: set[Key] = set()
-        self._under_way: dict[Key, Pending] = {}
-        self._lines: dict[Channel, SimpleQueue[tuple[Key, Pending] | None]] = {}
-        self._news = threading.Condition()
+        self._under_way: dict[Key, Pending] = {}  # with polling: messages that have not arrived
+        self._lines: dict[Channel, SimpleQueue[tuple[Key, Pending] | None]] = {}  # without: what each thread waits for
+        self._news = threading.Condition()  # a thread has seen a message arrive
 
     def expect(self, message: Message) -> None:
         """Track a message that has been posted."""

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from torch import nn
 
@@ -16,75 +15,55 @@ from weft.sharding.flat_buffer import Flat
 from weft.sharding.units import Units, units_of
 
 
-class RankModel(Protocol):
-    """A rank's part of a model."""
+class RankModel:
+    """A rank's part of a model. This class itself is that of a rank that holds all layers, whole or split."""
+
+    pipeline: Pipeline | None = None  # where stages run by a schedule
+    description = ""  # which stages the rank holds, for people
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
 
     @property
-    def models(self) -> Sequence[nn.Module]:
+    def models(self) -> list[nn.Module]:
         """The modules that run on this rank: the model, or its stages."""
+        return [self._model]
 
     @property
-    def saved_models(self) -> Sequence[nn.Module]:
+    def saved_models(self) -> list[nn.Module]:
         """Those whose buffers this rank writes to a checkpoint."""
+        return self.models
 
     @property
     def parameter_names(self) -> set[str]:
         """The names of all parameters of the whole model."""
-
-    @property
-    def pipeline(self) -> Pipeline | None:
-        """The pipeline, where stages run by a schedule."""
-
-    @property
-    def description(self) -> str:
-        """Which stages the rank holds, for people; '' for all layers."""
+        return {name for name, _ in self._model.named_parameters()}
 
     def named_models(self) -> list[tuple[nn.Module, Callable[[Parameter], Parameter]]]:
         """Each module, and a function that gives one of its parameters its name in the whole model."""
+        return [(self._model, lambda parameter: parameter)]
 
     def named_units(self) -> list[tuple[Units, Mapping[str, str]]]:
         """Each module's units, and the names of its parameters in the whole model where they differ."""
+        units = units_of(self._model)
+        return [] if units is None else [(units, {})]
 
     def flats_by_stage(self) -> Mapping[int, Sequence[Flat]] | None:
         """Flat buffers by stage, if sums over them must have the same bits whichever rank holds a stage."""
+        return None
 
     def check_evaluation(self) -> None:
         """Raises a PlanError if the first evaluation would fail."""
 
 
-class WholeModel:
-    """A rank that holds all layers of a model, whole or split."""
-
-    pipeline = None
-    description = ""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.models = self.saved_models = [model]
-
-    @property
-    def parameter_names(self) -> set[str]:
-        return {name for name, _ in self.models[0].named_parameters()}
-
-    def named_models(self) -> list[tuple[nn.Module, Callable[[Parameter], Parameter]]]:
-        return [(self.models[0], lambda parameter: parameter)]
-
-    def named_units(self) -> list[tuple[Units, Mapping[str, str]]]:
-        units = units_of(self.models[0])
-        return [] if units is None else [(units, {})]
-
-    def flats_by_stage(self) -> None:
-        return None
-
-    def check_evaluation(self) -> None:
-        """Nothing can fail."""
-
-
-class Stages:
+class Stages(RankModel):
     """A rank that holds stages of a pipeline."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline = pipeline
+        self.pipeline: Pipeline = pipeline
         self._stages: list[Stage] = list(pipeline.parts.values())
+        indices = sorted({stage.index for stage in self._stages})
+        self.description = f"pipe stage{'s' * (len(indices) > 1)} {' and '.join(map(str, indices))}"
 
     @property
     def models(self) -> list[nn.Module]:
@@ -97,11 +76,6 @@ class Stages:
     @property
     def parameter_names(self) -> set[str]:
         return set(self.pipeline.parameter_names)
-
-    @property
-    def description(self) -> str:
-        indices = sorted({stage.index for stage in self._stages})
-        return f"pipe stage{'s' * (len(indices) > 1)} {' and '.join(map(str, indices))}"
 
     def named_models(self) -> list[tuple[nn.Module, Callable[[Parameter], Parameter]]]:
         return [(stage.model, stage.in_whole) for stage in self._stages]
@@ -121,7 +95,7 @@ class Stages:
 
 def rank_model(model: nn.Module) -> RankModel:
     """The interface to a model that `parallelize` returned, or to a plain one."""
-    return Stages(model) if isinstance(model, Pipeline) else WholeModel(model)
+    return Stages(model) if isinstance(model, Pipeline) else RankModel(model)
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:

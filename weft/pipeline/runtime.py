@@ -1,12 +1,14 @@
-"""The pipeline at run time: a rank's stages, and the schedules that they run.
+"""The pipeline at run time: runs a rank's stages for one step of training or evaluation.
 
-The runtime is the same for all schedules: `step_run.py` goes through this rank's list of actions. Each stage sums
-gradients over its micro-batches; they are reduced over `shard` and `data` after the stage's last backward. At the end
-of the step the copies of a stage (mirrored replicas), and the stages that share a tied parameter, sum their gradients,
-so all copies make the same update.
+`Pipeline.run` asks the schedule for this rank's list of actions, and `StepRun` (`step_run.py`) goes through the list;
+both are the same for all schedules. Each stage sums gradients over its micro-batches. After the stage's last backward
+they are reduced over `shard` and `data`. At the end of the step, ranks that hold copies of the same parameters sum
+their gradients, so that all copies make the same update: mirrored replicas of a stage, and stages that share a tied
+parameter.
 
-With shadows (`schedule/shadow.py`), a step that was interrupted by the loss of a rank continues where it was, with the
-lists of `take_over`.
+With `pipe.shadow`, each rank also keeps a copy of the next rank's stage, a shadow (`schedule/shadow.py`). If a rank is
+lost in the middle of a step, `Pipeline.take_over` puts the shadow in the place of the lost stage, and the next call of
+`run` continues that step with the actions that are left of it.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm import uses_nccl
+from weft.comm.backends import MOST_QUEUES, QUEUES_VARIABLE
 from weft.errors import LostRankError, PlanError
 from weft.inspection.nested_tensors import tensors_in
 from weft.mesh import Mesh
-from weft.pipeline.nccl_queues import check_queues
 from weft.pipeline.partition import Route
 from weft.pipeline.sections import Sections
 from weft.pipeline.shadow_gradients import ShadowRefresh
@@ -33,6 +35,7 @@ from weft.pipeline.step_run import Stage, StepRun, Work
 from weft.pipeline.transport import Key, Transport
 from weft.schedule.actions import Action, Schedule
 from weft.schedule.activation_lifetimes import confirmed_sends
+from weft.schedule.nccl_order import check_nccl_order
 from weft.schedule.shadow import kept_actions, take_over
 from weft.schedule.simulate import Span
 
@@ -40,7 +43,7 @@ __all__ = ["Pipeline", "Stage", "Work"]
 
 
 class Pipeline(nn.Module):
-    """A model over `pipe`, as one rank holds it. `train_step` runs it."""
+    """One rank's stages of a model that is split over `pipe`. `train_step` and `evaluate` run it."""
 
     parts: dict[tuple[int, int], Stage]  # by (stage, replica)
 
@@ -60,11 +63,11 @@ class Pipeline(nn.Module):
         self._make_schedule = make_schedule
         self.check_evaluation = check_evaluation  # raises if the stages cannot run the forward of evaluation
         self._schedules: dict[tuple[int, bool], Schedule] = {}
-        # own sends confirmed by each received message
+        # by the key of a schedule: this rank's sends that have arrived when it receives a message
         self._arrived: dict[tuple[int, bool], Mapping[Key, Sequence[Key]]] = {}
         self._transport: Transport | None = None
         self._routes: dict[Any, Route] = {}  # by the shapes of a batch
-        self._done: set[Any] = set()  # kinds of steps that have run
+        self._done: set[Any] = set()  # kinds of steps that have run: with backward or not, and the shapes of batches
         self.timed = False  # if True, steps wait for the device at each action, so that spans are device times
         self.spans: tuple[Span, ...] = ()  # of the last training step, in seconds since `began`
         self.began = 0.0  # by the host's clock
@@ -76,7 +79,7 @@ class Pipeline(nn.Module):
         self._num_steps = self._shadow_steps = 0  # steps done, and steps whose gradients the shadow has
         self._under_way: StepRun | None = None  # the training step, until the next one begins
         self._lost: int | None = None  # the rank whose stage another rank has taken over
-        self._cut: _InterruptedStep | None = None
+        self._interrupted: _InterruptedStep | None = None  # the step in which it was lost
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
         raise PlanError("a model over pipe is run by its schedule, not called; use weft.train_step or weft.evaluate")
@@ -126,7 +129,7 @@ class Pipeline(nn.Module):
                     stage.units.reduce_all()
             self.copies.combine()
             self._exchange_gradients(run)
-            was_cut = self._cut is not None and self._cut.number == run.number
+            was_cut = self._interrupted is not None and self._interrupted.number == run.number
             self.began, self.spans = run.began, () if was_cut else tuple(run.spans)
         for stage in self.parts.values():
             stage.units.end_step()
@@ -135,12 +138,13 @@ class Pipeline(nn.Module):
         return run.loss.clone()  # a copy, because the caller sums it over ranks in place and may do so again
 
     def _begin(self, work: Work, schedule: Schedule) -> StepRun:
-        """Return a new run, or the run that the loss of a rank has interrupted, with its remaining actions."""
+        """Return the step to run: a new one, or the one in which a rank was lost, with the actions that are left."""
         assert self._transport is not None
         number = -1 if self.sections is None else self.sections.number
         arrived = self._arrived[len(work.batches), work.scales is not None]
-        if self._cut is not None and self._cut.number == number and work.scales is not None:
-            schedule, arrived = self._cut.rest_of(self._make_schedule(len(work.batches), True)), {}
+        cut = self._interrupted
+        if cut is not None and cut.number == number and work.scales is not None:
+            schedule, arrived = cut.rest_of(self._make_schedule(len(work.batches), True)), {}
             if self._under_way is not None and self._under_way.number == number:
                 self._under_way.resume(schedule, self._transport, self.mesh["pipe"].index)
                 return self._under_way
@@ -157,7 +161,10 @@ class Pipeline(nn.Module):
         return run
 
     def _exchange_gradients(self, run: StepRun) -> None:
-        """Send each stage's gradients to its shadow, which makes the same update."""
+        """Send this stage's gradients to the rank that shadows it, and receive those of the stage shadowed here.
+
+        Both ranks then make the same update.
+        """
         if self._refresh is None:
             return
         here = self.mesh["pipe"].index
@@ -171,10 +178,9 @@ class Pipeline(nn.Module):
     # --- the loss of a rank
 
     def progress(self) -> tuple[list[Action], bool]:
-        """Return the actions that this rank has done of the current training step, and whether its shadow has its
-        gradients.
-
-        The step is that of the current section; without one, there is no progress.
+        """Return what this rank has done of the current section's training step: its actions, and whether gradients
+        have been exchanged with shadows. Ranks compare this when one of them is lost. An evaluation or a vote, which is
+        run again from its beginning, has no progress.
         """
         run = self._under_way
         if run is None or self.sections is None or run.number != self.sections.number or run.work.scales is None:
@@ -182,18 +188,18 @@ class Pipeline(nn.Module):
         return sorted(run.done, key=str), run.has_gradients
 
     def let_go(self) -> None:
-        """Drop all references that could keep a connection open."""
+        """Drop the objects that hold connections to other ranks, so that these connections close."""
         self._transport = self._refresh = None
         if self._under_way is not None:
             self._under_way.transport = None
 
     def take_over(self, lost: int, number: int, done: Collection[Action], has_gradients: bool) -> None:
-        """Continue without the rank `lost`.
+        """Continue without the rank `lost`; on the rank before it, the shadow becomes a stage of its own.
 
-        In the section `number` living ranks have `done` these actions. `has_gradients`: the shadow of the lost rank's
-        stage has the gradients of the step; see `shadow.kept_actions`.
+        `number` is the section that was interrupted, and `done` what the other ranks have done of its training step.
+        `has_gradients` says whether the shadow of the lost stage has got the gradients of that step.
         """
-        self._cut, self._lost = _InterruptedStep(lost, number, frozenset(done), has_gradients), lost
+        self._interrupted, self._lost = _InterruptedStep(lost, number, frozenset(done), has_gradients), lost
         self._schedules.clear()
         self._arrived.clear()
         shadow, self.shadow = self.shadow, None
@@ -215,7 +221,7 @@ class Pipeline(nn.Module):
         return (self.training, *((tensor.shape, tensor.dtype) for tensor in tensors_in(batch)))
 
     def _routes_of(self, work: Work) -> list[Route]:
-        """Return the route of each batch. Receives are posted before a forward could tell the shapes."""
+        """Return the route of each batch: receives are posted before a forward, so the shapes must be known before."""
         routes = []
         for batch in work.batches:
             key = self._shapes(batch)
@@ -228,7 +234,7 @@ class Pipeline(nn.Module):
 
 @dataclass(frozen=True)
 class _InterruptedStep:
-    """The section in which a rank was lost, and the actions that living ranks had done of its training step."""
+    """The step in which a rank was lost; see `Pipeline.take_over`."""
 
     lost: int
     number: int
@@ -237,3 +243,33 @@ class _InterruptedStep:
 
     def rest_of(self, schedule: Schedule) -> Schedule:
         return take_over(schedule, self.lost, kept_actions(schedule, self.lost, self.done, self.has_gradients))
+
+
+_NUM_STREAMS = 32  # torch takes streams of groups from a pool in turn; groups with one stream share an order
+MAX_CHANNELS = 24  # per rank; the other streams are for the other axes
+
+
+def check_queues(schedule: Schedule, environ: Mapping[str, str]) -> None:
+    """Raise a PlanError if the streams of a rank's channels could block each other on this machine's GPUs."""
+    for rank in range(schedule.num_ranks):
+        count = sum(rank in channel[:2] for channel in schedule.channels)
+        if count > MAX_CHANNELS:
+            raise PlanError(
+                f"pipe rank {rank} has {count} channels to other ranks, each with a CUDA stream; torch has "
+                f"{_NUM_STREAMS} streams for all groups of a rank, so use at most {MAX_CHANNELS} channels: fewer ranks "
+                f"of pipe, or other stages (pipe.split), so that fewer stages exchange tensors"
+            )
+    if environ.get(QUEUES_VARIABLE) != "1":
+        return
+    reason = None
+    try:
+        check_nccl_order(schedule, one_queue=True)
+    except PlanError as error:
+        reason = str(error)
+    if schedule.name == "message":
+        reason = "pipe.schedule = 'message' posts receives in no fixed order"
+    if reason is not None:
+        raise PlanError(
+            f"{QUEUES_VARIABLE}=1 makes a GPU start all operations in one order, in which this pipeline can wait for "
+            f"ever: {reason}; export {QUEUES_VARIABLE}={MOST_QUEUES}"
+        )

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -28,8 +28,8 @@ from torch.autograd import Function
 from weft.errors import PlanError
 from weft.inspection.absent_module import AbsentModule
 from weft.inspection.nested_tensors import copy_structure, map_tensors, tensors_in
+from weft.inspection.rng import RngState, rng_state, seed_rng, set_rng_state
 from weft.pipeline.partition import Route
-from weft.pipeline.stage_rng import StageRng, is_random
 from weft.pipeline.stand_in import ABSENT_PARAMETERS
 from weft.pipeline.trace import END, TraceEvent
 from weft.pipeline.trace_watch import OperationWatch, operation_name, outcome
@@ -187,7 +187,7 @@ class StageRunner(OperationWatch):
         return result
 
     def _follow(self, numbered: Sequence[Tensor], event: TraceEvent, result: Any) -> None:
-        """Give tensors that an operation has changed in place the number of its result, as in the trace."""
+        """Number tensors that an operation has changed in place as its result, which they now are, as the trace did."""
         for tensor in numbered:
             if self.numbers[tensor] == event.inputs[0] and event.inputs[0] in event.changed:
                 self.numbers[tensor] = event.outputs[0]
@@ -218,7 +218,9 @@ class StageRunner(OperationWatch):
     # --- a unit of this stage
 
     def enter(self, name: str, args: Any, kwargs: Any) -> Any:
-        """Called before a unit of this stage: replace fake tensors in its arguments by real ones, and stop watching."""
+        """Replace fake tensors in the arguments of a unit of this stage by real ones, and stop watching. Called before
+        the unit runs.
+        """
         self.switch(False)
         expected = self._expected()
         if expected is None or expected.name != name:
@@ -226,6 +228,7 @@ class StageRunner(OperationWatch):
         return map_tensors(self._real, (args, kwargs))
 
     def leave(self, name: str, result: Any) -> None:
+        """Record the result of a unit of this stage, and watch again. Called after the unit has run."""
         self._made(self._next(name, is_call=True), result)
         self.switch(True)
 
@@ -278,6 +281,7 @@ class StageRunner(OperationWatch):
         return event
 
     def _made(self, event: TraceEvent, result: Any) -> None:
+        """Number the tensors that an event has made, and keep those that other stages take."""
         assert self.now is not None
         tensors = tensors_in(result)
         if len(tensors) != len(event.outputs):
@@ -361,6 +365,8 @@ class _BackwardRoot(Function):
 
 
 class _EnterUnit:
+    """A forward pre-hook of a unit of this stage."""
+
     def __init__(self, walk: StageRunner, name: str) -> None:
         self.walk, self.name = walk, name
 
@@ -372,6 +378,8 @@ class _EnterUnit:
 
 
 class _LeaveUnit:
+    """A forward hook of a unit of this stage."""
+
     def __init__(self, walk: StageRunner) -> None:
         self.walk = walk
 
@@ -380,3 +388,46 @@ class _LeaveUnit:
         if running is not None and running[0] is module:
             self.walk.running_unit = None
             self.walk.leave(running[1], result)
+
+
+class StageRng:
+    """One stage's random states: one for its own part, and one that all stages share, for code that all run.
+
+    All stages draw the same numbers from the shared one, in the same order.
+    """
+
+    def __init__(self, stage: int, device: torch.device) -> None:
+        self.stage, self.device = stage, device
+        self._shared: RngState | None = None
+        self._own: RngState | None = None
+
+    def use_own(self) -> None:
+        """Switch to this stage's own state, and continue where it was in this forward."""
+        if self._own is None:
+            seed = int(torch.randint(0, 2**62, ()))
+            self._shared = rng_state(self.device)
+            seed_rng(seed + self.stage, self.device)
+        else:
+            self._shared = rng_state(self.device)
+            set_rng_state(self._own, self.device)
+
+    def use_shared(self) -> None:
+        """Switch back to the state that all stages share."""
+        assert self._shared is not None
+        self._own = rng_state(self.device)
+        set_rng_state(self._shared, self.device)
+        self._shared = None
+
+    def end(self) -> None:
+        """End a forward: switch to the shared state, and give the next forward a new own state."""
+        if self._shared is not None:
+            self.use_shared()
+        self._own = None
+
+
+@cache
+def is_random(name: str) -> bool:
+    """Return whether an operation of this name draws random numbers."""
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else []
+    return any(torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags for overload in overloads)

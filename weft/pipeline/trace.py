@@ -37,11 +37,12 @@ from weft.inspection.checkpoints import checkpoint_around
 from weft.inspection.function_transforms import functional_call_around, transform_around
 from weft.inspection.functional_call import call_with, no_fakes_left
 from weft.inspection.nested_tensors import copy_structure, map_tensors, tensors_in
-from weft.pipeline.event_work import EventWork, WorkCounter
 from weft.pipeline.trace_watch import (
     FOR_STAGES,
+    EventWork,
     OperationWatch,
     TracePurpose,
+    WorkCounter,
     operation_name,
     outcome,
     recorded,
@@ -309,8 +310,10 @@ class _UnitHooks:
         recorder.ledger.event = len(recorder.events)
 
         def copy(tensor: Tensor) -> Tensor:
+            is_split = self._y > 1 and tensor in recorder.numbers and tensor.is_floating_point()
             with torch._C.DisableTorchFunction():
-                wide = set_layout(_widen(recorder, recorder.fake, tensor, self._y), layout_of(tensor))
+                wide = torch.cat([tensor] * self._y, dim=-1) if is_split else recorder.fake.from_tensor(tensor)
+                wide = set_layout(wide, layout_of(tensor))
             if tensor in recorder.numbers:
                 call.copies.append((recorder.numbers[tensor], wide, wide._version))
             return wide
@@ -442,9 +445,3 @@ def _narrow(tensor: Tensor, y: int) -> Tensor:
     if y == 1 or not tensor.is_floating_point() or not tensor.dim():
         return tensor
     return tensor[..., : tensor.shape[-1] // y]
-
-
-def _widen(recorder: _TraceRecorder, fake: FakeTensorMode, tensor: Tensor, y: int) -> Tensor:
-    if y > 1 and tensor in recorder.numbers and tensor.is_floating_point():
-        return torch.cat([tensor] * y, dim=-1)
-    return fake.from_tensor(tensor)

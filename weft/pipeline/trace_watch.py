@@ -1,9 +1,12 @@
-"""Watches a model's code between its units: tensors made so far have numbers, operations on them have names."""
+"""Watches a model's code between its units: tensors made so far have numbers, operations on them have names.
+
+For branches, the FLOPs of each operation are counted too, and the bytes that it moves (`WorkCounter`).
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,8 +14,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft.inspection.memory_traffic import bytes_of, is_view, tensors_of
 from weft.inspection.nested_tensors import map_tensors, tensors_in
+from weft.profiling.flops import count_product
 
 
 class TracePurpose(NamedTuple):
@@ -133,3 +139,30 @@ def unseen_work(function: Any) -> str:
         return "operations that weft does not see, as of torch.func,"
     is_hook = type(function).__name__.startswith("BackwardHook")
     return "a hook on gradients (register_full_backward_hook)" if is_hook else "a torch.autograd.Function"
+
+
+class EventWork(NamedTuple):
+    """The FLOPs of an event in forward and backward, and the bytes that its forward reads and writes."""
+
+    flops: int = 0
+    num_bytes: int = 0
+
+
+class WorkCounter(TorchDispatchMode):
+    """Adds the operations that run in this mode to the event whose index `event()` returns."""
+
+    def __init__(self, event: Callable[[], int]) -> None:
+        super().__init__()
+        self.found: dict[int, EventWork] = {}
+        self._event = event
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        inputs, outputs = tensors_of((args, kwargs)), tensors_of(result)
+        product = count_product(func, args, kwargs, result)
+        flops = 0 if product is None else product.flops.all + product.flops.backward
+        moved = 0 if is_view(func, inputs, outputs) else sum(map(bytes_of, (*inputs, *outputs)))
+        before = self.found.get(self._event(), EventWork())
+        self.found[self._event()] = EventWork(before.flops + flops, before.num_bytes + moved)
+        return result

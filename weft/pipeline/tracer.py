@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +49,11 @@ class Tracer:
             return self.own(*arguments(map_tensors(lambda tensor: tensor.to(device), example())), device)
         with FakeTensorMode(allow_non_fake_inputs=True):  # a whole image may not fit
             own = cut_images(example, self.plan, at, self.tiling.sizes)
-        return self.own(*arguments(map_tensors(partial(_zeros, device=device), own)), device, at)
+
+        def zeros(tensor: Tensor) -> Tensor:
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+
+        return self.own(*arguments(map_tensors(zeros, own)), device, at)
 
     def own(self, args: Any, kwargs: Mapping[str, Any], device: torch.device, at: TilePosition = FIRST) -> Trace:
         """Trace the forward of the inputs that the rank at a tile is given, in the model's mode."""
@@ -74,7 +77,3 @@ def _shapes(args: Any, kwargs: Mapping[str, Any]) -> Hashable:
     return str(form), tuple(
         (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves
     )
-
-
-def _zeros(tensor: Tensor, device: torch.device) -> Tensor:
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)

@@ -27,8 +27,7 @@ from weft.compile.blocks import wants_compile
 from weft.errors import LocalError, PlanError, UnfitError, VerifyError, WeftError, error_class
 from weft.inspection.nested_tensors import map_tensors
 from weft.launch.fork import fork_obstacle
-from weft.launch.function_names import import_by_name, importable_name
-from weft.launch.local_ranks import run_local, run_spawned
+from weft.launch.local_ranks import import_by_name, importable_name, run_local, run_spawned
 from weft.parallel.apply import refuse
 from weft.parallel.context.axis import sequence_of
 from weft.plan import Context, Memory, Plan, split_batch
@@ -106,9 +105,10 @@ def verify(
 def _refuse_arguments(model_fn: Any, batch_fn: Any, plan: Any) -> None:
     """Raises PlanError if something else than two functions and a plan is given."""
     if isinstance(model_fn, nn.Module) or not callable(model_fn):
+        name = type(model_fn).__name__
         raise PlanError(
-            f"verify builds the model anew on each process, and model_fn is a {type(model_fn).__name__}; give a "
-            f"function that returns a new model, such as lambda: {_class_name(model_fn)}(...)"
+            f"verify builds the model anew on each process, and model_fn is a {name}; give a function that returns a "
+            f"new model, such as lambda: {name if isinstance(model_fn, nn.Module) else 'MyModel'}(...)"
         )
     if not callable(batch_fn):
         raise PlanError(
@@ -131,14 +131,11 @@ def _refuse_numbers(steps: int, clip: float | None, tolerance: float | None, tim
         raise PlanError(f"timeout_seconds = {timeout_seconds:g}; give the seconds that all ranks may take, above 0")
 
 
-def _class_name(model: Any) -> str:
-    return type(model).__name__ if isinstance(model, nn.Module) else "MyModel"
-
-
 def plan_to_prove(plan: Plan, precision: Literal["fp64", "bf16"]) -> Plan:
     """Returns the plan that is run in a proof: with this precision, and without options that are not exact."""
     communication = replace(plan.communication, gather="exact", scatter="exact", reduce="exact")
-    return replace(plan, precision=precision, matmul="compute", memory=_exact(plan.memory), communication=communication)
+    memory = replace(plan.memory, master=True, state="master", delay=False)
+    return replace(plan, precision=precision, matmul="compute", memory=memory, communication=communication)
 
 
 def prove_plan(
@@ -248,10 +245,6 @@ def inexact_options(plan: Plan) -> tuple[str, ...]:
             found.append(f"plan.memory.{key} = {str(getattr(memory, key)).lower()}")
     found += [f"plan.communication.{key} = '{wire}'" for key, wire in plan.communication.rounded.items()]
     return tuple(f"{one}: the proof is of exact updates in float64" for one in found)
-
-
-def _exact(memory: Memory) -> Memory:
-    return replace(memory, master=True, state="master", delay=False)
 
 
 def verify_run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 import weft.optim
 from weft.cluster.hardware import load
-from weft.comm import Traffic, add_traffic, expand
+from weft.comm import Axis, Traffic, add_traffic, all_gather, expand
 from weft.comm.ledger import Key
 from weft.compile.blocks import compile_blocks
 from weft.data.order import local_indices
@@ -22,6 +23,8 @@ from weft.errors import WeftError
 from weft.memory.activation_choice import offload_from
 from weft.mesh import Mesh
 from weft.parallel.apply import cost, parallelize
+from weft.parallel.expert.layers import axis_of_rows, distributed_layers, routed_counts
+from weft.parallel.expert.traffic import ExpertTraffic, layer_traffics
 from weft.parallel.model_state import all_units, host_bytes, named_pieces, state_bytes
 from weft.parallel.tile import own_tiles
 from weft.pipeline.rank_model import rank_model
@@ -29,13 +32,12 @@ from weft.plan import BatchSplit, Plan
 from weft.profiling import Profile
 from weft.proof.compare import Noise, Pairs, buffers, largest_of, noise_of, numbers, pieces
 from weft.proof.float64 import Float64
-from weft.proof.noise import NUM_RUNS
 from weft.proof.report import NOISE_MULTIPLE, TOLERANCE, Worst, severity
 from weft.proof.result import compare_result
-from weft.proof.routed_rows import RoutedRows
 from weft.proof.sequential import (
     EPSILON,
     LEARNING_RATE,
+    NUM_RUNS,
     SequentialResult,
     make_model,
     make_optimizer,
@@ -107,7 +109,8 @@ def _run_rank(case: Case, trial: Trial) -> dict[str, Any]:
         "parameter": pieces(found.pieces, expected.parameters),
     }
     notes = [*expected.notes, *_compare_buffers(case, plan, found.buffers, expected, compared)]
-    if _can_evaluate(case.counted, plan):
+    # The evaluation should equal the sequential model's if their running statistics are equal.
+    if not case.counted.batch_mixers or _has_batch_statistics(plan):
         batches = _own_batches(case, 0, model, mesh)
         rows = _rows(split, mesh)[0]
         with arithmetic:
@@ -167,7 +170,7 @@ class _Found:
 
 def _train(model: nn.Module, case: Case, trial: Trial, mesh: Mesh, arithmetic: AbstractContextManager[Any]) -> _Found:
     """Train the split model. `arithmetic` is the mode of its forwards and backwards."""
-    say = logger.warning if mesh.is_first else _say_nothing
+    say = logger.warning if mesh.is_first else logger.debug
     if trial.compiles:
         compile_blocks(model, say)
     graph = Graph(model, say) if trial.records else None
@@ -185,10 +188,6 @@ def _train(model: nn.Module, case: Case, trial: Trial, mesh: Mesh, arithmetic: A
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
     return _Found(losses, norms, _pieces(model), _buffers(model), _plain(mesh.ledger.entries()), recorder, routed)
-
-
-def _say_nothing(message: str) -> None:
-    pass
 
 
 class _StateRecorder:
@@ -278,11 +277,6 @@ def _has_batch_statistics(plan: Plan) -> bool:
     return plan.num_batch_ranks == 1 or plan.statistics == "batch"
 
 
-def _can_evaluate(counted: Profile, plan: Plan) -> bool:
-    """Should the evaluation equal the sequential model's? It should if their running statistics are equal."""
-    return not counted.batch_mixers or _has_batch_statistics(plan)
-
-
 def _is_first(part: ParameterPart) -> bool:
     """Is this the first of the ranks of x × y, or of pipe, that hold the same part?"""
     return not part.parameter.copy and (part.parameter.cut is None or part.parameter.cut.is_first)
@@ -290,3 +284,47 @@ def _is_first(part: ParameterPart) -> bool:
 
 def _plain(traffic: dict[Key, Traffic]) -> dict[str, list[int]]:
     return {f"{axis} {operation}": [value.calls, value.num_bytes] for (axis, operation), value in traffic.items()}
+
+
+class RoutedRows:
+    """Counts the rows that this rank's tokens send to each expert in training, in each call of each layer.
+
+    The bytes of the all-to-alls of `expert` depend on it, and a plan's cost is for experts that all get the same number
+    of tokens. A proof adds what the counted rows change. Recompute does not count.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._counts: dict[str, list[Tensor]] = {}  # of all calls of a layer, in their order
+        self._axes: dict[str, Axis] = {}
+        for own in rank_model(model).models:
+            for name, layer in distributed_layers(own).items():
+                self._axes[name] = axis_of_rows(layer)
+                layer.register_forward_pre_hook(self._counter(name, own), with_kwargs=True)
+
+    def _counter(self, name: str, model: nn.Module) -> Any:
+        def count(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if model.training and torch._C._current_graph_task_id() == -1:
+                given = inspect.signature(layer.forward).bind(*args, **kwargs).args  # in the order of its parameters
+                counts = routed_counts(layer, *given)
+                if counts is not None:
+                    self._counts.setdefault(name, []).append(counts)
+
+        return count
+
+    def added_bytes(self, profile: Profile) -> dict[Key, int]:
+        """Returns the bytes that this rank sent in addition to those of equal routing; negative if it sent fewer."""
+        traffics: dict[str, list[ExpertTraffic]] = {}
+        for one in layer_traffics(profile, self._mesh.plan):
+            traffics.setdefault(one.name, []).append(one)
+        added: dict[Key, int] = {}
+        for name, counts in self._counts.items():
+            axis, calls, none = self._axes[name], traffics.get(name, []), torch.zeros_like(counts[0])
+            for number, call in enumerate(calls):  # of one micro-batch; every micro-batch has the same
+                own = sum(counts[number :: len(calls)], none).view(axis.degree, -1).sum(-1)  # for each rank's experts
+                whole = own.new_empty(axis.degree, axis.degree)
+                all_gather(whole.view(-1), own, axis).wait()
+                rows = int(whole[:, axis.index].sum() - own.sum())
+                if rows:
+                    added[call.key] = added.get(call.key, 0) + rows * call.row_bytes * call.num_sends_of_arrived
+        return added

@@ -1,8 +1,8 @@
 """The report of a proof: every check of a plan against the sequential model, and whether all of them passed.
 
 An error of up to 1e-9 passes. If one is larger, ranks also compare the sequential model with itself, rounded in other
-ways (`proof/noise.py`): the noise of each number, parameter, gradient, buffer and result. What differs by no more than
-`NOISE_MULTIPLE` times its own noise cannot be told from rounding, and passes with that tolerance, of at most 1e-3,
+ways (`RoundedOtherwise`): the noise of each number, parameter, gradient, buffer and result. What differs by no more
+than `NOISE_MULTIPLE` times its own noise cannot be told from rounding, and passes with that tolerance, of at most 1e-3,
 which the report states. A larger difference within the noise proves nothing: the report says that the quantity is not
 proved.
 """

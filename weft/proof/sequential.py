@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks
@@ -19,7 +20,6 @@ from weft.inspection.module_modes import in_mode
 from weft.inspection.nested_tensors import map_tensors, tensors_in
 from weft.models.router import change_biases, set_used
 from weft.proof.float64 import Float64
-from weft.proof.noise import RoundedOtherwise
 from weft.step.batch import Batch, num_samples, take_samples
 from weft.step.objective import Objective, counts_of, training_total
 from weft.step.used_tokens import used_of_batch
@@ -75,8 +75,8 @@ def run_sequential(
 
     `part` is the whole batch, unless batch norms should see micro-batches. Part i of a batch then updates the running
     statistics of `replicas[i]`, if replicas are given. A `rounding` that is not 0 changes only how results are rounded
-    (`proof/noise.py`). `keeps_casts` leaves casts to narrower types inside of the model as they are, as compiled blocks
-    do.
+    (`RoundedOtherwise`). `keeps_casts` leaves casts to narrower types inside of the model as they are, as compiled
+    blocks do.
     """
     optimizer, statistics, found = make_optimizer(model), _Statistics(model, replicas), SequentialResult(part)
     wide = Float64(is_wide=not keeps_casts)
@@ -230,3 +230,49 @@ def to_double(batch: Batch) -> Batch:
 def double_of(dtype: torch.dtype) -> torch.dtype:
     """Returns float64 for a floating-point dtype; any other dtype unchanged."""
     return torch.float64 if dtype.is_floating_point else dtype
+
+
+NUM_RUNS = 3  # runs of the unsplit model, each rounded in another way
+ULP = 2.0**-52  # relative distance of neighbouring float64 numbers
+
+
+class RoundedOtherwise:
+    """Rounds the unsplit model in another way: how far its results then are from before is its noise.
+
+    Three things change, each by a random number of the run: the order of the samples in a batch (`order`); every
+    parameter, by one unit in its last place, when the object is made; and, inside the context, the gradient of each
+    result of a module, by one unit in the last place of each element. The last one measures sums whose terms cancel.
+    For example, the bias of attention keys, or of a convolution before batch norm, has no gradient in theory: in
+    floating point it is a unit in the last place of the terms, whatever their sum. AdamW makes steps of it in some
+    direction, which nothing determines.
+    """
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self._model, self._rng = model, torch.Generator().manual_seed(seed)
+        self._handles: list[RemovableHandle] = []
+        with torch.no_grad():
+            for parameter in filter(Tensor.is_floating_point, model.parameters()):
+                parameter.copy_(self._moved(parameter))
+
+    def order(self, count: int) -> Tensor:
+        """Returns a random order of so many samples."""
+        return torch.randperm(count, generator=self._rng)
+
+    def __enter__(self) -> None:
+        for module in self._model.modules():
+            self._handles.append(module.register_forward_hook(self._hook_result))
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _hook_result(self, module: nn.Module, args: Any, result: Any) -> None:
+        for tensor in tensors_in(result):
+            if tensor.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                tensor.register_hook(self._moved)
+
+    def _moved(self, value: Tensor) -> Tensor:
+        """Returns each element, one unit in its last place away at random."""
+        signs = torch.randint(0, 2, value.shape, generator=self._rng).to(value.device) * 2 - 1
+        return value * (1 + ULP * signs)

@@ -3,15 +3,81 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from weft.cluster.hardware import OPS, ring_seconds
-from weft.comm.recorder import RECEIVE
-from weft.recording.arrivals import Arrival, arrivals
-from weft.recording.nic_counters import NicTraffic
-from weft.recording.rank_file import MeasuredLink, RankRecording
+from weft.comm.recorder import RECEIVE, CommunicationCall
+from weft.recording.rank_file import MeasuredLink, NicTraffic, RankRecording
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A collective or a message, seen from all its ranks.
+
+    `spread_seconds` is the time from the first rank that came to the last (for a message: from the receiver's wait to
+    the send, if that is later), `late_rank` the last one, `waited_seconds` the longest time that another rank waited
+    for it, and `seconds` the time from its arrival until a rank had the result. A rank that asks for its result late,
+    because it computes meanwhile, does not lengthen it if another asks earlier.
+    """
+
+    step: int
+    axis: str
+    operation: str
+    block: str
+    num_bytes: int
+    degree: int
+    spread_seconds: float
+    late_rank: int
+    waited_seconds: float
+    seconds: float
+
+
+def arrivals(ranks: Sequence[RankRecording]) -> list[Arrival]:
+    """All collectives and messages that every one of their ranks has recorded, in the order of steps."""
+    together: dict[tuple[Any, ...], dict[int, CommunicationCall]] = {}
+    for one in ranks:
+        for call in one.calls:
+            together.setdefault(_key(one.rank, call), {})[one.rank] = call
+    return sorted(_complete(together), key=lambda arrival: arrival.step)
+
+
+def _key(rank: int, call: CommunicationCall) -> tuple[Any, ...]:
+    """Equal for the calls of all ranks of a collective, and for the send and the receive of a message."""
+    ends = (call.peer, rank) if call.operation == RECEIVE else (rank, call.peer) if call.peer is not None else ()
+    operation = "send" if ends else call.operation
+    return (call.axis, operation, call.ranks, ends, call.number)
+
+
+def _complete(together: dict[tuple[Any, ...], dict[int, CommunicationCall]]) -> Iterator[Arrival]:
+    for (axis, operation, group, ends, _), calls in together.items():
+        if len(calls) < (2 if ends else len(group)):
+            continue
+        any_call = next(iter(calls.values()))
+        if ends:
+            sent, received = calls[ends[0]], calls[ends[1]]
+            late = ends[0]
+            spread = waited = max(0.0, sent.start - received.wait_start)
+            seconds = received.end - max(sent.start, received.start)
+        else:
+            late = max(calls, key=lambda rank: calls[rank].start)
+            spread = calls[late].start - min(call.start for call in calls.values())
+            waited = max(max(0.0, calls[late].start - call.wait_start) for call in calls.values())
+            seconds = min(call.end for call in calls.values()) - calls[late].start
+        yield Arrival(
+            any_call.step,
+            axis,
+            operation,
+            any_call.block,
+            any_call.num_bytes,
+            len(group),
+            spread,
+            late,
+            waited,
+            max(0.0, seconds),
+        )
+
 
 NUM_LATE = 10  # the longest waits for a late rank that are listed
 LATE_SHARE = 0.05  # a rank is called late if others waited for it longer than this share of the time

@@ -30,7 +30,6 @@ from weft.pipeline.rank_model import rank_model
 from weft.pipeline.shared_parameters import running_statistics
 from weft.resilience.bad_numbers import Guard
 from weft.run_file import Run
-from weft.sharding.flat_buffer import Flat
 from weft.step.train_step import Checks
 
 Digests = Sequence[Sequence[tuple[int, int]]]  # for each rank: (hash of the tensor's name, hash of its bits)
@@ -108,11 +107,7 @@ def _replicated_tensors(model: nn.Module) -> Iterator[tuple[str, list[Tensor]]]:
             if not flat.frees_whole:
                 yield first, [parameter.detach() for parameter in flat.whole_parameters]
             if flat.is_apart:
-                yield f"{first}|{flat.shard.index}", _pieces(flat)
-
-
-def _pieces(flat: Flat) -> list[Tensor]:
-    return [piece.detach() for piece in flat.pieces if piece.numel()]
+                yield f"{first}|{flat.shard.index}", [piece.detach() for piece in flat.pieces if piece.numel()]
 
 
 def _name_hash(name: str) -> int:

@@ -84,7 +84,10 @@ def claim(folder: Path) -> IO[str]:
     """Create and lock a folder. It is in use as long as the returned file is open. Also removes this user's folders
     that no process uses.
     """
-    _sweep(folder)
+    for other in folder.parent.glob(f"{_PREFIX}{os.getuid()}-*"):
+        if other != folder:
+            with suppress(OSError):  # another job has removed it, or this user may not open it
+                _remove_if_idle(other)
     while True:
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
@@ -99,13 +102,6 @@ def claim(folder: Path) -> IO[str]:
         if _is_at(file.fileno(), folder / LOCK):
             return file
         file.close()  # the folder was removed while this process waited for the lock
-
-
-def _sweep(own: Path) -> None:
-    for folder in own.parent.glob(f"{_PREFIX}{os.getuid()}-*"):
-        if folder != own:
-            with suppress(OSError):  # another job has removed it, or this user may not open it
-                _remove_if_idle(folder)
 
 
 def _remove_if_idle(folder: Path) -> None:

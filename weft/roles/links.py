@@ -30,9 +30,9 @@ class TrainingEndedError(LostRankError):
     """Training has ended, so a rank of another role has nothing more to do."""
 
 
-def digest(beliefs: Mapping[str, str]) -> str:
-    """Returns a hash of what a rank believes about the run and its data. All ranks of a run must have the same."""
-    return hashlib.sha256(json.dumps(beliefs, sort_keys=True).encode()).hexdigest()
+def digest(settings: Mapping[str, str]) -> str:
+    """Returns a hash of what one rank has read of a run and its data. It must be the same on all ranks of the run."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 class RoleLink:

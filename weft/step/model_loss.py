@@ -69,7 +69,7 @@ def _own_loss(model: nn.Module, batch: Mapping[str, Any], measure: Measure, tole
             f"a batch of keyword arguments ({', '.join(map(str, batch))}) has no '{LABELS}' with which the model could "
             f"compute its loss; add them, or pass objective="
         )
-    loss = _ModelLoss(_same, getattr(model, _DECODER_INPUTS, None))
+    loss = _ModelLoss(lambda labels: labels, getattr(model, _DECODER_INPUTS, None))
     if not _first_counts(loss, measure, batch):
         loss = replace(loss, targets_of=_shifted)
     pair = _two_samples(batch)
@@ -128,10 +128,6 @@ class _ModelLoss:
             )
         inputs, targets = self.align(batch)
         return cross_entropy(logits_of(model(**inputs)), targets, vocabulary_of(model))[0]
-
-
-def _same(labels: Tensor) -> Tensor:
-    return labels
 
 
 def _shifted(labels: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from weft.architectures import RecurrentConfig
 from weft.data.config import DataConfig
 from weft.errors import PlanError
 from weft.parallel.tensor.vocabulary import refuse_z_loss
-from weft.plan import AXES
+from weft.plan import AXES, Memory
 from weft.run_file import Run
 from weft.step.layer_drop import refuse_layer_drop
 
@@ -53,14 +53,20 @@ def refuse_compressed(run: Run) -> str | None:
         )
     if plan.pipe.degree > 1:
         return f"{what} is not built for pipelines, and plan.pipe = {plan.pipe.degree}; leave it out, or set pipe = 1"
-    memory = plan.memory
-    if memory.keeps_state_on_host or memory.weights or memory.delay or memory.state != "master" or not memory.master:
+    if (reason := _refuse_memory(what, plan.memory)) is not None:
+        return reason
+    if run.numbers.compare_every is not None:
+        return f"{what} has state that differs between ranks of data; leave numbers.compare_every out"
+    return None
+
+
+def _refuse_memory(what: str, memory: Memory) -> str | None:
+    """Returns why an optimizer with state of its own does not allow a memory policy; None if it does."""
+    if memory.keeps_state_on_host or memory.delay or memory.state != "master" or not memory.master:
         return (
             f"{what} keeps its state in the master dtype on the device; set plan.memory.offload and weights to 0, "
             f"delay to false, master to true and state to 'master', or leave it out"
         )
-    if run.numbers.compare_every is not None:
-        return f"{what} has state that differs between ranks of data; leave numbers.compare_every out"
     return None
 
 
@@ -78,11 +84,8 @@ def refuse_kfac(run: Run) -> str | None:
             f"train.kfac needs whole gradients on each rank, and plan.shard.stage = {plan.shard.stage} keeps slices; "
             f"set plan.shard.stage = 1, or leave train.kfac out"
         )
-    if memory.keeps_state_on_host or memory.delay or memory.state != "master" or not memory.master:
-        return (
-            "train.kfac keeps its state in the master dtype on the device; set plan.memory.offload and weights to 0, "
-            "delay to false, master to true and state to 'master', or leave it out"
-        )
+    if (reason := _refuse_memory("train.kfac", memory)) is not None:
+        return reason
     given = {
         "train.compressed": run.train.compressed is not None,
         "train.layer_drop": run.train.layer_drop is not None,

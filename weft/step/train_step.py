@@ -132,9 +132,9 @@ def train_step(
 def _settled(
     objective: Objective | None, batches: Sequence[Batch], model: nn.Module, mesh: Mesh
 ) -> tuple[Objective, list[Batch]]:
-    """Returns the objective for batches, and batches of which mappings are dicts.
+    """Returns the objective of a step, and its batches, with mappings of any kind as dicts.
 
-    If none is given, the first batch decides. A model is evaluated for this once for each set of keys.
+    If no objective is given, the first batch decides. A model is evaluated for this once for each set of keys.
     """
     if isinstance(batches, Mapping):
         raise PlanError(

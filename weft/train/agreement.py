@@ -1,8 +1,8 @@
 """Compares settings across ranks before the first step; a difference ends the run with an error.
 
-    agree(beliefs, world)           raises LaunchError with the values that differ, and the ranks that have them
+    agree(settings, world)          raises LaunchError with the values that differ, and the ranks that have them
     agree_on_run(run, data, mesh)   returns the run's id, if all ranks have the same run, code, folder, data and weights
-    first_says(text, world)         returns rank 0's text on every rank
+    text_of_rank_0(text, world)     returns rank 0's text on every rank
 
 Each rank reads the run file, lists the folder and opens the data by itself. No collective would notice a difference
 there: training would go on with it.
@@ -43,12 +43,12 @@ _PLACES = ("data.source", "data.cache")
 def agree_on_run(run: Run, data: TrainingData, mesh: Mesh) -> str:
     """Compares all settings that ranks must share. Returns the run's id, which rank 0 makes if the run has none."""
     world = _unrecorded(mesh["world"])
-    run_id = first_says(make_run_id(run.folder) if mesh.is_first else "", world)
-    agree({"run id": _seen_id(run.folder, run_id), **run_beliefs(run), **data_beliefs(run, data)}, world)
+    run_id = text_of_rank_0(make_run_id(run.folder) if mesh.is_first else "", world)
+    agree({"run id": _seen_id(run.folder, run_id), **run_settings(run), **data_settings(run, data)}, world)
     return run_id
 
 
-def run_beliefs(run: Run) -> dict[str, str]:
+def run_settings(run: Run) -> dict[str, str]:
     """Returns the run by key, with overrides and defaults, and the versions of weft and torch."""
     tables = {key: to_table(getattr(run, key)) for key in _TABLES}
     found = {"weft": VERSION, "torch": str(torch.__version__), "cluster": run.cluster, **flat(tables)}
@@ -57,7 +57,7 @@ def run_beliefs(run: Run) -> dict[str, str]:
     return {key: value for key, value in found.items() if key not in _PLACES}
 
 
-def data_beliefs(run: Run, data: TrainingData) -> dict[str, str]:
+def data_settings(run: Run, data: TrainingData) -> dict[str, str]:
     """Returns the data's fingerprint and sizes, and a hash of the initial weights, by name."""
     found = {
         "data.fingerprint": data.fingerprint,
@@ -71,13 +71,13 @@ def data_beliefs(run: Run, data: TrainingData) -> dict[str, str]:
     return found
 
 
-def agree(beliefs: Mapping[str, str], world: Axis) -> None:
+def agree(settings: Mapping[str, str], world: Axis) -> None:
     """Raises LaunchError if ranks have different values; every rank raises the same error.
 
-    `beliefs` are this rank's values by name. If all are equal, 32 bytes a rank are exchanged.
+    `settings` are this rank's values by name. If all are equal, 32 bytes a rank are exchanged.
     """
     world = _unrecorded(world)
-    text = json.dumps(beliefs, sort_keys=True).encode()
+    text = json.dumps(settings, sort_keys=True).encode()
     own = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8)
     digests = torch.empty(world.degree * len(own), dtype=torch.uint8)
     all_gather(digests, own, world).wait()
@@ -86,7 +86,7 @@ def agree(beliefs: Mapping[str, str], world: Axis) -> None:
         raise LaunchError(_describe([json.loads(one) for one in _gather(text, world)]))
 
 
-def first_says(text: str, world: Axis) -> str:
+def text_of_rank_0(text: str, world: Axis) -> str:
     """Returns rank 0's text on every rank."""
     world = _unrecorded(world)
     data = torch.tensor(list(text.encode()), dtype=torch.uint8)
@@ -100,7 +100,7 @@ def first_says(text: str, world: Axis) -> str:
     return data.numpy().tobytes().decode()
 
 
-def all_say(text: str, world: Axis) -> list[str]:
+def texts_of_ranks(text: str, world: Axis) -> list[str]:
     """Returns the texts of all ranks, in order of rank."""
     return [one.decode() for one in _gather(text.encode(), _unrecorded(world))]
 
@@ -116,13 +116,13 @@ def _gather(text: bytes, world: Axis) -> list[bytes]:
     return [row.numpy().tobytes().rstrip(b"\0") for row in whole.view(world.degree, -1)]
 
 
-def _describe(beliefs: Sequence[Mapping[str, str]]) -> str:
+def _describe(settings: Sequence[Mapping[str, str]]) -> str:
     """Describes each value that differs, in order of rank, and the ranks that have it."""
-    keys = list(dict.fromkeys(key for one in beliefs for key in one))
+    keys = list(dict.fromkeys(key for one in settings for key in one))
     phrases = []
     for key in keys:
         ranks_by_value: dict[str, list[int]] = {}
-        for rank, one in enumerate(beliefs):
+        for rank, one in enumerate(settings):
             ranks_by_value.setdefault(one.get(key, "not given"), []).append(rank)
         if len(ranks_by_value) > 1:
             values = list(ranks_by_value.items())

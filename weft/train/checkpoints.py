@@ -1,12 +1,18 @@
-"""A run's checkpoints, on disk and in memory: resuming, saving, and going back after a bad step."""
+"""A run's checkpoints, on disk and in memory: resuming, saving, and going back after a bad step.
+
+A failed save is reported in one line, and training continues: the checkpoint before is complete, and a full disk may
+have space again by the next save. Only a run's last save must succeed, or nothing would be left to go on from.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from weft.checkpoint import Saver
+from weft.checkpoint import Piece, Saver
+from weft.errors import CheckpointError
 from weft.health.rank_status import GOING_BACK, RESERVING, SAVING
 from weft.launch.environment import RankInfo
 from weft.optim.saved_state import pieces_to_save
@@ -16,10 +22,10 @@ from weft.schema import to_table
 from weft.train.batches import TrainingData
 from weft.train.parts import TrainingPart, is_due
 from weft.train.resume import go_back, resume
-from weft.train.saving import save_or_tell
 from weft.train.setup import make_saver, memory_copies
 from weft.train.state import TrainState
 
+logger = logging.getLogger("weft")
 LONG_SECONDS = 2.0  # the end of a run says how long its last save took, if longer than this
 
 
@@ -99,6 +105,23 @@ class Checkpoints(TrainingPart):
         state = self._state
         numbers = self._policy.to_state(self._guard)
         return checkpoint_values(state.run, state.run_id, state.data, step, state.source, numbers)
+
+
+def save_or_tell(
+    saver: Saver, step: int, pieces: Iterable[Piece], state: dict[str, Any], asynchronous: bool, is_last: bool
+) -> None:
+    """Saves a step. Warns if this save, or the one before, failed. Raises if this one failed and is the last."""
+    tell = "weft: a checkpoint was not saved: %s; training %s"
+    try:
+        saver.wait()
+    except CheckpointError as error:
+        logger.warning(tell, error, "went on, and tries again now")
+    try:
+        saver.save(step, pieces, state, asynchronous)
+    except CheckpointError as error:
+        if is_last:
+            raise
+        logger.warning(tell, error, "goes on, and tries again at the next save")
 
 
 def checkpoint_values(

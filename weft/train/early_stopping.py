@@ -13,7 +13,7 @@ import math
 
 from weft.mesh import Mesh
 from weft.run_file import Run
-from weft.train.agreement import first_says
+from weft.train.agreement import text_of_rank_0
 from weft.train.metrics import read_events
 
 logger = logging.getLogger("weft")
@@ -95,4 +95,4 @@ def has_stopped_early(run: Run, step: int, mesh: Mesh) -> bool:
     """Has the run stopped early at this step? Rank 0 tells, because another host may see an old mark, or none."""
     if run.train.patience is None:
         return False
-    return bool(first_says(stopped_early(run, step) or "" if mesh.is_first else "", mesh["world"]))
+    return bool(text_of_rank_0(stopped_early(run, step) or "" if mesh.is_first else "", mesh["world"]))

@@ -76,7 +76,7 @@ def _train(run: Run, rank: JobRank, data: TrainingData, reporter: Reporter, step
         own_stream(run, mesh.device) as is_recorded,
     ):
         run_id = agree_on_run(run, data, mesh)
-        say = reporter.say if mesh.is_first else _say_nothing
+        say = reporter.say if mesh.is_first else lambda message: None
         links = RoleLinks.connect(run, data, mesh, store, say)
         state = build_state(run, run_id, data, mesh, status, say, kernel)
         use_curvature_ranks(links, state, store)
@@ -133,7 +133,3 @@ def _go_back(bad: Bad, checkpoints: Checkpoints, results: StepResults, evaluatio
     results.went_back(bad, step)
     evaluation.went_back(step)
     stop.went_back()
-
-
-def _say_nothing(message: str) -> None:
-    """Ranks other than the first show nothing."""

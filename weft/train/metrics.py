@@ -168,7 +168,9 @@ class MetricsLog:
         self._writers: list[Callable[[str, float, int], None]] = []
         self._closers: list[Callable[[], object]] = [self._file.close]
         if run.log.tensorboard:
-            self._add_tensorboard(run.folder, step)
+            board = _TensorBoard(run.folder / "tensorboard", step)
+            self._writers.append(board.write)
+            self._closers.append(board.close)
         if run.log.wandb is not None:
             self._add_wandb(run.log.wandb, {"run": run.to_toml()})
 
@@ -204,11 +206,6 @@ class MetricsLog:
         """Closes all logs."""
         for close in self._closers:
             close()
-
-    def _add_tensorboard(self, folder: Path, step: int) -> None:
-        board = _TensorBoard(folder / "tensorboard", step)
-        self._writers.append(board.write)
-        self._closers.append(board.close)
 
     def _add_wandb(self, project: str, config: Mapping[str, Any]) -> None:
         try:

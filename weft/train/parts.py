@@ -6,10 +6,12 @@ A new part is a class here (or in its own file) and a line in `make_parts`.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +27,6 @@ from weft.resilience.faults import Faults
 from weft.step.task import task_of
 from weft.step.train_step import evaluate
 from weft.train.early_stopping import EarlyStopping
-from weft.train.learning_rate import learning_rate
 from weft.train.metrics import MetricsLog
 from weft.train.state import TrainState
 from weft.train.timeline import draw_step
@@ -313,3 +314,25 @@ def make_parts(
             *more,
         )
     )
+
+
+Schedule = Literal["cosine", "wsd", "constant"]
+
+
+def learning_rate(
+    step: int, *, peak: float, schedule: Schedule, steps: int, warmup: int, decay: int | None, final: float
+) -> float:
+    """Returns the learning rate of step `step` (from 0). `final` is the last step's rate as a fraction of the peak.
+
+    WSD holds the peak and decays linearly over the last `decay` steps (a tenth of all, unless given).
+    """
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if schedule == "constant":
+        return peak
+    if schedule == "cosine":
+        done = (step - warmup) / max(1, steps - warmup)
+        return peak * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+    length = decay if decay is not None else max(1, steps // 10)
+    into = step - (steps - length)
+    return peak if into < 0 else peak * (1 - (1 - final) * min(1.0, (into + 1) / length))

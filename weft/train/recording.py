@@ -11,8 +11,15 @@ from weft.comm.clocks import clock_offset
 from weft.comm.recorder import DeviceTimer, HostTimer, Recorder
 from weft.errors import PlanError
 from weft.planner.predict import link_of, run_cluster
-from weft.recording.nic_counters import NicTraffic, read_counters, since
-from weft.recording.rank_file import FOLDER, MeasuredLink, RankRecording, recording_of, write_rank
+from weft.recording.rank_file import (
+    FOLDER,
+    MeasuredLink,
+    NicTraffic,
+    RankRecording,
+    read_counters,
+    since,
+    write_rank,
+)
 from weft.train.parts import TrainingPart
 from weft.train.state import TrainState
 
@@ -89,8 +96,9 @@ class CommunicationProfile(TrainingPart):
             with suppress(PlanError, KeyError):  # a cluster whose nodes are not those of this run: nothing is predicted
                 link = link_of(axis, plan, cluster)
                 links[axis] = MeasuredLink(degree, link.bandwidth_bytes_per_second, link.latency_seconds)
-        return recording_of(
-            recorder,
+        return RankRecording(
+            calls=recorder.calls,
+            phases=recorder.phases,
             rank=mesh.rank,
             num_ranks=plan.num_ranks,
             device=str(mesh.device.type),

@@ -10,6 +10,7 @@ checkpoint would hide it.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -28,11 +29,11 @@ from weft.resilience.memory_copies import MemoryCopies, all_agree
 from weft.run_file import Run
 from weft.saved_run import WHOLE_HASH, saved_end_token
 from weft.schema import parse_toml, to_table
-from weft.train.agreement import SEEN_SECONDS, first_says, flat
+from weft.train.agreement import SEEN_SECONDS, flat, text_of_rank_0
 from weft.train.batches import TrainingData
-from weft.train.saving import settle_or_tell
 from weft.train.state import TrainState
 
+logger = logging.getLogger("weft")
 _NAMES = {"freeze": "train.freeze", "lora": "[lora]"}  # where a run file states what a model trains
 DAMAGED_PREFIX = "damaged-"
 _POLL_SECONDS = 0.1
@@ -83,7 +84,7 @@ def resume(state: TrainState, memory: MemoryCopies | None, say: Callable[[str], 
     resumed = Resumed()
     damage: DamagedError | None = None
     damaged: list[Path] = []
-    on_disk: list[int] = json.loads(first_says(json.dumps(steps(folder) if state.mesh.is_first else []), world))
+    on_disk: list[int] = json.loads(text_of_rank_0(json.dumps(steps(folder) if state.mesh.is_first else []), world))
     for found in newest_first(folder, on_disk, memory.steps() if memory is not None else []):
         saved, damage = _try(found, state, memory)
         if all_agree(damage is None, world):
@@ -111,8 +112,13 @@ def resume(state: TrainState, memory: MemoryCopies | None, say: Callable[[str], 
 def go_back(
     state: TrainState, saver: Saver, memory: MemoryCopies | None, say: Callable[[str], None], far: bool
 ) -> Resumed:
-    """Loads the newest saved state during training; if `far`, the newest checkpoint on disk."""
-    settle_or_tell(saver, partial(all_agree, world=state.mesh["world"]))
+    """Loads the newest saved state during training; if `far`, the newest checkpoint on disk.
+
+    All ranks end the save in flight before that; a warning says if it failed.
+    """
+    error = saver.settle(partial(all_agree, world=state.mesh["world"]))
+    if error is not None:
+        logger.warning("weft: a checkpoint was not saved: %s; the newest checkpoint before it is used", error)
     if memory is not None:
         with suppress(CheckpointError, RuntimeError):  # the next save works without that copy
             memory.wait()

@@ -18,7 +18,7 @@ from weft.roles.curvature import CURVATURE, CurvatureRanks
 from weft.roles.links import RoleLink, digest
 from weft.run_file import Run
 from weft.step.batch import Batch
-from weft.train.agreement import data_beliefs, run_beliefs
+from weft.train.agreement import data_settings, run_settings
 from weft.train.batches import TrainingData
 from weft.train.state import TrainState
 
@@ -35,7 +35,7 @@ def timeout_of(run: Run) -> timedelta:
 
 def role_digest(run: Run, data: TrainingData) -> str:
     """Returns a hash of what all ranks of a run, of any role, must agree on."""
-    return digest({**run_beliefs(run), **data_beliefs(run, data)})
+    return digest({**run_settings(run), **data_settings(run, data)})
 
 
 @dataclass(frozen=True)

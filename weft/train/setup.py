@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from weft.compile.attention_kernel import attention_shape, fastest_attention
 from weft.compile.blocks import Say, compile_blocks, wants_compile
 from weft.errors import CheckpointError, ConfigError
 from weft.health.call_order import NUM_KEPT, CallOrder
-from weft.health.rank_status import FOLDER_VARIABLE, Status
+from weft.health.rank_status import FOLDER_VARIABLE, SAVING, Status
 from weft.health.watchdog import Deadline
 from weft.inspection.model_tensors import saved_buffers
 from weft.launch.environment import (
@@ -53,13 +54,14 @@ from weft.step.documents import document_end, has_separate_documents, separate_d
 from weft.step.examples import example_inputs, example_loss, micro_batch_profile, model_flops
 from weft.step.layer_drop import drop_layers
 from weft.strategy import Values
-from weft.train.agreement import agree, all_say, run_beliefs
+from weft.train.agreement import agree, run_settings, texts_of_ranks
 from weft.train.batches import TrainingData
 from weft.train.metrics import Clock
 from weft.train.reference import with_reference
-from weft.train.saving import finish_on_error
 from weft.train.state import TrainState
 from weft.train.timeline import refuse_timeline
+
+_FINISH_SECONDS = 120.0  # to finish a save in flight when a rank fails
 
 
 @contextmanager
@@ -76,7 +78,7 @@ def world(run: Run, rank_info: RankInfo, store: Store | None = None) -> Iterator
     device = init_process_group(rank_info, kind, timeout, run.train.share_gpus, store, run.plan.ranks_per_device)
     try:
         # Before groups are made: ranks with different plans would make different groups and wait for each other.
-        agree(run_beliefs(run), Axis("world", rank_info.num_ranks, rank_info.rank, None, Ledger()))
+        agree(run_settings(run), Axis("world", rank_info.num_ranks, rank_info.rank, None, Ledger()))
         chooses = run.plan.communication.between == "fastest"
         cluster = run_cluster(run, rank_info.num_hosts) if chooses else None
         yield Mesh(run.plan, device, rank_info.num_local_ranks, cluster)
@@ -125,10 +127,30 @@ def keep_documents_apart(run: Run, model: nn.Module, mesh: Mesh) -> None:
 
 @contextmanager
 def watched(state: TrainState, rank_info: RankInfo, saver: Saver, step_seconds: float | None) -> Iterator[None]:
-    """A context in which hangs are detected, and a rank that fails finishes the save in flight before it exits."""
-    with lookout(state.run, rank_info, state.status, step_seconds), ExitStack() as inside:
-        inside.push(finish_on_error(saver, state.status))
-        yield
+    """A context in which ranks that weft's own agent did not start watch each other for hangs and failures.
+
+    A rank that fails finishes the save in flight before it exits, for at most 120 s. The other ranks wait for it in the
+    meantime and write their parts: the agent would end them all as soon as this rank exits.
+    """
+    run, status = state.run, state.status
+    watch: AbstractContextManager[object] = nullcontext()
+    if rank_info.num_ranks > 1 and rank_info.launcher not in ("none", "weft"):
+        watch = Lookout(status, rank_info, world_store(), Deadline(run.restart.hang_seconds, step_seconds), run.folder)
+    with watch:
+        try:
+            yield
+        except BaseException:
+            if saver.is_in_flight:
+                status.phase(SAVING)
+                waiting = threading.Thread(target=_wait_quietly, args=(saver,), daemon=True)
+                waiting.start()
+                waiting.join(_FINISH_SECONDS)
+            raise
+
+
+def _wait_quietly(saver: Saver) -> None:
+    with suppress(Exception):  # the rank's own error is reported
+        saver.wait(published=True)
 
 
 def show_status(status: Status, model: nn.Module, mesh: Mesh, rank_info: RankInfo) -> None:
@@ -141,15 +163,6 @@ def show_status(status: Status, model: nn.Module, mesh: Mesh, rank_info: RankInf
         mesh.ledger.order = CallOrder(Path(os.environ[FOLDER_VARIABLE]), mesh.rank, NUM_KEPT)
     for units in all_units(model):
         units.status = status
-
-
-def lookout(
-    run: Run, rank_info: RankInfo, status: Status, step_seconds: float | None
-) -> AbstractContextManager[Lookout | None]:
-    """Returns a context in which ranks that weft's own agent did not start watch each other for hangs and failures."""
-    if rank_info.num_ranks == 1 or rank_info.launcher in ("none", "weft"):
-        return nullcontext()
-    return Lookout(status, rank_info, world_store(), Deadline(run.restart.hang_seconds, step_seconds), run.folder)
 
 
 def attention(run: Run, mesh: Mesh) -> AbstractContextManager[str | None]:
@@ -256,7 +269,7 @@ def memory_copies(
         held = claim(folder)
     except (CheckpointError, OSError) as error:
         problem = str(error)
-    problems = all_say(problem, mesh["world"])
+    problems = texts_of_ranks(problem, mesh["world"])
     if any(problems):
         if held is not None:
             held.close()

@@ -33,7 +33,7 @@ from weft.parallel.branch.batch_dims import BatchDims, all_samples, find_batch_d
 from weft.parallel.branch.exchange import Exchanger, fork
 from weft.parallel.branch.schedule import BranchExchange, BranchSchedule, make_schedule
 from weft.parallel.branch.shares import ShareExchanger, gather_fork
-from weft.pipeline.stage_rng import is_random
+from weft.pipeline.stage import is_random
 from weft.pipeline.trace import END, TraceEvent
 from weft.pipeline.trace_watch import OperationWatch, RecordedTensor, operation_name, outcome
 from weft.pipeline.tracer import Tracer
