@@ -258,6 +258,10 @@ def test_the_prediction_is_what_a_simulation_finds(run_file: Path) -> None:
         left = taken[draw.choice(["kill", "hang"])]
     assert found.goodput == pytest.approx(kept / passed, rel=0.01)
     assert GoodputPrediction.of(Storm(storm.run, iter(()), ("slow",), Path()), 0.1, 20.0) is None
+    storm.kinds = ("kill", "hang", "slow")  # every third fault needs no recovery
+    found = GoodputPrediction.of(storm, 0.1, 20.0)
+    assert found is not None
+    assert found.mtbf_seconds == pytest.approx(30.0)
 
 
 # --- bad input

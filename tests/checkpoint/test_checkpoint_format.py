@@ -738,6 +738,34 @@ def test_a_part_that_will_not_come_is_not_waited_for(tmp_path: Path, monkeypatch
     assert steps(tmp_path) == [1, 3]
 
 
+def test_savers_go_on_without_a_lost_rank(tmp_path: Path) -> None:
+    """A save that has the lost rank's part is published, one that lacks it is given up; later saves need one rank."""
+
+    def two(name: str) -> tuple[Saver, Saver]:
+        first, lost = (Saver(tmp_path / name, rank, 2, "abcd", timeout_seconds=10**6) for rank in range(2))
+        return first, lost
+
+    whole = piece(torch.ones(4))
+    parts = [Piece("w", "parameter", Region.flat((4,), at, at + 2), torch.ones(2)) for at in (0, 2)]
+    first, lost = two("whole")
+    lost.save(1, [parts[1]], {}, asynchronous=False)
+    first.save(1, [parts[0]], {})
+    first.continue_without(1, [1])
+    first.save(2, [whole], {}, asynchronous=False)
+    assert steps(tmp_path / "whole") == [1, 2]
+    first, _ = two("half")
+    first.save(1, [parts[0]], {})
+    first.continue_without(1, [1])
+    with pytest.raises(CheckpointError, match="step 1 was not published: a rank was lost before it had saved its part"):
+        first.save(2, [whole], {})
+    first, _ = two("behind")
+    first.continue_without(1, [0, 1])  # another rank has begun a save that this one has not
+    with pytest.raises(CheckpointError, match="step 1 was not saved: a rank was lost when others had saved their part"):
+        first.save(1, [whole], {})
+    first.save(2, [whole], {}, asynchronous=False)
+    assert steps(tmp_path / "behind") == [2]
+
+
 # ---------------------------------------------------------------- damage and malice
 
 
