@@ -59,7 +59,8 @@ def serving(folder: Path) -> Iterator[Server]:
     options = ["--tokenizer", "bytes", "--chat-template", str(folder / "chat.jinja"), "--device", "cpu", "--no-warm-up"]
     options += ["--port", "0", "--json", "--drain-seconds", "1", "--request-seconds", "60"]
     command = [sys.executable, "-m", "weft", "serve", str(folder / "model"), *options]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environ = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environ
     ) as process:
