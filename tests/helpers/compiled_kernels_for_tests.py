@@ -2,8 +2,8 @@
 
     python tests/helpers/compiled_kernels_for_tests.py expert_kernels_for_tests routes    # no case: all of them
 
-Triton's interpreter runs what the compiler refuses, so a kernel that equals its plain function on a CPU may not compile.
-A launch here compiles for a Hopper GPU, to machine code, and computes nothing.
+Triton's interpreter runs what the compiler refuses, so a kernel that equals its plain function on a CPU may not
+compile. A launch here compiles for a Hopper GPU, to machine code, and computes nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class NoDevice:
 
 
 def compile_launches() -> set[str]:
-    """From now on a launch compiles its kernel alone. Returns the names of kernels, which are added when they compile."""
+    """Make launches compile their kernels, and no more. Returns the names of those that were compiled since."""
     driver.set_active(NoDevice())  # type: ignore[arg-type]
     compiled: set[str] = set()
     run = JITFunction.run

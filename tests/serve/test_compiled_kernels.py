@@ -1,4 +1,4 @@
-"""Kernels compile for a GPU that is not here: Triton's interpreter, which the other tests use, runs more than compiles."""
+"""Kernels compile for a GPU that is not here: Triton's interpreter, which other tests use, runs more than compiles."""
 
 from __future__ import annotations
 
