@@ -25,7 +25,7 @@ from weft.commands import app as cli
 from weft.commands import train as train_command
 from weft.commands.console import LiveReporter, format_bytes, format_seconds, step_line
 from weft.commands.jobs import prove
-from weft.commands.model_text import print_text
+from weft.commands.output import print_text
 from weft.launch.folder_lock import locked
 from weft.planner.predict import run_cluster
 from weft.proof.prove import Check

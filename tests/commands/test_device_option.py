@@ -1,4 +1,4 @@
-"""The option --device is read, and ranks are forked, without CUDA in the process of the command."""
+"""Options of commands: --device is read without CUDA, and an option that is given as empty text is refused."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
+from commands_for_tests import Weft
 from serve_for_tests import ReachedError
 from serving_for_tests import tiny_model
 
 from weft.cluster.local_gpus import Gpu, hide_gpus
-from weft.commands.device_option import chosen_device
+from weft.commands.arguments import chosen_device
 from weft.commands.serve import serve_command
 from weft.errors import ConfigError
 from weft.launch.fork import fork_obstacle
@@ -54,3 +55,29 @@ def test_ranks_of_weft_serve_are_forked_before_cuda_is_used(tmp_path: Path, monk
     for plan in ("plan.data=2", "plan.tensor.x=2"):
         with pytest.raises(ReachedError):
             serve_command(source=folder, overrides=[plan], port=0, stream_weights=1, resident_blocks=1)
+
+
+TEXTS = ("--weights", "--cache", "--head", "--speculate", "--device", "--tokenizer")
+OPTIONS = {
+    ("serve", "run"): (*TEXTS, "--sums", "--calibration"),
+    ("generate", "run"): TEXTS,
+    ("calibrate", "run", "--data", "text"): ("--device", "--out"),
+    ("plan", "--serve", "--model", "gpt2"): ("--weights", "--cache", "--head", "--speculate", "--precision"),
+    ("bench", "serve", "run"): ("--out",),
+    ("bench", "machine", "--serve"): ("--write",),
+}
+
+
+@pytest.mark.parametrize("command", OPTIONS, ids=" ".join)
+def test_empty_options_are_refused_by_every_command(weft: Weft, command: tuple[str, ...]) -> None:
+    for option in OPTIONS[command]:
+        for given in ((option, ""), (f"{option}=",)):
+            left = weft(*command, *given)
+            assert (left.status, left.out) == (2, "")
+            assert left.err == f"weft: {option} is given as empty text; give a value, or leave it out\n"
+
+
+def test_empty_arguments_are_refused_and_a_prompt_may_be_empty(weft: Weft) -> None:
+    assert weft("serve", "").err == "weft: an argument is given as empty text; give a value, or leave it out\n"
+    for given in (("--prompt", ""), ("--prompt=",)):
+        assert "nowhere does not exist; give a run folder" in weft("generate", "nowhere", *given).err

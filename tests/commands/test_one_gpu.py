@@ -1,19 +1,24 @@
-"""The benchmark of one GPU, tiny and on a CPU: every contender that is installed trains, and says the same things."""
+"""The benchmark of one GPU and the program that checks one, on a CPU: what they compare, and what they find wrong."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import gpu_checks
 import harness
 import one_gpu
 
+CPU = torch.device("cpu")
 NAMES = ("weft", "weft-fp8", "weft-weights", "plain", "transformers")
 
 
@@ -53,8 +58,7 @@ def test_flops_are_those_of_the_definition() -> None:
 def test_all_contenders_see_the_same_batches(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(bytes(range(256)) * 4)
-    device = torch.device("cpu")
-    one, other = (one_gpu.batches(one_gpu.CASES["tiny"], device, text) for _ in range(2))
+    one, other = (one_gpu.batches(one_gpu.CASES["tiny"], CPU, text) for _ in range(2))
     for step in range(3):
         (tokens, labels), again = one(step), other(step)
         assert torch.equal(tokens, again[0])
@@ -64,5 +68,44 @@ def test_all_contenders_see_the_same_batches(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_a_contender_that_fails_says_why() -> None:
     with ExitStack() as stack, pytest.raises(KeyError):
-        one_gpu.make_step("weft-nothing", one_gpu.CASES["tiny"], torch.device("cpu"), stack)
+        one_gpu.make_step("weft-nothing", one_gpu.CASES["tiny"], CPU, stack)
     assert "error" in harness.run_apart(["--worker", "weft", "no-such-shape"], 60, one_gpu.__file__)
+
+
+@pytest.mark.parametrize("name", gpu_checks.CHECKS)
+def test_checks_find_nothing_wrong(name: str) -> None:
+    found = list(islice(gpu_checks.CHECKS[name](CPU), 2))
+    assert all(row["is_right"] for row in found)
+    assert len(found) == (0 if name == "pools" else 2)  # which has kernels on GPUs alone
+
+
+def test_averages_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_checks, "parallelize", lambda model, plan, mesh: torch.nn.Sequential(model[0], model[2]))
+    assert not any(row["is_right"] for row in gpu_checks.averages(CPU))
+
+
+def test_streamed_weights_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = gpu_checks._trained
+
+    def off(plan: dict[str, Any], *rest: Any) -> Any:
+        losses, parameters = trained(plan, *rest)
+        if plan["memory"].get("weights") == 1.0:
+            parameters["lm_head.weight"][5] *= 1.01
+        return losses, parameters
+
+    monkeypatch.setattr(gpu_checks, "_trained", off)
+    assert not next(gpu_checks.weights(CPU))["is_right"]
+
+
+def test_the_program_says_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "found.json"
+    rows = [{"is_right": True}, {"is_right": False}]
+    monkeypatch.setitem(gpu_checks.CHECKS, "goldfish", lambda device: iter(rows))
+    monkeypatch.setattr(sys, "argv", ["gpu_checks.py", "--only", "goldfish", "--out", str(out)])
+    with pytest.raises(SystemExit) as ended:
+        gpu_checks.main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().out.endswith("1 wrong of 2\n")
+    assert json.loads(out.read_text())["goldfish"] == rows

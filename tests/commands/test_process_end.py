@@ -1,4 +1,4 @@
-"""`weft plan` ends its process at once, with its output written and its status."""
+"""How commands end: a plan at once, with its output and status, and any command at a stop signal, in one line."""
 
 from __future__ import annotations
 
@@ -100,3 +100,20 @@ def test_what_a_plan_prints_is_written_before_its_process_ends() -> None:
     command_line = [sys.executable, "-c", program, "plan"]
     done = subprocess.run(command_line, env=environ, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (2, "the plan")
+
+
+TRIES_AN_IMPORT = "try:\n    import asks_to_stop\nexcept BaseException:\n    pass\n"
+ASKS_TO_STOP = "import signal\nsignal.raise_signal(signal.SIGTERM)\n"
+PROGRAM = "from weft.commands.main import stopping_early\nwith stopping_early():\n    {}\n    print('went on')"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("line", ["import tries_an_import", ASKS_TO_STOP.replace("\n", "; ").rstrip("; ")])
+def test_one_line_and_the_status_of_the_signal(tmp_path: Path, line: str) -> None:
+    (tmp_path / "tries_an_import.py").write_text(TRIES_AN_IMPORT)
+    (tmp_path / "asks_to_stop.py").write_text(ASKS_TO_STOP)
+    environ = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    command = [sys.executable, "-c", PROGRAM.format(line)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (143, "")
+    assert done.stderr == "weft: stopped by SIGTERM; there was nothing to save\n"

@@ -14,7 +14,7 @@ from commands_for_tests import Weft
 from runs_for_tests import make_run
 
 from weft.commands import main
-from weft.commands.early_stop import stopping_early
+from weft.commands.main import stopping_early
 from weft.commands.train import _other_plan_to_price
 from weft.data.images import read_labels
 from weft.run_file import load_run

@@ -24,7 +24,7 @@ from weft.data.conversations import ChatRenderer, Document
 from weft.data.tokenizer import encode_text, load_tokenizer
 from weft.errors import DataError
 from weft.serve.http.request_body import messages_of
-from weft.serve.served_model import ServedModel
+from weft.serve.text import ServedModel
 
 Rows = Sequence[dict[str, Any]]
 ENDS = ("</s>", "<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<|END_OF_TURN_TOKEN|>", "<|endoftext|>")

@@ -17,13 +17,15 @@ from torch import nn
 
 from weft.data.chat_template import ChatTemplate
 from weft.data.tokenizer import ByteTokenizer, Tokenizer
+from weft.plan import Plan
 from weft.serve.http.addresses import listen
 from weft.serve.http.end_points import Api, build_app
+from weft.serve.http.run_server import Serving
 from weft.serve.http.server import HttpServer
 from weft.serve.scheduling.grammar import Grammars
 from weft.serve.scheduling.request import EngineState, GeneratedToken, Request, RequestError, TokenLogprobs
-from weft.serve.served_model import ServedModel
 from weft.serve.spec import ServerLimits, ServingSpec
+from weft.serve.text import ServedModel
 from weft.serve.worker import EngineWorker, StepEngine
 
 TEMPLATE = (
@@ -35,6 +37,11 @@ LIMIT_SECONDS = 60.0
 OPTIONS = ServingSpec(port=0, device="cpu", tokenizer="bytes", max_running=2, max_waiting=2, token_budget=16)
 # Clients of a loopback port encrypt nothing. Without this, each of them reads all certificates of the machine.
 NO_CERTIFICATES: dict[str, Any] = {"verify": False}
+
+
+def to_serve(source: Path, spec: ServingSpec, plan: Plan = Plan()) -> Serving:  # noqa: B008 (a frozen value)
+    """What `weft serve` is asked for, by a caller who is told nothing."""
+    return Serving(source, spec, plan, lambda about: None, lambda message: None)
 
 
 class ReachedError(Exception):

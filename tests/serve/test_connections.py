@@ -1,17 +1,22 @@
-"""Connections that send no request, or send and read slowly, end; they keep nobody with a key out."""
+"""Connections that send nothing, or slowly, end and keep nobody out; a server that stops does what it has begun."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import pytest
+import torch
 from serve_for_tests import LIMIT_SECONDS, RepeatingEngine, Served, serving, wait_for
 
-from weft.serve.http import connections, server
+from weft.serve.http import server
+from weft.serve.scheduling.request import Request, TokenLogprobs
 from weft.serve.spec import ServerLimits
 
 PLACES = 4
@@ -52,7 +57,7 @@ def test_idle_connections_give_their_places_to_new_ones(served: Served) -> None:
         for _ in range(PLACES):
             assert served.post("/v1/completions", {"prompt": "x"}, headers=with_key).status_code == 200
             assert served.get("/health").status_code == 200
-        assert error_of(read_all(idle[0])) == (503, connections.FULL)
+        assert error_of(read_all(idle[0])) == (503, server.FULL)
 
 
 @pytest.mark.parametrize("sent", [b"", HEAD, HEAD + b"Content-Length: 9\r\n\r\n{"])
@@ -60,7 +65,7 @@ def test_a_connection_without_a_whole_request_ends(
     served: Served, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
     """A byte now and then does not lengthen its time. The third is refused for its key and sends its body."""
-    monkeypatch.setattr(connections, "WAIT_SECONDS", 0.5)
+    monkeypatch.setattr(server, "WAIT_SECONDS", 0.5)
     with connect(served) as client:
         client.sendall(sent)
         wait_for(partial(drip, client))
@@ -79,7 +84,7 @@ def drip(client: socket.socket) -> bool:
 
 
 def test_a_head_that_comes_too_late_is_said(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(server, "WAIT_SECONDS", 0.2)
     with connect(served) as client:
         client.sendall(HEAD)
         status, words = error_of(read_all(client))
@@ -93,7 +98,7 @@ def test_what_is_not_http_is_refused_as_json(served: Served) -> None:
 
 
 def test_a_client_that_asks_and_never_reads_ends(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "SHORT_SECONDS", 0.5)
+    monkeypatch.setattr(server, "SHORT_SECONDS", 0.5)
     with connect(served) as client:
         client.setblocking(False)
 
@@ -121,16 +126,64 @@ def test_when_every_place_is_busy_a_new_client_is_told_so(monkeypatch: pytest.Mo
             client.sendall(HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
         wait_for(lambda: served.worker.num_requests == PLACES)
         refused = served.get("/health")
-        assert (refused.status_code, refused.json()["error"]["message"]) == (503, connections.FULL)
+        assert (refused.status_code, refused.json()["error"]["message"]) == (503, server.FULL)
         engine.go_on.set()
 
 
 def test_the_system_is_asked_for_as_many_connections_as_it_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[tuple[int, int]]()
     limits = {"value": (1024, 4096)}
-    monkeypatch.setattr(connections.resource, "getrlimit", lambda which: limits["value"])
-    monkeypatch.setattr(connections.resource, "setrlimit", lambda which, value: asked.append(value))
-    assert connections.connection_places() == 2048
+    monkeypatch.setattr(server.resource, "getrlimit", lambda which: limits["value"])
+    monkeypatch.setattr(server.resource, "setrlimit", lambda which, value: asked.append(value))
+    assert server.connection_places() == 2048
     assert asked == [(2368, 4096)]
     limits["value"] = (1024, 1024)
-    assert connections.connection_places() == 1024 - 320
+    assert server.connection_places() == 1024 - 320
+
+
+class SlowTexts(RepeatingEngine):
+    """Embeds and scores texts when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_texts = 0
+        self.go_on.clear()
+
+    def embed(self, *arguments: Any) -> torch.Tensor:
+        self._wait()
+        return super().embed(*arguments)
+
+    def score(self, request: Request) -> list[TokenLogprobs]:
+        self._wait()
+        return super().score(request)
+
+    def _wait(self) -> None:
+        self.num_texts += 1
+        assert self.go_on.wait(LIMIT_SECONDS), "a test left the engine paused"
+
+
+CASES = [
+    ("/v1/embeddings", {"input": ["ab", "c"]}),
+    ("/v1/completions", {"prompt": ["ab", "c"], "echo": True, "logprobs": 1, "max_tokens": 2}),
+    ("/v1/completions", {"prompt": ["ab"], "echo": True, "logprobs": 1, "max_tokens": 0}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), CASES)
+def test_texts_of_a_request_are_computed_though_the_server_stops(path: str, body: dict[str, Any]) -> None:
+    engine = SlowTexts()
+    with ThreadPoolExecutor() as pool, serving(engine) as served:
+        answer = pool.submit(served.post, path, body)
+        wait_for(lambda: engine.num_texts == 1)
+        served.server.drain()
+        for refused in (served.post(path, body), served.post("/v1/chat/completions", {})):
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert "takes no more requests" in refused.json()["error"]["message"]
+        assert asyncio.run(served.server.on_tick(1)) is False
+        assert not served.server.should_exit
+        engine.go_on.set()
+        found = answer.result(LIMIT_SECONDS)
+        assert found.status_code == 200, found.text
+        assert len(found.json()["data" if "input" in body else "choices"]) == len(body.get("input") or body["prompt"])
+        wait_for(lambda: served.server.should_exit)
+        assert served.worker.num_clients == 0

@@ -16,7 +16,7 @@ from weft.data.tokenizer import ByteTokenizer
 from weft.serve.http import answers, end_points, request_body, running_answer
 from weft.serve.http.answers import ChatForm, CompletionForm, TokenWords
 from weft.serve.http.request_body import ApiError, ChatBody, CompletionBody, EmbeddingsBody
-from weft.serve.served_model import ServedModel
+from weft.serve.text import ServedModel
 
 
 @pytest.fixture(scope="module")

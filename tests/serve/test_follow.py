@@ -15,8 +15,8 @@ from torch import nn
 from weft.checkpoint.folder import latest, step_name
 from weft.checkpoint.manifest import MANIFEST
 from weft.errors import ConfigError, DamagedError, NumbersError
-from weft.serve import follow as follow_module
-from weft.serve.follow import follow, require_run
+from weft.serve.http import run_server
+from weft.serve.http.run_server import follow, require_run
 from weft.serve.worker import EngineWorker
 
 
@@ -150,7 +150,7 @@ def test_a_folder_that_cannot_be_read_for_a_while_is_followed_on(
                 await asyncio.sleep(0.01)
         task.cancel()
 
-    monkeypatch.setattr(follow_module, "latest", flaky)
+    monkeypatch.setattr(run_server, "latest", flaky)
     asyncio.run(watch())
     assert said == [
         f"{tmp_path / 'checkpoints'} cannot be read ([Errno 116] Stale file handle); the weights in use stay",

@@ -17,7 +17,7 @@ from serve_for_tests import LIMIT_SECONDS, NO_CERTIFICATES, RepeatingEngine, Ser
 from weft.serve import worker as worker_module
 from weft.serve.http import request_body
 from weft.serve.http.guard import HttpGuard
-from weft.serve.http.prometheus import ServerMetrics
+from weft.serve.http.metrics import ServerMetrics
 from weft.serve.spec import ServerLimits
 from weft.serve.worker import StepLimit
 

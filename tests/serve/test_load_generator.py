@@ -13,8 +13,7 @@ from serve_for_tests import RepeatingEngine, serving
 
 from weft.commands.bench_serve import _places, bench_serve_command, usual_lengths
 from weft.errors import ConfigError
-from weft.serve.load_generator import LoadOptions, RateResult, open_target, run_load
-from weft.serve.load_generator_report import svg, table_row
+from weft.serve.load_generator import LoadOptions, RateResult, open_target, run_load, svg, table_row
 
 
 def test_a_load_counts_what_clients_get(

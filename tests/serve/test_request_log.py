@@ -12,8 +12,7 @@ import pytest
 from serve_for_tests import RepeatingEngine
 
 from weft.errors import ConfigError
-from weft.serve.http.prometheus import ServerMetrics
-from weft.serve.http.request_log import RequestLog, say_rates
+from weft.serve.http.metrics import RequestLog, ServerMetrics, say_rates
 from weft.serve.spec import ServingSpec
 from weft.serve.worker import EngineWorker
 

@@ -38,9 +38,7 @@ def test_the_page_of_options_is_made_from_the_spec() -> None:
     )
 
 
-def test_ranks_are_given_every_option() -> None:
-    spec = ServingSpec(api_keys=("a", "b"), stream_weights=2, follow=True, warm_up=False, adapters=("x=y",), port=0)
-    assert ServingSpec.from_json(spec.to_json()) == spec
+def test_a_spec_is_written_as_the_options_of_a_command() -> None:
     assert ServingSpec(weights="int4", resident_blocks=1).arguments("plan") == " --weights int4 --resident-blocks 1"
 
 
@@ -113,6 +111,10 @@ from typer.testing import CliRunner
 from weft.commands.app import app
 from weft.commands.serving_options import reference
 from weft.errors import ConfigError
+from weft.plan import Plan
+from weft.serve.http import local_ranks_server
+from weft.serve.http.addresses import listen
+from weft.serve.http.run_server import Serving
 from weft.serve.refusals import ServingCase, refuse
 from weft.serve.spec import ServingSpec
 
@@ -120,7 +122,10 @@ run = lambda *arguments: CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments
 for command in ("serve", "generate", "plan"):
     assert "--toy" in run(command, "--help").output, command
 assert "| `--toy` | serve, generate, plan --serve | `0` | toys of a step |" in reference()
-assert ServingSpec.from_json(ServingSpec(toy=3).to_json()).toy == 3
+local_ranks_server.run_rank = lambda serving, rank, *rest: Path(f"rank-{rank.rank}").write_text(str(serving.spec.toy))
+serving = Serving(Path(), ServingSpec(toy=3), Plan(data=2), print, print)
+assert local_ranks_server.start_server(serving, listen("127.0.0.1", 0)) == 0
+assert [Path(f"rank-{rank}").read_text() for rank in (0, 1)] == ["3", "3"]
 assert ServingSpec(toy=3).arguments("plan") == " --toy 3"
 asked = ("plan", "--serve", "--model", "llama3-8b", "--cluster", "h200:1x1", "--requests", "2")
 done = run(*asked, "--toy", "3")

@@ -36,7 +36,7 @@ from weft.serve.drafts.draft_model import ModelDrafter
 from weft.serve.drafts.ngram_drafter import NgramDrafter, NgramIndex
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.head.sampling import gumbel_noise
-from weft.serve.http.prometheus import ServerMetrics
+from weft.serve.http.metrics import ServerMetrics
 from weft.serve.parallel.rank_part import refuse_plan
 from weft.serve.scheduling.request import GeneratedToken, Request, Sampling
 from weft.serve.scheduling.scheduler import ActiveRequest, ScheduledChunk

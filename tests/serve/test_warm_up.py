@@ -13,12 +13,12 @@ from serving_for_tests import GREEDY, serve_all, tiny_model
 from weft.data.tokenizer import ByteTokenizer
 from weft.errors import WeftError
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.http.first_answer import answer_once
+from weft.serve.http.end_points import answer_once
 from weft.serve.scheduling.grammar import Grammars
 from weft.serve.scheduling.request import Request
 from weft.serve.scheduling.speculation import EarlyLayers
-from weft.serve.served_model import ServedModel
 from weft.serve.spec import ServerLimits
+from weft.serve.text import ServedModel
 from weft.serve.warm_up import warm_up
 
 BYTES = ByteTokenizer()

@@ -50,7 +50,7 @@ from weft.data.tokenizer import load_tokenizer
 from weft.errors import CheckpointError, ConfigError, DataError
 from weft.launch.environment import RankInfo
 from weft.run_file import Run, load_run
-from weft.serve.served_model import end_tokens
+from weft.serve.text import end_tokens
 from weft.step.documents import number_documents
 from weft.train.batches import prepare_data
 from weft.train.loop import train

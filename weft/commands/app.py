@@ -19,17 +19,13 @@ except ImportError:
     sys.exit("weft: the command line needs typer and rich; pip install 'weft[cli]'")
 
 
-from weft.commands import calibrate, index
+from weft.commands.arguments import Json, Overrides, RunFile, Source
 from weft.commands.bench import bench_app
-from weft.commands.bench_serve import EXAMPLE as BENCH_SERVE_EXAMPLE
 from weft.commands.bench_serve import bench_serve_command
-from weft.commands.generate import EXAMPLE as GENERATE_EXAMPLE
+from weft.commands.calibrate import calibrate_command, index_command
 from weft.commands.generate import generate_command
-from weft.commands.plan_command import EXAMPLE as PLAN_EXAMPLE
 from weft.commands.plan_command import plan_command
-from weft.commands.serve import EXAMPLE as SERVE_EXAMPLE
 from weft.commands.serve import serve_command
-from weft.commands.shared_arguments import Json, Overrides, RunFile
 from weft.errors import ConfigError
 from weft.version import VERSION
 
@@ -111,7 +107,11 @@ def train_command(
         train_here(fork_server, run_file, overrides or [], verify, fresh, as_json)
 
 
-app.command("plan", epilog=PLAN_EXAMPLE)(plan_command)
+app.command(
+    "plan",
+    epilog="Example: weft plan --model llama3-70b --cluster h100:32x8 --tokens-per-step 4M --report plan.html; or: "
+    "weft plan run.toml plan.data=2 plan.shard=4 cluster=h100:1x8 --json",
+)(plan_command)
 
 
 @app.command("verify", epilog="Example: weft verify run.toml plan.data=2 plan.shard.stage=2 --device cuda")
@@ -147,8 +147,8 @@ def verify_command(
             report = prove(fork_server, run, device, precision, compiles)  # type: ignore[arg-type]
     if as_json:
         checks = [asdict(check) for check in report.checks]
-        found = {"passed": report.passed, "device": device, "precision": precision, "checks": checks}
-        print_json({**found, "not_proved": list(report.not_proved)})
+        report_table = {"passed": report.passed, "device": device, "precision": precision, "checks": checks}
+        print_json({**report_table, "not_proved": list(report.not_proved)})
     else:
         show_report(console, report, f"{run.plan.describe_axes()} on {name}")
     report.require()
@@ -182,7 +182,7 @@ def chaos_command(
 
 @app.command("evaluate", epilog="Example: weft evaluate runs/chat --data questions.jsonl")
 def evaluate_command(
-    source: Annotated[Path, typer.Argument(help="a run folder, a checkpoint or a Hugging Face folder")],
+    source: Source,
     data: Annotated[
         Path | None,
         typer.Option(help="what to measure it on, read as the run read its own; what it held out if not given"),
@@ -196,8 +196,8 @@ def evaluate_command(
     from weft.commands.evaluate import evaluate_folder, in_words
 
     with make_console(to_stderr=True).status("measuring"):
-        found = evaluate_folder(source, data, kind, sequence)
-    print_json(found) if as_json else make_console().print(in_words(found))
+        measures = evaluate_folder(source, data, kind, sequence)
+    print_json(measures) if as_json else make_console().print(in_words(measures))
 
 
 @app.command("export", epilog="Example: weft export runs/quickstart my-model --dtype bf16")
@@ -216,12 +216,12 @@ def export_command(
     """
     from weft.commands.console import make_console, print_json
     from weft.commands.export import DTYPES, export
-    from weft.commands.progress_bar import byte_progress
+    from weft.commands.output import byte_progress, warn
 
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
     with byte_progress(make_console(as_json), "exporting") as progress:
-        load = export(source, target, dtype, progress, adapter, _warn)
+        load = export(source, target, dtype, progress, adapter, warn)
     if as_json:
         print_json({"folder": str(target)})
         return
@@ -237,7 +237,7 @@ def profile_command(
 ) -> None:
     """Show where the communication time of recorded steps goes. A table, a page (HTML) and a Chrome trace."""
     from weft.commands.console import make_console
-    from weft.commands.profile import serve_live, show_profile
+    from weft.commands.recorded import serve_live, show_profile
 
     if live:
         serve_live(run_folder, port, make_console(as_json))
@@ -252,16 +252,27 @@ def report_command(
     as_json: Json = False,
 ) -> None:
     """Draw a run's losses and speed against steps. One page (HTML) that loads nothing from elsewhere."""
-    from weft.commands.report import write_report
+    from weft.commands.recorded import write_report
 
     write_report(run_folder, out, as_json)
 
 
-app.command("generate", epilog=GENERATE_EXAMPLE)(generate_command)
-app.command("serve", epilog=SERVE_EXAMPLE)(serve_command)
-app.command("calibrate", epilog=calibrate.EXAMPLE)(calibrate.calibrate_command)
-app.command("index", epilog=index.EXAMPLE)(index.index_command)
-bench_app.command("serve", epilog=BENCH_SERVE_EXAMPLE)(bench_serve_command)
+app.command("generate", epilog='Example: weft generate runs/quickstart --prompt "def main():" --tokens 100')(
+    generate_command
+)
+app.command(
+    "serve", epilog="Example: weft serve runs/quickstart --port 8000, then: curl http://127.0.0.1:8000/v1/models"
+)(serve_command)
+app.command("calibrate", epilog="Example: weft calibrate runs/quickstart --data text.txt --out loki.safetensors")(
+    calibrate_command
+)
+app.command("index", epilog="Example: weft index runs/quickstart --data text.txt --out graph.safetensors")(
+    index_command
+)
+bench_app.command(
+    "serve",
+    epilog="Example: weft bench serve runs/quickstart --rate 2 --requests 40; or: weft bench serve http://127.0.0.1:8000",
+)(bench_serve_command)
 
 
 @app.command("doctor", epilog="Example: weft doctor --json")
@@ -319,17 +330,13 @@ def ranks_per_device_command(
     console = make_console(as_json)
     with command_fork_server(_run_as_rank) as fork_server:
         run = load_run(run_file, overrides or [])
-        found = tune(fork_server, run, most, steps, warm_up, rounds, console)
-    print_json(asdict(found)) if as_json else show(found, run, console)
+        tuning = tune(fork_server, run, most, steps, warm_up, rounds, console)
+    print_json(asdict(tuning)) if as_json else show(tuning, run, console)
 
 
 def _run_as_rank(arguments: list[str]) -> None:
     """Run `weft ARGUMENTS` in a forked rank. Errors are raised, so that the agent shows them."""
     app(arguments, standalone_mode=False)
-
-
-def _warn(message: str) -> None:
-    print(f"weft: {message}", file=sys.stderr)
 
 
 def _print_version(asked: bool) -> None:

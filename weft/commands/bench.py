@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weft.commands.result_file import write_result
+from weft.commands.arguments import Json
+from weft.commands.output import warn, write_result
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ Nodes = Annotated[
     ),
 ]
 ServeOption = Annotated[bool, typer.Option("--serve", help="time decodes on the CPU too, for weft plan --serve")]
-JsonOption = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 @bench_app.command(
@@ -64,7 +63,7 @@ def links_command(
     nodes: Nodes = None,
     validate: Annotated[bool, typer.Option(help="check what ranks received")] = True,
     svg: Annotated[Path | None, typer.Option(help="draw microseconds over bytes to this file")] = None,
-    as_json: JsonOption = False,
+    as_json: Json = False,
 ) -> None:
     """Time messages and collectives between ranks. Checks their contents, and fits latency and bandwidth."""
     from weft.bench.links import LinkOptions, bench_links, parse_sizes
@@ -79,25 +78,27 @@ def links_command(
     num_ranks, groups = (ranks, None) if axes is None else _group_axes(axes)
     started = detect(os.environ)
     levels = None if nodes is None else _level_axes(nodes, num_ranks if started is None else started.num_ranks)
-    found: dict[str, list[LinkRow]] = {}
+    rows_by_backend: dict[str, list[LinkRow]] = {}
     for transport in _transports(backend, device):
         with transport:
             rows, where, name = bench_links(options, num_ranks, _device(device), level_axes=levels, group_axes=groups)
-        found[name] = rows
+        rows_by_backend[name] = rows
     if where.rank != 0:
         return
     if svg is not None and series_of(rows):
         write_result(svg, svg_plot(series_of(rows), f"{where.num_ranks} ranks, {name}"))
     if as_json:
-        print(json.dumps({"backend": name, "rows": [row.to_json() for row in rows], **_others(found)}, indent=2))
+        backends = {name: [row.to_json() for row in rows] for name, rows in rows_by_backend.items()}
+        several = {"backends": backends} if len(backends) > 1 else {}
+        print(json.dumps({"backend": name, "rows": backends[name], **several}, indent=2))
         return
-    for name, own in found.items():
+    for name, own in rows_by_backend.items():
         print(f"{where.num_ranks} ranks, {name}; contents {'checked' if validate else 'not checked'}")
         _print_links(own, nodes)
-    if len(found) > 1:
+    if len(rows_by_backend) > 1:
         from weft.bench.report import backends_table
 
-        print(backends_table(found))
+        print(backends_table(rows_by_backend))
 
 
 def _print_links(rows: Sequence[LinkRow], nodes: int | None) -> None:
@@ -111,16 +112,15 @@ def _print_links(rows: Sequence[LinkRow], nodes: int | None) -> None:
     print(terminal_plot(series_of(rows)))
 
 
-def _others(found: Mapping[str, Sequence[LinkRow]]) -> dict[str, Any]:
-    """The rows by back-end, if there are several, for JSON."""
-    rows = {name: [row.to_json() for row in own] for name, own in found.items()}
-    return {"backends": rows} if len(rows) > 1 else {}
-
-
 @bench_app.command("matmul", epilog="Example: weft bench matmul --device cuda")
-def matmul_command(device: DeviceOption = "cpu", seconds: Seconds = 1.0, as_json: JsonOption = False) -> None:
+def matmul_command(device: DeviceOption = "cpu", seconds: Seconds = 1.0, as_json: Json = False) -> None:
     """Time square matmuls in fp32 and bf16."""
-    found = {dtype: _matmuls(device, dtype, seconds) for dtype in ("fp32", "bf16")}
+    import torch
+
+    from weft.bench.machine import matmul_flops
+
+    place = torch.device(_device(device))
+    found = {dtype: matmul_flops(place, dtype, seconds) for dtype in ("fp32", "bf16")}
     texts = {
         dtype: {f"side {side}": f"{rate / 1e9:,.1f} GFLOP/s" for side, rate in rates.items()}
         for dtype, rates in found.items()
@@ -129,35 +129,35 @@ def matmul_command(device: DeviceOption = "cpu", seconds: Seconds = 1.0, as_json
 
 
 @bench_app.command("memory", epilog="Example: weft bench memory")
-def memory_command(device: DeviceOption = "cpu", seconds: Seconds = 1.0, as_json: JsonOption = False) -> None:
+def memory_command(device: DeviceOption = "cpu", seconds: Seconds = 1.0, as_json: Json = False) -> None:
     """Time copies within the memory of a device."""
     import torch
 
     from weft.bench.machine import memory_bytes_per_second
 
-    found = {"memory": memory_bytes_per_second(torch.device(_device(device)), seconds)}
-    _show({"copies": {name: _gigabytes(rate) for name, rate in found.items()}}, found, as_json)
+    rates = {"memory": memory_bytes_per_second(torch.device(_device(device)), seconds)}
+    _show({"copies": {name: _gigabytes(rate) for name, rate in rates.items()}}, rates, as_json)
 
 
 @bench_app.command("host-link", epilog="Example: weft bench host-link")
-def host_link_command(seconds: Seconds = 1.0, as_json: JsonOption = False) -> None:
+def host_link_command(seconds: Seconds = 1.0, as_json: Json = False) -> None:
     """Time copies between host memory and a GPU. Both ways, from pinned and from ordinary memory."""
     from weft.bench.machine import host_link_rates
 
-    found = host_link_rates(seconds)
-    _show({"host link": {name: _gigabytes(rate) for name, rate in found.items()}}, found, as_json)
+    rates = host_link_rates(seconds)
+    _show({"host link": {name: _gigabytes(rate) for name, rate in rates.items()}}, rates, as_json)
 
 
 @bench_app.command("storage", epilog="Example: weft bench storage --folder /scratch")
 def storage_command(
     folder: Annotated[Path, typer.Option(help="where a file is written and read")] = Path(),
-    as_json: JsonOption = False,
+    as_json: Json = False,
 ) -> None:
     """Time writing a file to disk and reading it back."""
     from weft.bench.machine import storage_bytes_per_second
 
-    found = storage_bytes_per_second(folder)
-    _show({str(folder): {name: _gigabytes(rate) for name, rate in found.items()}}, found, as_json)
+    rates = storage_bytes_per_second(folder)
+    _show({str(folder): {name: _gigabytes(rate) for name, rate in rates.items()}}, rates, as_json)
 
 
 @bench_app.command(
@@ -172,7 +172,7 @@ def machine_command(
     serve: Annotated[
         bool, typer.Option("--serve", help="measure decodes on the CPU too, for weft plan --serve")
     ] = False,
-    as_json: JsonOption = False,
+    as_json: Json = False,
 ) -> None:
     """Measure this machine for the planner, and write a cluster file."""
     if write.exists():
@@ -192,25 +192,27 @@ def machine_command(
         num_ranks = started.num_ranks if started is not None else ranks or num_devices(_device(device))
         axes = (nodes, _level_axes(nodes, num_ranks))
     if started is None or started.rank == 0:
-        print("weft: measuring links, matmuls, memory and storage: one to two minutes", file=sys.stderr, flush=True)
-    found, where = measure_machine(ranks, _device(device), seconds, time.strftime("%Y-%m-%d"), axes)
+        warn("measuring links, matmuls, memory and storage: one to two minutes")
+    machine, where = measure_machine(ranks, _device(device), seconds, time.strftime("%Y-%m-%d"), axes)
     if where.rank != 0:
         return
     if serve:
         decode = _measured_decodes()
-        found = replace(found, decode=decode)
+        machine = replace(machine, decode=decode)
         if decode.doubt is not None:
-            print(f"weft: {decode.doubt}", file=sys.stderr)
-    write_result(write, cluster_text(found))
+            warn(decode.doubt)
+    write_result(write, cluster_text(machine))
     if as_json:
         print(json.dumps({"file": str(write)}))
     else:
-        print(describe_link(found.intra))
+        print(describe_link(machine.intra))
         print(f"wrote {write}; plan with it: weft plan {'--serve ' * serve}RUN_FILE --cluster {write}")
 
 
 def _measured_decodes() -> Any:
-    """What a decode takes on this CPU, with the threads that a server would use. A bar on stderr shows progress."""
+    """Returns what a decode takes on this CPU, with the threads that a server would use. A bar on stderr shows
+    progress.
+    """
     import torch
     from rich.console import Console
     from rich.progress import Progress
@@ -240,7 +242,7 @@ def _refuse_pinned(device: str) -> None:
 
 
 def _transports(backend: str | None, device: str) -> list[AbstractContextManager[None]]:
-    """The transports of CPU tensors to measure, one after another: what the environment says if none is given."""
+    """Returns the transports of CPU tensors to measure, in order: what the environment says if none is given."""
     from weft.comm.mpi_transport import transport
 
     if backend is None:
@@ -252,7 +254,7 @@ def _transports(backend: str | None, device: str) -> list[AbstractContextManager
 
 
 def _group_axes(text: str) -> tuple[int, Any]:
-    """The number of ranks of a mesh like data=2,shard=4, and what each rank calls for its axes."""
+    """Returns the number of ranks of a mesh such as data=2,shard=4, and the function that makes its axes on a rank."""
     from weft.mesh import group_axes
     from weft.plan import plan_of_degrees
 
@@ -269,20 +271,12 @@ def _group_axes(text: str) -> tuple[int, Any]:
 
 
 def _level_axes(num_nodes: int, num_ranks: int) -> Any:
-    """What each rank calls for the axes over which two-level collectives are timed."""
+    """Returns the function by which each rank makes the axes over which two-level collectives are timed."""
     from weft.mesh import level_axes
 
     if num_ranks % num_nodes:
         raise ConfigError(f"--nodes {num_nodes} does not divide {num_ranks} ranks; nodes have equally many ranks")
     return partial(level_axes, num_nodes)
-
-
-def _matmuls(device: str, dtype: str, seconds: float) -> dict[int, float]:
-    import torch
-
-    from weft.bench.machine import matmul_flops
-
-    return matmul_flops(torch.device(_device(device)), dtype, seconds)
 
 
 def _gigabytes(rate: float | None) -> str:

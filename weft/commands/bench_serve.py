@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.commands.result_file import refuse_place, write_result
+from weft.commands.arguments import Json
+from weft.commands.output import refuse_place, warn, write_result
 from weft.errors import BAD_INPUT, ConfigError, LocalError
 
 if TYPE_CHECKING:
     from weft.serve.load_generator import LoadOptions, RateResult
 
-EXAMPLE = "Example: weft bench serve runs/quickstart --rate 2 --requests 40; or: weft bench serve http://127.0.0.1:8000"
 STOP_SECONDS = 60
 USUAL_TOKENS = 48, 32  # of prompts and answers, in the mean
 
@@ -41,7 +41,7 @@ def bench_serve_command(
     seed: Annotated[int, typer.Option(help="of arrivals, lengths and prompts")] = 0,
     api_key: Annotated[str | None, typer.Option(help="of the server", envvar="WEFT_API_KEY")] = None,
     out: Annotated[Path, typer.Option(help="write OUT.json and OUT.svg")] = Path("bench-serve"),
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: Json = False,
 ) -> None:
     """Drive a server with requests at rising rates. At random times (Poisson). Measures the time to the first
     token, the time per token, and tokens/s.
@@ -50,8 +50,7 @@ def bench_serve_command(
     """
     import asyncio  # takes a tenth of the time of weft --help
 
-    from weft.serve.load_generator import LoadOptions
-    from weft.serve.load_generator_report import HEAD, svg, table_row
+    from weft.serve.load_generator import HEAD, LoadOptions, svg, table_row
 
     places = _places(out)
     lengths = prompt_tokens, answer_tokens
@@ -65,35 +64,35 @@ def bench_serve_command(
         if not as_json:
             print(HEAD, flush=True)
         model, options, results = asyncio.run(_measure(url, api_key, options, lengths, tell))
-    found = {"model": model, "options": asdict(options), "rates": [asdict(one) for one in results]}
+    table = {"model": model, "options": asdict(options), "rates": [asdict(one) for one in results]}
     means = f"prompts of {options.mean_prompt_tokens}, answers of {options.mean_answer_tokens} tokens in the mean"
     title = f"{model}: {means}"
-    text = json.dumps(found, indent=2)
+    text = json.dumps(table, indent=2)
     for place, written in zip(places, (text + "\n", svg(results, title)), strict=True):
         write_result(place, written)
     print(text if as_json else f"wrote {places[0]} and {places[1]}")
 
 
 def _places(out: Path) -> tuple[Path, Path]:
-    """The files that --out names: OUT.json and OUT.svg, also if OUT is one of them. Raises ConfigError if they cannot
-    stand there.
+    """Returns the files that --out names: OUT.json and OUT.svg, also if OUT is one of them. Raises ConfigError if they
+    cannot be written there.
     """
     name = out.stem if out.suffix in (".json", ".svg") else out.name
     if not name:
         raise ConfigError(f"--out {out} names no file; give the path of OUT.json and OUT.svg without .json")
-    found = out.with_name(f"{name}.json"), out.with_name(f"{name}.svg")
-    for place in found:
+    places = out.with_name(f"{name}.json"), out.with_name(f"{name}.svg")
+    for place in places:
         refuse_place(place)
-    return found
+    return places
 
 
 @contextmanager
 def _server(target: str) -> Iterator[str]:
-    """The URL of a server: the one given, or one that serves the folder given as long as the block runs."""
+    """Yields the URL of a server: the one given, or that of one that serves a folder while the block runs."""
     if "://" in target:
         yield target
         return
-    print(f"weft: starting weft serve {target}", file=sys.stderr, flush=True)
+    warn(f"starting weft serve {target}")
     command = [sys.executable, "-m", "weft", "serve", target, "--port", "0", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -127,9 +127,9 @@ def _undisturbed_run(
     run = load_run(run_file, overrides)
     known = run.folder / "chaos.json"
     if known.is_file():
-        found = json.loads(known.read_text())
-        if found.pop("run") == run.to_toml():
-            return BaselineRun(**found)
+        recorded = json.loads(known.read_text())
+        if recorded.pop("run") == run.to_toml():
+            return BaselineRun(**recorded)
         raise ConfigError(f"{run.folder} is of another run file; remove it, or give another folder (folder = ...)")
     shutil.rmtree(run.folder, ignore_errors=True)  # left by a call that was stopped: its time would be too short
     storm = Storm(run, iter(()), (), Path())

@@ -1,4 +1,9 @@
-"""Examines this machine for `weft doctor`: versions, devices, memory, launcher, measured all-reduce."""
+"""Examines this machine for `weft doctor`: versions, devices, memory, launcher, measured all-reduce.
+
+Where there are GPUs, `check_gpu` shows in about a minute that they, and the collectives between them, compute right: a
+tiny decoder is trained under a few plans in float64, and once compiled in bf16, and compared with the sequential model
+on the same GPU. Ranks share a GPU if there are fewer GPUs than ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +18,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from weft.cluster.cpu_rates import cpu_flops_per_second
 from weft.cluster.hardware import describe, local_cluster
 from weft.cluster.local_gpus import gpus
 from weft.comm import all_reduce
+from weft.comm.backends import describe_backend
 from weft.errors import WeftError
 from weft.launch.environment import detect
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.plan import Plan
+from weft.models import DecoderConfig, build, initialise
+from weft.plan import Context, Memory, Pipe, Plan, Shard
+from weft.plan import Tensor as TensorPlan
+from weft.proof.prove import Trial, plan_to_prove, prove_plan
 from weft.sharding.layout import COMPUTE_DTYPE
+from weft.step.batch import Batch
+from weft.step.objective import CROSS_ENTROPY
 
 PACKAGES = ("weft", "torch", "numpy", "safetensors", "typer", "rich", "tokenizers", "pyarrow", "transformers")
 MESSAGE_BYTES = (4 * 1024, 4 * 1024 * 1024)
@@ -136,3 +148,58 @@ def _warnings(findings: Mapping[str, Any]) -> list[str]:
     if os.environ.get("OMP_NUM_THREADS") == "1" and findings["cpu_cores"] > 1:
         warnings.append("OMP_NUM_THREADS = 1 keeps a single process on one core")
     return warnings
+
+
+NUM_RANKS = 2  # of the check of GPUs, and what they train
+SEQUENCE, NUM_SAMPLES = 16, 4
+SECONDS = 120.0
+CONFIG = DecoderConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2,
+)  # fmt: skip
+PLANS = {
+    "data": Plan(data=NUM_RANKS, micro_batch=1),
+    "shard": Plan(shard=Shard(NUM_RANKS, 3), micro_batch=1),
+    "x": Plan(tensor=TensorPlan(x=NUM_RANKS), micro_batch=2),
+    "context": Plan(context=Context(NUM_RANKS), micro_batch=2),
+    "pipe": Plan(pipe=Pipe(NUM_RANKS), micro_batch=1),
+}
+
+
+def _model() -> nn.Module:
+    model = build(CONFIG)
+    initialise(model, 0)
+    return model
+
+
+def _batch(step: int) -> Batch:
+    tokens: Tensor = torch.randint(64, (NUM_SAMPLES, SEQUENCE + 1), generator=torch.Generator().manual_seed(step))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def check_gpu() -> dict[str, Any]:
+    """Return the backend of collectives, and a row for each check: its name, whether its results are right, how many
+    seconds it took, and what was found.
+    """
+    rows = []
+    for axis, plan in PLANS.items():
+        trial = Trial(plan_to_prove(plan, "fp64"), device="cuda")
+        rows.append(_row(f"{axis} = {NUM_RANKS}, float64", trial))
+    compiled = Plan(memory=Memory(recompute="selective"), micro_batch=2)
+    rows.append(_row("one rank, bf16, compiled", Trial(plan_to_prove(compiled, "bf16"), device="cuda", compiles=True)))
+    return {"backend": describe_backend("cuda", NUM_RANKS), "rows": rows}  # last, as it initialises CUDA: proofs fork
+
+
+def _row(what: str, trial: Trial) -> dict[str, Any]:
+    begin = time.perf_counter()
+    try:
+        report = prove_plan(_model, _batch, CROSS_ENTROPY, trial, SECONDS)
+        failure = report.first_failure
+        worst = next(check for check in report.checks if check.what == "worst gradient")
+        result = f"gradients differ by {worst.found}"
+        if failure is not None:
+            result = f"{failure.what}: expected {failure.expected}, found {failure.found} ({failure.where})"
+        is_right = report.passed
+    except Exception as error:  # any error of a driver or a library is a finding
+        is_right, result = False, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return {"what": what, "is_right": is_right, "seconds": time.perf_counter() - begin, "found": result}

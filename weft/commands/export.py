@@ -33,7 +33,7 @@ from weft.saved_run import (
     saved_values,
     with_intact_checkpoint,
 )
-from weft.serve.served_model import end_tokens
+from weft.serve.text import end_tokens
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOKENIZER = "tokenizer.json"

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from weft.commands import PROMPT
-from weft.commands.model_text import print_text
+from weft.commands.arguments import Json, Source
+from weft.commands.output import print_text, warn
 from weft.commands.serving_options import Given, takes_options
-
-EXAMPLE = 'Example: weft generate runs/quickstart --prompt "def main():" --tokens 100'
 
 
 @takes_options("generate")
 def generate_command(
-    source: Annotated[Path, typer.Argument(help="a run folder, a checkpoint or a Hugging Face folder")],
+    source: Source,
     prompt: Annotated[str, typer.Option(help="the text to continue")] = PROMPT,
     tokens: Annotated[int, typer.Option(help="how many tokens at most", min=1, max=100_000)] = 200,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token", min=0.0, max=10.0)] = 0.8,
@@ -26,7 +23,7 @@ def generate_command(
     seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
     *,
     given: Given,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: Json = False,
 ) -> None:
     """Continue a prompt with a trained model, on one process."""
     spec = given()
@@ -42,12 +39,12 @@ def generate_command(
     with Console(stderr=True).status("generating"):
         cache = cache_format(spec.cache)
         refuse(ServingCase.of(spec, model=kind_of(model_config(source)), device=spec.device, cache=cache))
-        loaded = load_model(source, spec, spec.device, _warn)
+        loaded = load_model(source, spec, spec.device, warn)
         model, tokens_of = loaded.model, loaded.tokenizer
         for reason in what_cpus_do(model) if spec.device == "cpu" else ():
-            _warn(reason)
+            warn(reason)
         for reason in why_slow(cache, spec.device, next(model.parameters()).dtype):
-            _warn(reason)
+            warn(reason)
         text = generate(
             model,
             tokens_of,
@@ -66,7 +63,3 @@ def generate_command(
         print(json.dumps({"prompt": prompt, "text": text}))
     else:
         print_text(prompt + text)
-
-
-def _warn(message: str) -> None:
-    print(f"weft: {message}", file=sys.stderr)

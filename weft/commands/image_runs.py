@@ -97,7 +97,7 @@ def _part(saved: Mapping[str, Any], table: str, keys: tuple[str, ...]) -> dict[s
 
 
 def _folder(samples: Data, source: Path) -> dict[str, Any]:
-    """The table [data] of a folder of images like a run's own, none of them held out."""
+    """Returns the table [data] of a folder of images like a run's own. None of them is held out."""
     assert not isinstance(samples, DataConfig)
     height, width, _ = samples.shape(1)
     more = {"level": samples.level, "on_bad": samples.on_bad} if isinstance(samples, ImagesConfig) else {}

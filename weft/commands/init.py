@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.architectures import DecoderConfig, GPT2Config
-from weft.commands.result_file import write_result
+from weft.commands.output import write_result
 from weft.data.config import DataConfig
 from weft.errors import ConfigError
 from weft.run_file import Run, check_run_file

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from weft.cluster.cpu_rates import is_cpu
 from weft.cluster.hardware import Cluster
-from weft.commands.result_file import write_result
+from weft.commands.output import write_result
 from weft.errors import UNFINISHED, ConfigError
 from weft.run_file import PLANNER, Run
 from weft.schema import changed_values, inline, nearest

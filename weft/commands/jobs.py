@@ -18,7 +18,7 @@ import torch
 
 from weft.cluster.local_gpus import Gpu, ask_library, hide_gpus, query_gpus
 from weft.comm.backends import DeviceType
-from weft.commands.gpu_check import check_gpu, describe
+from weft.commands.doctor import check_gpu
 from weft.launch.fork_server import ForkServer, Job, Main
 from weft.planner.predict import refuse_run
 from weft.proof.prove import prove_run
@@ -58,8 +58,8 @@ def prove(
     The child can fork ranks, also if this process has run a backward.
     """
     refuse_run(run)
-    found = fork_server.call("verify", run=run.to_json(), device=device, precision=precision, compiles=compiles)
-    return report_from_json(found)
+    table = fork_server.call("verify", run=run.to_json(), device=device, precision=precision, compiles=compiles)
+    return report_from_json(table)
 
 
 def _gpus() -> list[dict[str, Any]]:
@@ -79,9 +79,4 @@ def _sample(folder: str, device: DeviceType, options: Mapping[str, Any]) -> str:
     return generate(loaded.model, loaded.tokenizer, context=loaded.context_length, stop_tokens=ends, **options)
 
 
-def _check_gpu() -> dict[str, Any]:
-    rows = check_gpu()  # before `describe`, which initialises CUDA: it forks
-    return {"backend": describe(), "rows": rows}
-
-
-JOBS: dict[str, Job] = {"gpus": _gpus, "verify": _verify, "sample": _sample, "check_gpu": _check_gpu}
+JOBS: dict[str, Job] = {"gpus": _gpus, "verify": _verify, "sample": _sample, "check_gpu": check_gpu}

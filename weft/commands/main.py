@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.abc import MetaPathFinder
 from pathlib import Path
+from types import FrameType
 
-from weft.commands.early_stop import stopping_early
 from weft.errors import BAD_INPUT, ConfigError, WeftError, exit_status
 from weft.launch.one_speaker import is_first_to_say
 
@@ -23,8 +25,8 @@ FLAGS = ("--json", "--verify", "--no-verify", "--fresh", "--print-config")  # op
 def run() -> None:
     """Run the command as all that this process does.
 
-    `weft plan` does not free its objects one by one before the process ends. Millions of them are torch's compiler, and
-    freeing them takes two seconds.
+    `weft plan` makes millions of objects that live until it ends: torch's compiler, and the trace of a model. It pauses
+    Python's collector, which would walk through them again and again, and does not free them one by one at the end.
     """
     if sys.argv[1:2] != [PLANNING]:
         try:
@@ -124,3 +126,37 @@ def _fail(message: str, status: int) -> None:
     if is_first_to_say(message, os.environ):
         print(f"weft: {message}", file=sys.stderr)
     raise SystemExit(status)
+
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_IMPORT_SYSTEM = "<frozen importlib"  # how file names of its frames begin
+
+
+@contextmanager
+def stopping_early() -> Iterator[None]:
+    """End this process at a stop signal that it does not ignore, as nohup sets. Training replaces the handlers."""
+    heeded = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, _stop) for number in heeded}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    for other in STOP_SIGNALS:  # one that comes while this process ends: it has been said
+        signal.signal(other, lambda again, frame: os._exit(128 + again))
+    with suppress(OSError):  # the terminal may be gone
+        print(f"weft: stopped by {signal.Signals(number).name}; there was nothing to save", file=sys.stderr, flush=True)
+    if _is_importing(frame):  # modules that try an import may catch SystemExit, and the command would go on
+        os._exit(128 + number)
+    raise SystemExit(128 + number)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_IMPORT_SYSTEM):
+            return True
+        frame = frame.f_back
+    return False

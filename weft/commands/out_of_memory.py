@@ -25,11 +25,11 @@ def out_of_memory(run: Run, cluster: Cluster, error: BaseException) -> PlanError
     total, limit = prediction.cost.memory_bytes, prediction.memory_limit_bytes
     parts = {**prediction.cost.state_bytes, "activations": prediction.cost.saved_bytes}
     parts["temporary memory"] = prediction.cost.transient_bytes
-    held = ", ".join(f"{name} {_size(size)}" for name, size in parts.items() if size)
+    parts_in_words = ", ".join(f"{name} {_size(size)}" for name, size in parts.items() if size)
     first_line = (str(error).splitlines() or [""])[0]
     return PlanError(
         f"a device is out of memory ({first_line}). Of {run.plan.describe_axes()}, micro-batch "
-        f"{run.split.micro_batch}, the prediction is {_size(total)} of {_size(limit)}: {held}. "
+        f"{run.split.micro_batch}, the prediction is {_size(total)} of {_size(limit)}: {parts_in_words}. "
         f"{_advice(run, cluster, prediction)}"
     )
 
@@ -59,10 +59,10 @@ def _advice(run: Run, cluster: Cluster, prediction: Prediction) -> str:
             f"fewer, by plan.ranks_per_device and plan.data"
         )
     most = min(limit, int(total * KEPT_FREE))
-    found = nearest_fitting(run, cluster, most)
-    if found is None:
+    nearest = nearest_fitting(run, cluster, most)
+    if nearest is None:
         return f"{why}No plan near it needs less than {_size(most)}; ask weft plan --search, or take more devices"
-    change, size = found
+    change, size = nearest
     return f"{why}The nearest plan that needs less: {change} ({_size(size)})"
 
 

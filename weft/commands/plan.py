@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.table import Table
 
 from weft.cluster.cpu_rates import is_cpu
-from weft.cluster.hardware import Cluster
-from weft.commands.console import format_bytes, print_json, say, show_run, show_timeline
+from weft.cluster.hardware import Cluster, describe
+from weft.commands.console import format_bytes, format_seconds, print_json, say, show_run, show_timeline
 from weft.commands.job_files import pinned, refuse_kind, write_job
 from weft.commands.out_of_memory import refuse_if_too_large
-from weft.commands.plan_tables import show_answer
-from weft.commands.result_file import write_result
+from weft.commands.output import warn, write_result
 from weft.commands.run_planning import (
     ask_for,
     catalog_run,
@@ -28,11 +27,14 @@ from weft.commands.run_planning import (
 from weft.errors import ConfigError
 from weft.planner.advice import best_levels, better_form, fitting_activations, fitting_offload, fitting_weights
 from weft.planner.answer import Answer, with_more, with_scaling
+from weft.planner.explain import GB
+from weft.planner.famous_runs import compare, famous_run, famous_runs
 from weft.planner.fewer_bytes import fewer_bytes
 from weft.planner.goodput import Failures, cluster_mtbf, failures
 from weft.planner.predict import Prediction, predict, run_cluster
 from weft.planner.question import OBJECTIVES, parse_constraints, parse_count
-from weft.planner.report.page import page
+from weft.planner.report.page import exposed_seconds, page
+from weft.planner.report.style import number
 from weft.run_file import Run
 from weft.step.examples import micro_batch_profile
 from weft.train.role_advice import RoleForecast, forecast_roles
@@ -98,7 +100,7 @@ def named_run(
     if tokens_per_step is not None:
         return catalog_run(model, cluster, parse_count(tokens_per_step, "--tokens-per-step"), sequence)
     run = catalog_run(model, cluster, USUAL_TOKENS, sequence)
-    print(f"weft: {USUAL_TOKENS:,} tokens a step, as --tokens-per-step is not given", file=sys.stderr)
+    warn(f"{USUAL_TOKENS:,} tokens a step, as --tokens-per-step is not given")
     return run
 
 
@@ -123,16 +125,16 @@ def search_plans(run: Run, options: PlanOptions, console: Console, as_json: bool
             answer = with_traffic(answer, run)
         if options.report is not None:
             answer = with_scaling(answer, status.update)
-    found = answer.to_json()
+    table = answer.to_json()
     offload = answer.found.best[0].plan.memory.offload if answer.found.best else 0.0
     cost = _failures(mtbf_seconds, answer.model.numel, answer.question.precision, answer.model.cluster, offload)
     planned = _planned(run, answer, cost) if answer.found.best else None
     if options.report is not None:  # files first: a reader of the output may close it early
-        write_result(options.report, page(found))
+        write_result(options.report, page(table))
     if options.write is not None and planned is not None:
         write_result(options.write, planned.to_toml())
     if as_json:
-        print_json(found if cost is None else {**found, "failures": cost.to_json()})
+        print_json(table if cost is None else {**table, "failures": cost.to_json()})
     else:
         show_answer(console, answer)
         _show_failures(console, cost)
@@ -197,7 +199,7 @@ def predict_plan(
         "weights": fitting_weights(run, cluster),
     }
     if as_json:
-        found = {"plan": run.plan.degrees, "batch": run.split.identity(run.plan), "cluster": cluster.name}
+        table = {"plan": run.plan.degrees, "batch": run.split.identity(run.plan), "cluster": cluster.name}
         better: dict[str, Any] = {} if form is None else {"better_form": asdict(form)}
         if levels is not None:
             better["two_levels"] = {**asdict(levels), "pays": levels.pays}
@@ -208,7 +210,7 @@ def predict_plan(
             better["failures"] = failing.to_json()
         if roles is not None:
             better["roles"] = asdict(roles)
-        print_json({**found, **prediction.to_json(), **better})
+        print_json({**table, **prediction.to_json(), **better})
     else:
         show_run(console, run, cluster, profile, prediction)
         _show_failures(console, failing)
@@ -235,3 +237,106 @@ def predict_plan(
     refuse_if_too_large(run, cluster, prediction)
     if options.job is not None:
         options.job.write(run, cluster, prediction.step_seconds, None, console)
+
+
+MAX_REFUSED = 2
+NUMBERS_WIDTH = 62  # columns of the numbers of a plan
+LEAST_SHOWN = 0.0005  # of a step; what saves less saves nothing
+
+
+def show_answer(console: Console, answer: Answer) -> None:
+    """Print the whole answer."""
+    question, model = answer.question, answer.model
+    console.print(f"[bold]machine[/]  {describe(model.cluster, question.precision)}", highlight=False)
+    console.print(
+        f"[bold]model[/]    {answer.name}, {model.numel / 1e9:,.4g} billion parameters in {model.num_blocks} blocks; "
+        f"{question.describe()} a step in {question.precision}",
+        highlight=False,
+    )
+    constraints = f"; {', '.join(one.text for one in question.constraints)}" if question.constraints else ""
+    console.print(
+        f"[bold]search[/]   {answer.found.num_considered:,} plans in "
+        f"{format_seconds(answer.search_seconds)}{constraints}",
+        highlight=False,
+    )
+    if answer.found.best:
+        _show_plans(console, answer)
+    say(console, f"[bold]why[/]      {answer.why}")
+    for text in answer.assumptions:
+        say(console, f"[yellow]assumed[/]  {text}")
+    for one in answer.rejected:
+        remedy = f"; {one.remedy}" if one.remedy else ""
+        axes = f"{one.candidate.plan.describe_axes()}, micro-batch {one.candidate.plan.micro_batch}"
+        faster = f" ({format_seconds(one.candidate.seconds)} a step)"
+        say(console, f"[bold]rejected[/] {axes}{faster}: {one.reason}{remedy}")
+    for what, reason in answer.found.refused[:MAX_REFUSED]:
+        say(console, f"[bold]refused[/]  {what}: {reason}")
+    if answer.sensitivities:
+        console.print(_sensitivities(answer))
+
+
+def _show_plans(console: Console, answer: Answer) -> None:
+    """Print the plans with their numbers; on a narrow terminal the plans are listed below the table."""
+    plans = [
+        f"{one.plan.describe_axes()}, micro-batch {one.plan.micro_batch} × {one.num_micro_batches}"
+        f"{one.plan.memory.words}"
+        for one in answer.layouts()
+    ]
+    is_narrow = console.width < max(map(len, plans)) + NUMBERS_WIDTH
+    console.print(_plans(answer, [str(number) for number in range(1, len(plans) + 1)] if is_narrow else plans))
+    for index, plan in enumerate(plans if is_narrow else [], 1):
+        say(console, f"plan {index}: {plan}")
+
+
+def _plans(answer: Answer, names: list[str]) -> Table:
+    table = Table(title="the best plan of each layout", title_justify="left", box=None, pad_edge=False)
+    table.add_column("plan", no_wrap=True)
+    unit = answer.question.unit
+    for name in ("step", f"{unit}/s", "MFU", "memory", "exposed", "bubble"):
+        table.add_column(name, justify="right", no_wrap=True)
+    limit = answer.model.cluster.node.device.memory_bytes
+    for index, (name, one) in enumerate(zip(names, answer.layouts(), strict=True)):
+        rates, step = answer.rates(one), one.step
+        assert step is not None
+        table.add_row(
+            name,
+            format_seconds(one.seconds),
+            number(rates[f"{unit}_per_second"]),
+            "" if rates["mfu"] is None else f"{rates['mfu']:.1%}",
+            f"{one.memory.total_bytes / GB:.1f}/{limit / GB:.4g} GB",
+            f"{exposed_seconds(step.where) / one.seconds:.1%}",
+            f"{step.wait_share:.1%}",
+            style="bold" if index == 0 else "",
+        )
+    return table
+
+
+def _sensitivities(answer: Answer) -> Table:
+    table = Table(title="what more would change", title_justify="left", box=None, pad_edge=False)
+    for name in ("change", "step", "saved", "best plan then"):
+        table.add_column(name, overflow="fold")
+    for one in answer.sensitivities:
+        saved = one.saved_seconds / (one.seconds + one.saved_seconds)
+        table.add_row(
+            one.change, format_seconds(one.seconds), f"{saved:.1%}" if saved >= LEAST_SHOWN else "nothing", one.axes
+        )
+    return table
+
+
+def plan_like(name: str, console: Console, as_json: bool) -> None:
+    """Predict a famous run's plan, search for weft's best, and print both with the difference in words; or, for the
+    name "list", print the names of the runs.
+    """
+    if name == "list":
+        names = list(famous_runs())
+        print_json(names) if as_json else console.print("\n".join(names), highlight=False)
+        return
+    run = famous_run(name)
+    with console.status("planning") as status:
+        comparison = compare(run, status.update)
+    if as_json:
+        print_json(comparison.to_json())
+        return
+    for title, sentence in comparison.lines:
+        say(console, f"[bold]{title:8}[/] {sentence}")
+    show_answer(console, comparison.answer)

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from weft.commands.collector_pause import paused_collector
+from weft.commands.arguments import Json, Overrides
 from weft.commands.serving_options import Given, takes_options
-from weft.commands.shared_arguments import Json, Overrides
 from weft.errors import ConfigError
 from weft.serve.spec import ServingSpec, options_of
 
-EXAMPLE = (
-    "Example: weft plan --model llama3-70b --cluster h100:32x8 --tokens-per-step 4M --report plan.html; or: "
-    "weft plan run.toml plan.data=2 plan.shard=4 cluster=h100:1x8 --json"
-)
 ALWAYS = ("run_file", "overrides", "model", "cluster", "serve", "as_json")  # options of both kinds of planning
 TO_SERVE = (*(one.name for one in options_of("plan")), "requests", "prompt", "output", "accepted")
 WhereOption = Annotated[
@@ -34,7 +29,6 @@ TimelineOption = Annotated[
 ]
 
 
-@paused_collector()
 @takes_options("plan")
 def plan_command(
     context: typer.Context,
@@ -75,19 +69,37 @@ def plan_command(
         workload = (requests, prompt, output)
         _plan_serving(model, run_file, overrides or [], cluster, workload, given(), accepted, as_json)
         return
-    if like is not None:
-        _plan_like(like, (model, run_file, cluster, tokens_per_step, sequence, where, write, report), as_json)
-        return
-    _refuse_options(model, run_file, cluster, tokens_per_step, sequence, images_per_step, size)
+    if like is None:
+        _refuse_options(model, run_file, cluster, tokens_per_step, sequence, images_per_step, size)
+    elif any((model, run_file, cluster, tokens_per_step, sequence, where, write, report)):
+        raise ConfigError(
+            f"--like {like} says what is planned, on which machine; leave out the run file and the other options but "
+            f"--json, or plan its model with --model"
+        )
     changes, path = _changes(overrides or [], cluster, timeline, run_file)
+    from weft.commands.console import make_console
     from weft.commands.jobs import command_fork_server
-    from weft.commands.plan import JobFile, PlanOptions
+    from weft.commands.plan import JobFile, PlanOptions, named_run, plan_like, predict_plan, search_plans
+    from weft.commands.run_planning import has_layout
+    from weft.run_file import load_run
 
     job = None if write_job is None else JobFile(write_job, run_file, changes)
     options = PlanOptions(where or [], best, write, report, mtbf, mtbf_cluster, what_if, job, roles)
+    console = make_console(as_json)
     with command_fork_server(_no_rank, warms=False):
-        run = _run_to_plan(run_file, changes, (model, cluster, tokens_per_step, sequence, images_per_step, size))
-        _search_or_predict(run, options, model is not None or search, timeline, path, as_json)
+        if like is not None:
+            plan_like(like, console, as_json)
+            return
+        if run_file is not None:
+            run = load_run(run_file, changes)
+        else:
+            assert model is not None, "it is refused above"
+            assert cluster is not None, "it is refused above"
+            run = named_run(model, cluster, tokens_per_step, sequence, images_per_step, size)
+        if model is not None or search or options.is_search or not has_layout(run):
+            search_plans(run, options, console, as_json)
+        else:
+            predict_plan(run, options, timeline, path, console, as_json)
 
 
 def _refuse_ignored(context: typer.Context, serve: bool) -> None:
@@ -104,41 +116,11 @@ def _refuse_ignored(context: typer.Context, serve: bool) -> None:
         raise ConfigError(f"{option} is about serving the model; give --serve too, or leave it out")
 
 
-def _search_or_predict(
-    run: Any, options: Any, is_search: bool, timeline: bool, path: Path | None, as_json: bool
-) -> None:
-    """Search plans for a run if that is asked for or the run has none; else predict its plan."""
-    from weft.commands.console import make_console
-    from weft.commands.plan import predict_plan, search_plans
-    from weft.commands.run_planning import has_layout
-
-    if is_search or options.is_search or not has_layout(run):
-        search_plans(run, options, make_console(as_json), as_json)
-    else:
-        predict_plan(run, options, timeline, path, make_console(as_json), as_json)
-
-
-def _plan_like(name: str, others: tuple[object, ...], as_json: bool) -> None:
-    """Compare a famous run with weft's best plan for its model, batch and machine."""
-    if any(others):
-        raise ConfigError(
-            f"--like {name} says what is planned, on which machine; leave out the run file and the other options but "
-            f"--json, or plan its model with --model"
-        )
-    from weft.commands.console import make_console
-    from weft.commands.jobs import command_fork_server
-    from weft.commands.plan_like import plan_like
-
-    with command_fork_server(_no_rank, warms=False):
-        plan_like(name, make_console(as_json), as_json)
-
-
 def _changes(
     overrides: list[str], cluster: str | None, timeline: bool, run_file: Path | None
 ) -> tuple[list[str], Path | None]:
-    """What is changed of a run file, and the file that --timeline is written to, if one is named behind the changes.
-
-    The run file, if there is one, is checked with them.
+    """Returns the changes to the run file, and the file that --timeline is written to, if one is named behind them.
+    Checks the run file, if there is one, with its changes.
     """
     from weft.run_file import check_run_file
 
@@ -147,14 +129,6 @@ def _changes(
     if run_file is not None:
         check_run_file(run_file, changes)
     return changes, path
-
-
-def _run_to_plan(run_file: Path | None, changes: list[str], named: tuple[Any, ...]) -> Any:
-    """The run of a run file, or one of a model and a cluster by their names and sizes."""
-    from weft.commands.plan import named_run
-    from weft.run_file import load_run
-
-    return named_run(*named) if run_file is None else load_run(run_file, changes)
 
 
 def _plan_serving(

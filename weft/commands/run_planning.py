@@ -43,12 +43,12 @@ def catalog_run(name: str, cluster: str, tokens: int, sequence: int | None) -> R
     config = load_model(name)
     if not isinstance(config, LanguageConfig):
         raise ConfigError(f"--model {name} is of images; give --images-per-step and --size")
-    own = config.context_length
-    sequence = sequence or own
+    longest = config.context_length
+    sequence = sequence or longest
     if not 0 < sequence <= MAX_SEQUENCE:
         raise ConfigError(f"--sequence {sequence} is not between 1 and {MAX_SEQUENCE}")
     if isinstance(config, GPT2Config):
-        config = replace(config, n_positions=max(sequence, own))
+        config = replace(config, n_positions=max(sequence, longest))
     if tokens % sequence:
         raise ConfigError(
             f"--tokens-per-step {tokens} is not a multiple of the sequence of {sequence} tokens; use "
@@ -171,11 +171,11 @@ def _divisors_near(degree: int, number: int) -> list[int]:
 
 def with_plan(run: Run, answer: Answer) -> Run:
     """Returns the run with the answer's first plan, on the part of the cluster that it uses."""
-    given = run.plan
+    asked = run.plan
     plan = answer.best.plan
     names = ("matmul", "hierarchical", "communication")
-    stated = {name: getattr(given, name) for name in names if any(k.startswith(f"plan.{name}") for k in run.origins)}
-    plan = replace(plan, exact=given.exact and answer.question.exact and plan.exact, **stated)
+    stated = {name: getattr(asked, name) for name in names if any(k.startswith(f"plan.{name}") for k in run.origins)}
+    plan = replace(plan, exact=asked.exact and answer.question.exact and plan.exact, **stated)
     used, cluster = answer.model.cluster, run.cluster
     if cluster != "local" and used.num_devices != load(cluster).num_devices:
         cluster = f"{used.name}:{used.num_nodes}x{used.node.num_devices}"

@@ -5,28 +5,24 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weft.commands.progress_bar import progress_on_stderr
+from weft.commands.arguments import Json
+from weft.commands.output import progress_on_stderr, warn
 from weft.commands.serving_options import Given, takes_options
 from weft.errors import ConfigError
 from weft.launch.one_speaker import is_first_to_say
 from weft.schema import build_dataclass, parse_override
 from weft.serve.http.addresses import is_loopback
-from weft.serve.spec import ServingSpec
 
 if TYPE_CHECKING:  # these import torch, or take a while
     from weft.plan import Plan
-    from weft.serve.http.run_server import Ready
-
-EXAMPLE = "Example: weft serve runs/quickstart --port 8000, then: curl http://127.0.0.1:8000/v1/models"
+    from weft.serve.http.run_server import Serving
 
 
 RankOverrides = Annotated[
@@ -44,37 +40,27 @@ def serve_command(
     source: Annotated[Path, typer.Argument(help="a run folder, a checkpoint or a (quantised) Hugging Face folder")],
     given: Given,
     overrides: RankOverrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: Json = False,
 ) -> None:
     """Serve a model over HTTP, by OpenAI's API. With a page to chat at /. Ends on Ctrl-C or SIGTERM."""
     _refuse_address(given.value("host"), given.value("api_keys"))
     _give_sign_of_life(source)
     spec = given()
-    with _needs_extra():
-        import weft.serve.http.run_server  # noqa: F401 (what it needs is looked for)
-    _serve(source, spec, serving_plan(overrides or []), partial(_announce, as_json=as_json))
-
-
-@contextmanager
-def _needs_extra() -> Iterator[None]:
     try:
-        yield
+        from weft.serve.http.run_server import Serving, run_rank, run_server
     except ModuleNotFoundError as error:
         raise ConfigError(f"weft serve needs {error.name}; run: pip install 'weft[serve]'") from None
-
-
-def _serve(source: Path, spec: ServingSpec, plan: Plan, ready: Ready) -> None:
-    """Serve as a rank of a launcher, as the only rank, or with ranks that are started here."""
     from weft.launch.environment import detect
-    from weft.serve.http.run_server import run_rank, run_server
 
+    plan, ready = serving_plan(overrides or []), partial(_announce, as_json=as_json)
+    serving = Serving(source, spec, plan, ready, warn, progress_on_stderr)
     rank_info = detect(os.environ)
     if rank_info is not None:
-        run_rank(source, spec, plan, rank_info, None, ready, say, progress_on_stderr)
+        run_rank(serving, rank_info)
     elif plan.num_ranks == 1:
-        run_server(source, spec, ready, say, progress_on_stderr)
+        run_server(serving)
     else:
-        _serve_on_ranks(source, spec, plan, ready)
+        _serve_on_ranks(serving)
 
 
 def serving_plan(overrides: list[str]) -> Plan:
@@ -98,20 +84,17 @@ def serving_plan(overrides: list[str]) -> Plan:
     return build_dataclass(Plan, tables, "plan")
 
 
-def _serve_on_ranks(source: Path, spec: ServingSpec, plan: Plan, ready: Ready) -> None:
+def _serve_on_ranks(serving: Serving) -> None:
     """Start the ranks of a plan on this machine, and serve until told to stop."""
-    from weft.launch.fork_server import ForkServer
     from weft.serve.http.addresses import listen
-    from weft.serve.http.local_ranks_server import serve_as_rank, start_server
+    from weft.serve.http.local_ranks_server import start_server
     from weft.serve.http.run_server import refuse_options
     from weft.serve.loading import model_config
     from weft.serve.parallel.rank_part import refuse_plan
 
-    refuse_options(source, spec, plan)
-    refuse_plan(model_config(source), plan)
-    sock = listen(spec.host, spec.port)  # before the fork server, so that ranks inherit it
-    with ForkServer(partial(serve_as_rank, ready=ready, say=say, bar=progress_on_stderr)) as fork_server:
-        status = start_server(fork_server, sock, source, spec, plan)
+    refuse_options(serving.source, serving.spec, serving.plan)
+    refuse_plan(model_config(serving.source), serving.plan)
+    status = start_server(serving, listen(serving.spec.host, serving.spec.port))
     if status:
         raise SystemExit(status)
 
@@ -136,7 +119,7 @@ def _give_sign_of_life(source: Path) -> None:
     """Say what is loaded before torch is, which takes seconds. Of a launcher's ranks one says it."""
     message = f"loading {source}"
     if source.exists() and is_first_to_say(message, os.environ):
-        say(message)
+        warn(message)
 
 
 def _announce(about: dict[str, Any], as_json: bool) -> None:
@@ -144,8 +127,3 @@ def _announce(about: dict[str, Any], as_json: bool) -> None:
     warm = "not warmed up" if seconds is None else f"warmed up in {seconds:.1f} s"
     words = f"serving {about['model']} ({about['weights']}) on {about['url']}, {warm}; stop with Ctrl-C"
     print(json.dumps(about) if as_json else words, flush=True)
-
-
-def say(message: str) -> None:
-    """Tell the operator something, on stderr."""
-    print(f"weft: {message}", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from weft.commands.device_option import chosen_device
+from weft.commands.arguments import chosen_device
 from weft.serve.spec import Command, ServingSpec, default_on, flag_of, option_of, options_of
 
 PAGE = """# Options of serving
@@ -77,9 +77,9 @@ def _parameter(one: Field[Any], command: Command) -> inspect.Parameter:
         words += f"; if not given, {about.on_gpu} on a GPU, {default} on CPUs"
         hint, default = int | None, None
     flags = [flag_of(one)] if about.flag or default is False else []
-    found = typer.Option(*flags, help=words, envvar=about.variable, min=about.minimum, max=about.maximum)
+    annotation = typer.Option(*flags, help=words, envvar=about.variable, min=about.minimum, max=about.maximum)
     return inspect.Parameter(
-        one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, found]
+        one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, annotation]
     )
 
 

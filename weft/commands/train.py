@@ -29,9 +29,8 @@ from weft.commands.console import (
     show_run,
 )
 from weft.commands.jobs import prove
-from weft.commands.model_text import print_text
 from weft.commands.out_of_memory import out_of_memory, refuse_if_too_large
-from weft.commands.progress_bar import byte_progress
+from weft.commands.output import byte_progress, print_text
 from weft.commands.run_planning import ask_for, fit_to_ranks, has_layout, planning_cluster, with_plan
 from weft.data.tokenizer import encode_text
 from weft.errors import UNFINISHED, ConfigError, DamagedError, LocalError
@@ -350,7 +349,7 @@ def _sample_prompt(run: Run) -> tuple[str | list[int], str, list[str]]:
 
 
 def _other_plan_to_price(run: Run) -> tuple[str, ...]:
-    """A change of the plan that costs something else; none if the run's optimizer would be refused with it."""
+    """Returns a change of the plan that costs something else; none if the run's optimizer would be refused with it."""
     if run.train.kfac is not None:
         return ()
     has_stages = run.plan.shard.degree > 1 and run.plan.memory.accumulate == "whole"
@@ -361,11 +360,11 @@ def _other_plan_to_price(run: Run) -> tuple[str, ...]:
 
 def _show_accuracy(run: Run, again: Again, console: Console) -> None:
     assert isinstance(run.model, VisionConfig)
-    found = _last_event(run)["evaluation"]
-    if found is not None:
+    evaluation = _last_event(run)["evaluation"]
+    if evaluation is not None:
         console.print(
-            f"\n[bold]held out[/]  {found['accuracy']:.1%} right (chance is {1 / run.model.num_classes:.1%}), loss "
-            f"{found['loss']:.4f}",
+            f"\n[bold]held out[/]  {evaluation['accuracy']:.1%} right (chance is {1 / run.model.num_classes:.1%}), "
+            f"loss {evaluation['loss']:.4f}",
             highlight=False,
         )
     console.print(

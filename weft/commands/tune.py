@@ -61,10 +61,10 @@ def tune(
             status.update(f"measuring {number} of at most {most} ranks per device, {num_steps} steps")
             return measure(fork_server, run, number, num_steps, warm_up)
 
-        found = measure_rounds(measure_one, most, steps, rounds)
-    best = choose(found)
+        measured = measure_rounds(measure_one, most, steps, rounds)
+    best = choose(measured)
     num_devices = run.plan.data // run.plan.ranks_per_device
-    return RankTuning(best, found, f"plan.data={num_devices * best} plan.ranks_per_device={best}")
+    return RankTuning(best, measured, f"plan.data={num_devices * best} plan.ranks_per_device={best}")
 
 
 def measure_rounds(
@@ -74,23 +74,25 @@ def measure_rounds(
     near the fastest. Returns the median of each number's measurements.
     """
     first = [measure_one(number, steps) for number in range(1, most + 1)]
-    found = {one.ranks_per_device: [one] for one in first}
+    measured = {one.ranks_per_device: [one] for one in first}
     near = near_fastest(first)
     for _ in range(rounds if len(near) > 1 else 0):
         for number in near:
-            found[number].append(measure_one(number, LONGER * steps))
-    return [median(own) for own in found.values()]
+            measured[number].append(measure_one(number, LONGER * steps))
+    return [median(several) for several in measured.values()]
 
 
 def near_fastest(found: list[Measurement]) -> list[int]:
-    """The numbers of ranks that may be the best: at most `MOST_NEAR`, not much slower than the fastest."""
+    """Returns the numbers of ranks that may be the best: at most `MOST_NEAR`, and not much slower than the fastest."""
     ordered = sorted((one for one in found if not one.refused), key=lambda one: -one.units_per_second)
     near = [one for one in ordered if one.units_per_second > NEAR * ordered[0].units_per_second]
     return sorted(one.ranks_per_device for one in near[:MOST_NEAR])
 
 
 def median(found: list[Measurement]) -> Measurement:
-    """The measurement of one number of ranks with the median rate: the lower of the middle two of an even number."""
+    """Returns, of measurements of one number of ranks, the one with the median rate: the lower of the middle two of an
+    even number.
+    """
     measured = sorted((one for one in found if not one.refused), key=lambda one: one.units_per_second)
     if len(measured) < 2:
         return measured[0] if measured else found[0]
@@ -108,7 +110,7 @@ def show(found: RankTuning, run: Run, console: Console) -> None:
 
 
 def with_ranks(run: Run, ranks_per_device: int) -> Run:
-    """The run with so many ranks on each of its devices, and the same global batch."""
+    """Returns the run with `ranks_per_device` ranks on each of its devices, and the same global batch."""
     plan = run.plan
     ranks = plan.data // plan.ranks_per_device * ranks_per_device
     if run.split.batch % ranks:
@@ -158,7 +160,7 @@ def _read(run: Run, ranks_per_device: int) -> Measurement:
 
 
 def choose(found: list[Measurement]) -> int:
-    """The number of ranks per device to use: the fewest that are not slower than the fastest by 3 % or more."""
+    """Returns the number of ranks per device to use: the fewest that are less than 3 % slower than the fastest."""
     measured = [one for one in found if not one.refused]
     if not measured:
         raise ConfigError(f"no number of ranks per device can be measured: {found[0].refused}")
@@ -167,7 +169,7 @@ def choose(found: list[Measurement]) -> int:
 
 
 def in_words(one: Measurement, first: Measurement, samples: str) -> str:
-    """A line about one number of ranks per device."""
+    """Returns a line about one number of ranks per device."""
     unit = "tokens" if samples == "sequences" else samples
     if one.refused:
         return f"{one.ranks_per_device} per device  not measured: {one.refused}"

@@ -33,8 +33,15 @@ from weft.serve.model.ranks import RankMessage, ServingRanks
 from weft.serve.model.step_inputs import StepInputs, is_decode, runs_of, step_inputs
 from weft.serve.scheduling.blocks import PagedBlocks
 from weft.serve.scheduling.grammar import AnswerMatcher
-from weft.serve.scheduling.request import EngineState, Finish, GeneratedToken, Request, RequestError, TokenLogprobs
-from weft.serve.scheduling.request_rules import check_request
+from weft.serve.scheduling.request import (
+    EngineState,
+    Finish,
+    GeneratedToken,
+    Request,
+    RequestError,
+    TokenLogprobs,
+    check_request,
+)
 from weft.serve.scheduling.scheduler import ActiveRequest, ScheduledChunk, Scheduler
 from weft.serve.scheduling.speculation import DraftLengths, Speculation
 from weft.serve.spec import EngineOptions
@@ -45,7 +52,7 @@ __all__ = ["Engine", "EngineOptions"]
 
 @dataclass(frozen=True)
 class BegunStep:
-    """A step that other ranks compute; this rank has not. Without `inputs`, a CUDA graph computes it."""
+    """A step that other ranks compute already, this rank not yet. Without `inputs`, a CUDA graph computes it."""
 
     chunks: list[ScheduledChunk]  # all, those that sample first
     inputs: StepInputs | None
@@ -106,11 +113,11 @@ class Engine:
         self._mixed_graphs: MixedGraphs | None = None
         has_graphs = options.graphs and not options.adapters and part.streamed is None
         if has_graphs and on_gpu and isinstance(part.paged, PagedModel) and part.paged.has_decode_kernel:
-            given = (part.paged, part.cache, self._sampler.last, part.layout, self.context_length)
-            record = GraphRecorder()
-            self._graphs = DecodeGraphs(*given, record)
-            if part.paged.has_prompt_kernel:
-                self._mixed_graphs = MixedGraphs(*given, self._scheduler.token_budget, record)
+            paged, last, length, record = part.paged, self._sampler.last, self.context_length, GraphRecorder()
+            self._graphs = DecodeGraphs(paged, part.cache, last, part.layout, length, record)
+            if paged.has_prompt_kernel:
+                budget = self._scheduler.token_budget
+                self._mixed_graphs = MixedGraphs(paged, part.cache, last, part.layout, length, budget, record)
         self._all: dict[str, ActiveRequest] = {}
         self._begun: deque[BegunStep] = deque()
         self._launched: LaunchedStep | None = None
@@ -188,7 +195,7 @@ class Engine:
         self._suspects = [one for one in self._suspects if one.request != name]
 
     def captures(self) -> list[Callable[[], None]]:
-        """Functions that capture the CUDA graphs of all sizes now rather than when they are first needed."""
+        """Returns functions that capture the CUDA graphs of all sizes now rather than when they are first needed."""
         return [one for graphs in (self._graphs, self._mixed_graphs) if graphs is not None for one in graphs.captures()]
 
     def reset(self) -> None:
@@ -242,21 +249,23 @@ class Engine:
             launched = self._launch(self._begun.popleft())
         ready, self._launched = (self._launched, launched) if self._overlap else (launched, None)
         early, self._early = self._early, []
-        found = self._read(ready)
+        tokens = self._read(ready)
         if self._speculation is not None and launched is not None:
-            self._speculation.record_step(launched.chunks, time.perf_counter() - began, len(found))
-        return early + found
+            self._speculation.record_step(launched.chunks, time.perf_counter() - began, len(tokens))
+        return early + tokens
 
     def _judged(self) -> list[GeneratedToken]:
-        """Return the ends of requests with NaN. Raise NumbersError if another text gives NaN too."""
+        """Returns the answers that ended by NaN, if the model gives numbers for another text. Raises NumbersError if it
+        gives NaN there too.
+        """
         self._drain()
         if not self._texts.gives_numbers(self._sound_token, self.vocab_size):
             raise NumbersError(
                 "the model gives NaN for every text: its weights are damaged or its training diverged; use an older "
                 "checkpoint"
             )
-        found, self._early, self._suspects = [*self._early, *self._suspects], [], []
-        return found
+        tokens, self._early, self._suspects = [*self._early, *self._suspects], [], []
+        return tokens
 
     @property
     def reads_together(self) -> bool:
@@ -264,7 +273,7 @@ class Engine:
         return self._ranks is not None and self._ranks.readers is not None
 
     def pass_by(self) -> None:
-        """Take part in a step of other replicas, which read weights together with this one."""
+        """Take part in reading weights for a step of other replicas, which this replica does not compute."""
         assert self._ranks is not None
         self._ranks.tell(RankMessage("pass"))
         self._part.pass_by()
@@ -298,30 +307,26 @@ class Engine:
         self._part.take_weights(model)
 
     def _forget_cache(self) -> None:
-        """Compute everything again that the cache holds."""
+        """Send all requests back to the queue, so that what the cache holds is computed again."""
         self._drain()
         self._scheduler.forget()
 
     @torch.inference_mode()
     def embed(self, tokens: Sequence[int], pool: Literal["mean", "last"]) -> Tensor:
-        """The last hidden states [hidden] of a text, their mean or the last one (float32, on the host)."""
+        """Returns the last hidden states [hidden] of a text, their mean or the last one (float32, on the host)."""
         self.check_text(tokens)
         self._drain()
         return self._texts.embedding(Request("embed", tuple(tokens), 1), pool)
 
     @torch.inference_mode()
     def score(self, request: Request) -> list[TokenLogprobs]:
-        """The log-probabilities of each token of a request's prompt but the first, with as many of the likeliest ones
-        as the request asks for. Nothing is generated.
+        """Returns the log-probabilities of each token of a request's prompt but the first, with as many of the
+        likeliest tokens as the request asks for. Nothing is generated.
         """
         self.check(replace(request, max_tokens=1))
         self._drain()
         number = min(request.sampling.num_logprobs or 0, self.vocab_size)
         return self._texts.logprobs(request, self.vocab_size, number)
-
-    def num_text_steps(self, num_tokens: int) -> int:
-        """Steps by which `embed` and `score` compute a text of so many tokens."""
-        return self._texts.num_steps(num_tokens)
 
     @torch.inference_mode()
     def _drain(self) -> None:
@@ -351,17 +356,17 @@ class Engine:
         chunks = begun.chunks
         if begun.inputs is None:
             assert self._graphs is not None
-            found: tuple[Tensor, Tensor] | None = self._graphs.run(chunks)
+            sampled_from: tuple[Tensor, Tensor] | None = self._graphs.run(chunks)
         elif self._mixed_graphs is not None and self._mixed_graphs.can_run(begun.inputs):
-            found = self._mixed_graphs.run(begun.inputs)
+            sampled_from = self._mixed_graphs.run(begun.inputs)
         else:
             runs = runs_of(chunks, self._part.layout)
             of_adapters = ((run.active.request.adapter, run.num_tokens) for run in runs)
             self._part.adapters.choose(of_adapters, self._part.device)
-            found = self._part.logits(begun.inputs, self._sampler.last if self._is_alone else None)
-        if found is None:
+            sampled_from = self._part.logits(begun.inputs, self._sampler.last if self._is_alone else None)
+        if sampled_from is None:
             return LaunchedStep(chunks, None, None)
-        logits, positions = found
+        logits, positions = sampled_from
         if any(chunk.active.matcher is not None for chunk in chunks):
             # What a schema allows depends on the tokens before. The device computes logits while these are read.
             self._early += self._read(self._launched)

@@ -55,12 +55,12 @@ def generate(
     engine = Engine(model, options)
     tokens = encode_text(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
     tokens = tokens or [tokenizer.end]
-    start, given, number = len(tokens), tokens[-engine.context_length :], 0
+    start, context_tokens, number = len(tokens), tokens[-engine.context_length :], 0
     while len(tokens) < start + num_tokens:
         sampling = Sampling(temperature=temperature, top_k=top_k or 0, seed=seed + (number << 32))
         left = start + num_tokens - len(tokens)
         try:
-            engine.add(Request("text", tuple(given), left, sampling, stop_tokens | {tokenizer.end}))
+            engine.add(Request("text", tuple(context_tokens), left, sampling, stop_tokens | {tokenizer.end}))
         except RequestError as error:  # here the caller gave all that a request has, so it is a wrong setting
             raise ConfigError(str(error)) from None
         while engine.has_work():
@@ -71,5 +71,5 @@ def generate(
                 tokens.append(generated.token)
             if time.monotonic() > deadline:
                 return tokenizer.decode(np.array(tokens[start:], dtype=np.int64))
-        given, number = tokens[-max(1, engine.context_length // 2) :], number + 1
+        context_tokens, number = tokens[-max(1, engine.context_length // 2) :], number + 1
     return tokenizer.decode(np.array(tokens[start:], dtype=np.int64))

@@ -9,16 +9,17 @@ is the harness's own command with the model `weft` added. From Python:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor, nn
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, NumbersError
 from weft.serve.engine import Engine
 from weft.serve.loading import load_model
-from weft.serve.log_likelihood import ScoredText, score, windows
 from weft.serve.scheduling.request import Request, Sampling
 from weft.serve.spec import EngineOptions, ServingSpec
 from weft.serve.text import StopTable, TextStream
@@ -130,7 +131,7 @@ class HarnessModel(LM):
         return tuple(self._tokenizer.encode(text).tolist())
 
     def _start(self) -> tuple[int, ...]:
-        """What comes before a text without context: the begin token, else the token that ends a document."""
+        """Returns what comes before a text without context: the begin token, else the token that ends a document."""
         return self._begin or (self._tokenizer.end,)
 
     def _begun(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
@@ -174,6 +175,67 @@ class HarnessModel(LM):
         request = Request(name, tokens, num_tokens, Sampling(**sampling), self._served.end_tokens)
         stops = [until] if isinstance(until, str) else until
         return request, [stop for stop in stops if stop]
+
+
+class ScoredText(NamedTuple):
+    """Tokens, of which the last `num_scored` are scored, each given all tokens before it."""
+
+    tokens: tuple[int, ...]
+    num_scored: int
+
+
+class Score(NamedTuple):
+    """The sum of log-probabilities, and whether greedy decoding would give the same tokens."""
+
+    log_likelihood: float
+    is_greedy: bool
+
+
+@torch.inference_mode()
+def score(model: nn.Module, texts: Sequence[ScoredText], batch: int) -> list[Score]:
+    """Returns the score of each text, `batch` texts at a time. A text has one token more than the model is given."""
+    order = sorted(range(len(texts)), key=lambda number: -len(texts[number].tokens))  # texts of like length together
+    scores: dict[int, Score] = {}
+    for begin in range(0, len(order), batch):
+        members = order[begin : begin + batch]
+        logits = model(_padded([texts[number].tokens[:-1] for number in members], model))
+        for row, number in enumerate(members):
+            scores[number] = _score(logits[row], texts[number])
+    return [scores[number] for number in range(len(texts))]
+
+
+def windows(tokens: Sequence[int], begin: Sequence[int], context_length: int) -> list[ScoredText]:
+    """Returns texts that together score each token of a document once, after the tokens `begin`.
+
+    Each window has as many tokens of context as fit.
+    """
+    everything = (*begin, *tokens)
+    texts: list[ScoredText] = []
+    start = len(begin)
+    while start < len(everything):
+        end = min(context_length + (start if texts else 1), len(everything))
+        texts.append(ScoredText(everything[max(0, end - context_length - 1) : end], end - start))
+        start = end
+    return texts
+
+
+def _padded(rows: Sequence[Sequence[int]], model: nn.Module) -> Tensor:
+    """Returns rows of tokens as one tensor. Padding follows the tokens, so causal attention does not see it."""
+    padded = torch.zeros(len(rows), max(len(row) for row in rows), dtype=torch.int64)
+    for number, row in enumerate(rows):
+        padded[number, : len(row)] = torch.tensor(row)
+    return padded.to(next(model.parameters()).device)
+
+
+def _score(logits: Tensor, text: ScoredText) -> Score:
+    end = len(text.tokens) - 1
+    scored = logits[end - text.num_scored : end]
+    targets = torch.tensor(text.tokens[-text.num_scored :], device=scored.device)
+    wide = scored.to(torch.promote_types(scored.dtype, torch.float32)).log_softmax(-1)
+    total = wide.gather(1, targets[:, None]).sum().item()
+    if math.isnan(total):
+        raise NumbersError("the model gives NaN for a text; its weights may be NaN; take an older checkpoint")
+    return Score(total, bool((scored.argmax(-1) == targets).all()))
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ from weft.serve.parallel.rank_part import PartValues, build_part, build_whole, r
 from weft.serve.refusals import ServingCase, kind_of, refuse
 from weft.serve.scheduling.grammar import Grammars
 from weft.serve.scheduling.speculation import LAYERS, EarlyLayers, early_layers
-from weft.serve.served_model import ServedModel, end_tokens
 from weft.serve.spec import ServingSpec
+from weft.serve.text import ServedModel, end_tokens
 from weft.serve.weights.folder_codes import Packed, Quantised, codes_of_folder, make_room_for_codes, packed_linears
 from weft.serve.weights.packed_linear import make_room, pack_head
 from weft.serve.weights.usable_weights import Read, Say, finite
@@ -76,7 +76,7 @@ class LoadedModel:
     def served(
         self, name: str, template: str | None, context_length: int, vocab_size: int, adapters: Iterable[str] = ()
     ) -> ServedModel:
-        """How clients see the model. `template` is the path of a chat template, if it is not the model's own."""
+        """Returns how clients see the model. `template` is the path of a template that replaces the model's own."""
         chat = load_template(template or self.template_path, self.tokenizer_path)
         names = tuple(adapters)
         if name in names:
@@ -87,7 +87,7 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class _Saved:
-    """A model as it is saved: what reads its weights, and what answers need beside them."""
+    """A model as it is saved: its config, what reads its weights, and what answers need beside them."""
 
     path: Path
     config: LanguageConfig
@@ -140,8 +140,8 @@ def load_for_generation(
     path: Path, tokenizer: str | None = None, device: torch.device | str = "cpu", say: Say = quiet
 ) -> tuple[nn.Module, Tokenizer, int]:
     """Load the model, tokenizer and context length of a run folder, a checkpoint folder or a Hugging Face folder."""
-    found = load_model(path, ServingSpec(tokenizer=tokenizer), device, say)
-    return found.model, found.tokenizer, found.context_length
+    loaded = load_model(path, ServingSpec(tokenizer=tokenizer), device, say)
+    return loaded.model, loaded.tokenizer, loaded.context_length
 
 
 def load_draft(
@@ -161,31 +161,31 @@ def load_draft(
             f"of a smaller model"
         )
     draft = ServingSpec(tokenizer=spec.tokenizer, precision=spec.precision)
-    found = load_model(Path(speculate), draft, device)
-    if found.tokenizer.fingerprint != own.fingerprint:
+    loaded = load_model(Path(speculate), draft, device)
+    if loaded.tokenizer.fingerprint != own.fingerprint:
         raise ConfigError(
             f"the model in {speculate} has another tokenizer than the model that it drafts for, so its tokens mean "
             f"other texts; give a draft model with the same tokenizer"
         )
-    return found.model
+    return loaded.model
 
 
 def model_config(path: Path) -> LanguageConfig:
-    """The config of the model at a path."""
+    """Returns the config of the model at a path."""
     if (path / "config.json").is_file():
         return read_config(path)
     return with_intact_checkpoint(path, saved_model, quiet)  # it is said when the weights are read
 
 
 def computes_in(path: Path) -> torch.dtype:
-    """The dtype in which the model at a path computes on a CPU: that of a run's saved weights, else float32."""
+    """Returns the dtype in which the model at a path computes on a CPU: that of a run's saved weights, else float32."""
     if (path / "config.json").is_file():
         return torch.float32
     return open_checkpoint(path).entries("parameter")[0].dtype
 
 
 def _saved_folder(path: Path, spec: ServingSpec, say: Say, ranks: ServingRanks | None) -> _Saved:
-    """What a Hugging Face folder has."""
+    """Reads what a Hugging Face folder has, but for the values of its weights."""
     config = read_config(path)
     folder = FolderWeights(path, config)
     quantised = None
@@ -215,7 +215,7 @@ def _saved_folder(path: Path, spec: ServingSpec, say: Say, ranks: ServingRanks |
 
 
 def _saved_checkpoint(checkpoint: Checkpoint, spec: ServingSpec) -> _Saved:
-    """What a checkpoint of a run has."""
+    """Reads what a checkpoint of a run has, but for the values of its weights."""
     return _Saved(
         checkpoint.path,
         saved_model(checkpoint),
@@ -230,7 +230,9 @@ def _saved_checkpoint(checkpoint: Checkpoint, spec: ServingSpec) -> _Saved:
 
 
 def _load(saved: _Saved, spec: ServingSpec, device: torch.device, say: Say, ranks: ServingRanks | None) -> nn.Module:
-    """The model, or a rank's part of it, with its weights. It is made without initial values, which would take long."""
+    """Returns the model, or a rank's part of it, with its weights. It is made without initial values, which would take
+    long.
+    """
     config = saved.config
     if ranks is None or isinstance(config, RecurrentConfig):
         model, cuts = build_whole(config)
@@ -274,8 +276,8 @@ def _load(saved: _Saved, spec: ServingSpec, device: torch.device, say: Say, rank
 
 
 def calibration_texts(path: Path, tokenizer: Tokenizer, context_length: int, vocab_size: int) -> list[Tensor]:
-    """The beginning of a text file as rows of tokens, some rows at a time, for a model that knows `vocab_size` tokens.
-    Raises DataError.
+    """Returns the beginning of a text file as rows of tokens, `CALIBRATION_BATCH` rows at a time. Raises DataError for
+    a token that a model of `vocab_size` tokens does not know.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -296,7 +298,7 @@ def calibration_texts(path: Path, tokenizer: Tokenizer, context_length: int, voc
 
 
 def model_vocab_size(model: nn.Module) -> int:
-    """How many tokens a model knows."""
+    """Returns how many tokens a model knows."""
     config = model.config
     assert isinstance(config, LanguageConfig)
     return config.vocab_size

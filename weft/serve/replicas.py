@@ -50,9 +50,9 @@ class ReplicaFront:
         self._engine.check(request)
         if request.name in self._owner:
             raise RequestError("invalid", f"a request named {request.name!r} is in the engine; give another name")
-        held = [list(self._owner.values()).count(index) for index in range(self._axis.degree)]
-        least = held.index(min(held))
-        if held[least] >= self._max_requests:
+        num_requests = [list(self._owner.values()).count(index) for index in range(self._axis.degree)]
+        least = num_requests.index(min(num_requests))
+        if num_requests[least] >= self._max_requests:
             raise RequestError(
                 "queue_full", f"every replica holds {self._max_requests} requests, the most allowed; try again later"
             )
@@ -89,9 +89,9 @@ class ReplicaFront:
         for index in quiet:
             _send({"idle": True}, self._axis, index)
         self.num_step_tokens = self._engine.token_budget  # until other replicas say how many they had
-        found = list[GeneratedToken]()
+        tokens_of_all = list[GeneratedToken]()
         if together or self._engine.has_work():
-            found = self._engine.step()
+            tokens_of_all = self._engine.step()
         elif is_due:
             self._engine.idle()
         most = self._engine.num_step_tokens
@@ -99,16 +99,16 @@ class ReplicaFront:
             answer = _receive(self._axis, index)
             most = max(most, answer["num_step_tokens"])
             self._states[index] = EngineState(**answer["state"])
-            found += [_token(table) for table in answer["tokens"]]
+            tokens_of_all += [_token(table) for table in answer["tokens"]]
         self.num_step_tokens = most
-        tokens = [one for one in found if one.request in self._owner]
+        tokens = [one for one in tokens_of_all if one.request in self._owner]
         for one in tokens:
             if one.finish is not None:
                 del self._owner[one.request]
         return tokens
 
     def state(self) -> EngineState:
-        """The sums over replicas."""
+        """Returns the sums over replicas."""
         states = [self._engine.state(), *self._states.values()]
         sums = {one.name: sum(getattr(state, one.name) for state in states) for one in fields(EngineState)}
         return EngineState(**{**sums, "block_size": states[0].block_size})
@@ -129,21 +129,21 @@ class ReplicaFront:
 
     def embed(self, tokens: Sequence[int], pool: Literal["mean", "last"]) -> Tensor:
         self._engine.check_text(tokens)
-        with self._others_passing(self._engine.num_text_steps(len(tokens))):
+        with self._others_passing(len(tokens)):
             return self._engine.embed(tokens, pool)
 
     def score(self, request: Request) -> list[TokenLogprobs]:
         self._engine.check(replace(request, max_tokens=1))
-        with self._others_passing(self._engine.num_text_steps(len(request.tokens))):
+        with self._others_passing(len(request.tokens)):
             return self._engine.score(request)
 
     @contextmanager
-    def _others_passing(self, num_steps: int) -> Iterator[None]:
-        """A context in which only the front computes so many steps. Other replicas take part in reading weights."""
+    def _others_passing(self, num_tokens: int) -> Iterator[None]:
+        """A context in which the front computes a text alone, while other replicas take part in reading weights."""
         if not self._engine.reads_together:
             yield
             return
-        self._ask({"pass": num_steps})
+        self._ask({"pass": -(-num_tokens // self._engine.token_budget)})
         try:
             yield
         finally:
@@ -223,6 +223,10 @@ def _request(table: dict[str, Any]) -> Request:
 
 
 def _token(table: dict[str, Any]) -> GeneratedToken:
-    found = table["logprobs"]
-    logprobs = None if found is None else TokenLogprobs(found["token"], tuple(map(tuple, found["likeliest"])))
+    logprobs_table = table["logprobs"]
+    logprobs = (
+        None
+        if logprobs_table is None
+        else TokenLogprobs(logprobs_table["token"], tuple(map(tuple, logprobs_table["likeliest"])))
+    )
     return GeneratedToken(**{**table, "logprobs": logprobs})

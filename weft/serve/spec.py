@@ -2,7 +2,7 @@
 
 An option is a field of `ServingSpec`; its value is what was given, or its default. Read from here: the parameters of
 `weft serve`, `weft generate` and `weft plan --serve` (`commands/serving_options.py`), docs/serving_options.md, what is
-refused (`serve/refusals.py`), the JSON that ranks are given, and the planner. Nothing here imports torch.
+refused (`serve/refusals.py`), ranks and the planner. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from weft.errors import ConfigError
-from weft.schema import build_dataclass, changed_values, to_table
+from weft.schema import changed_values
 
 if TYPE_CHECKING:  # these import torch
     import torch
@@ -56,9 +56,9 @@ def option(default: T, help: str, **about: Any) -> T:
 
 def option_of(one: Field[Any]) -> Option:
     """Return what is known of the option that a field is."""
-    found = one.metadata["option"]
-    assert isinstance(found, Option)
-    return found
+    about = one.metadata["option"]
+    assert isinstance(about, Option)
+    return about
 
 
 def flag_of(one: Field[Any]) -> str:
@@ -262,22 +262,11 @@ class ServingSpec(ServerLimits, EngineSizes):
         super().__post_init__()
         named_adapters(self.adapters)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return these options for JSON, which ranks are given."""
-        table = to_table(self)
-        assert isinstance(table, dict)
-        return table
-
-    @staticmethod
-    def from_json(table: Mapping[str, Any]) -> ServingSpec:
-        """Return the options of `to_json`."""
-        return build_dataclass(ServingSpec, table)
-
     def arguments(self, command: Command) -> str:
         """Return the options that differ from their defaults, as a command takes them: ` --weights int4`."""
-        given = changed_values(self)
-        texts = {name: "" if value is True else f" {value}" for name, value in given.items()}
-        return "".join(f" {flag_of(one)}{texts[one.name]}" for one in options_of(command) if one.name in given)
+        changed = changed_values(self)
+        texts = {name: "" if value is True else f" {value}" for name, value in changed.items()}
+        return "".join(f" {flag_of(one)}{texts[one.name]}" for one in options_of(command) if one.name in changed)
 
 
 OPTIONS = {one.name: one for one in fields(ServingSpec)}
@@ -285,19 +274,19 @@ OPTIONS = {one.name: one for one in fields(ServingSpec)}
 
 def named_adapters(pairs: Sequence[str]) -> dict[str, Path]:
     """Return the folders of adapters by name, from texts such as name=folder. Raises ConfigError."""
-    found: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
     for pair in pairs:
         name, _, folder = pair.partition("=")
-        if not name or not folder or name in found:
+        if not name or not folder or name in folders:
             raise ConfigError(f"--adapter '{pair}' must be name=FOLDER, each name once")
-        found[name] = Path(folder)
-    return found
+        folders[name] = Path(folder)
+    return folders
 
 
 def options_of(command: Command) -> list[Field[Any]]:
     """Return the options that a command takes: those of serving before sizes and limits."""
-    found = [one for one in OPTIONS.values() if command in option_of(one).commands]
-    return sorted(found, key=lambda one: one.name not in ServingSpec.__annotations__)
+    options = [one for one in OPTIONS.values() if command in option_of(one).commands]
+    return sorted(options, key=lambda one: one.name not in ServingSpec.__annotations__)
 
 
 def default_on(name: str, device: Device) -> Any:

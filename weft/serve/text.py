@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import codecs
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from weft.data.tokenizer import REPLACEMENT, Tokenizer
+from weft.data.chat_template import ChatTemplate
+from weft.data.messages import Messages
+from weft.data.special_tokens import stated_end_tokens
+from weft.data.tokenizer import REPLACEMENT, Tokenizer, encode_text
+from weft.errors import DataError
+from weft.serve.scheduling.grammar import Grammars
 from weft.serve.scheduling.request import Finish, GeneratedToken, Request
 
 MAX_CHARACTER_BYTES = 4  # of UTF-8; a token has at least one byte
@@ -100,7 +107,7 @@ class Detokenizer:
 
 
 def _num_certain(text: str) -> int:
-    """The characters of a text without an unfinished one at its end."""
+    """Returns the number of characters of a text, without an unfinished one at its end."""
     return len(text) - text.endswith(REPLACEMENT)
 
 
@@ -116,7 +123,7 @@ def _continues(part: bytes, data: bytes) -> bool:
 
 
 def _characters(data: bytes) -> int | None:
-    """The number of characters that bytes end, the last of which may be unfinished; None if they are not UTF-8."""
+    """Returns how many characters these bytes end, the last of which may be unfinished; None if they are not UTF-8."""
     try:
         return len(codecs.getincrementaldecoder("utf-8")().decode(data))
     except UnicodeDecodeError:
@@ -126,11 +133,11 @@ def _characters(data: bytes) -> int | None:
 def token_offsets(tokenizer: Tokenizer, tokens: Sequence[int], skip_special_tokens: bool) -> list[int]:
     """Returns where the text of each token begins in the text of all."""
     detokenizer = Detokenizer(tokenizer, (), skip_special_tokens)
-    found = []
+    offsets = []
     for token in tokens:
         detokenizer.push(token)
-        found.append(detokenizer.offset)
-    return found
+        offsets.append(detokenizer.offset)
+    return offsets
 
 
 class StopTable:
@@ -141,7 +148,9 @@ class StopTable:
 
 
 def _borders(stop: str) -> array[int]:
-    """For each length, how long the longest shorter beginning of a string is that ends its first so many characters."""
+    """Returns, for the first `length` characters of a string, how long the longest shorter beginning is that they end
+    with (the failure function of Knuth, Morris and Pratt).
+    """
     borders, length = array("I", [0, 0]), 0
     for character in stop[1:]:
         while length and stop[length] != character:
@@ -168,17 +177,17 @@ class StopStrings:
             return ""
         whole = self._held + text
         for end, character in enumerate(text if self._stops else "", len(self._held) + 1):
-            found = self._read(character)
-            if found:
+            num_matched = self._read(character)
+            if num_matched:
                 self.is_stopped, self._held = True, ""
-                return whole[: end - found]
+                return whole[: end - num_matched]
         num_certain = len(whole) - max(self._lengths, default=0)
         self._held = whole[num_certain:]
         return whole[:num_certain]
 
     def _read(self, character: str) -> int:
         """Go on by a character. Returns the length of the longest string that is complete now, or 0."""
-        found = 0
+        longest = 0
         for index, (stop, borders) in enumerate(self._stops):
             length = self._lengths[index]
             while length and stop[length] != character:
@@ -186,8 +195,8 @@ class StopStrings:
             length += stop[length] == character
             self._lengths[index] = length
             if length == len(stop):
-                found = max(found, length)
-        return found
+                longest = max(longest, length)
+        return longest
 
     def flush(self) -> str:
         """Returns what was held back. Call it at the end of the text."""
@@ -230,3 +239,40 @@ class TextStream:
         if token.finish is not None:
             text += self._stops.flush()
         return TextChunk(text, token, offset, token.finish)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model as clients see it. `end_tokens` end an answer; `grammars` compiles the schemas that answers match."""
+
+    name: str
+    tokenizer: Tokenizer
+    context_length: int
+    vocab_size: int
+    end_tokens: frozenset[int]
+    grammars: Grammars
+    template: ChatTemplate | None = None
+    adapters: tuple[str, ...] = ()  # names that a request may give as its model, beside `name`
+
+    def encode(self, text: str, add_special_tokens: bool | None = None) -> tuple[int, ...]:
+        """Returns the tokens of a text, with those that the tokenizer puts around it unless `add_special_tokens` is
+        False; if there are none, the token that ends a document, so that a text can begin.
+        """
+        return tuple(encode_text(self.tokenizer, text, add_special_tokens)) or (self.tokenizer.end,)
+
+    def encode_chat(
+        self, messages: Messages, tools: Sequence[Mapping[str, Any]], add_special_tokens: bool = False
+    ) -> tuple[int, ...]:
+        """Returns the tokens of messages and of what comes before an answer, as the chat template writes them: it also
+        writes the special tokens, unless more are asked for.
+        """
+        if self.template is None:
+            raise DataError(
+                f"'{self.name}' has no chat template; use /v1/completions, or start the server with --chat-template"
+            )
+        return self.encode(self.template.render(messages, asks=True, tools=tools), add_special_tokens)
+
+
+def end_tokens(tokenizer: Tokenizer, folder: Path | None) -> frozenset[int]:
+    """Returns the tokens that end an answer: the one that ends a document, and those that the model's folder states."""
+    return frozenset([tokenizer.end, *stated_end_tokens(folder)])

@@ -29,12 +29,8 @@ class TextPasses:
     def __init__(self, part: ModelPart, ranks: ServingRanks | None, scheduler: Scheduler) -> None:
         self._part, self._ranks, self._scheduler = part, ranks, scheduler
 
-    def num_steps(self, num_tokens: int) -> int:
-        """Steps by which a text is computed."""
-        return -(-num_tokens // self._scheduler.token_budget)
-
     def embedding(self, request: Request, pool: Literal["mean", "last"]) -> Tensor:
-        """The last hidden states [hidden] of a prompt, their mean or the last one (float32, on the host)."""
+        """Returns the last hidden states [hidden] of a prompt, their mean or the last one (float32, on the host)."""
         total = last = torch.zeros(())
         with self._steps(request, "text") as steps:
             for inputs in steps:
@@ -42,48 +38,48 @@ class TextPasses:
                 assert hidden is not None
                 last = hidden[-1].float()
                 total = total.to(hidden.device) + hidden.float().sum(0)
-        found = (total / len(request.tokens) if pool == "mean" else last).cpu()
-        if not bool(found.isfinite().all()):
+        embedding = (total / len(request.tokens) if pool == "mean" else last).cpu()
+        if not bool(embedding.isfinite().all()):
             raise NumbersError(NAN)
-        return found
+        return embedding
 
     def logprobs(self, request: Request, vocab_size: int, num_likeliest: int) -> list[TokenLogprobs]:
-        """The log-probabilities of each token of a prompt but the first, among the first `vocab_size` tokens."""
-        tokens, found = request.tokens, list[TokenLogprobs]()
+        """Returns the log-probabilities of a prompt's tokens but the first, among the first `vocab_size` tokens."""
+        tokens, logprobs = request.tokens, list[TokenLogprobs]()
         with self._steps(request, "score") as steps:
             for inputs in steps:
-                end = len(found) + inputs.num_tokens
+                end = len(logprobs) + inputs.num_tokens
                 following = tokens[end] if end < len(tokens) else 0  # behind the last one there is none
-                found += self._part.text_logprobs(inputs, vocab_size, num_likeliest, following)
-        if any(math.isnan(one.token) for one in found[:-1]):
+                logprobs += self._part.text_logprobs(inputs, vocab_size, num_likeliest, following)
+        if any(math.isnan(one.token) for one in logprobs[:-1]):
             raise NumbersError(NAN)
-        return found[:-1]
+        return logprobs[:-1]
 
     def gives_numbers(self, token: int, vocab_size: int) -> bool:
         """Does the model give numbers after a text of one token?"""
         with self._steps(Request("numbers", (token,), 1), "score") as steps:
-            found = [one for inputs in steps for one in self._part.text_logprobs(inputs, vocab_size, 0, 0)]
-        return not any(math.isnan(one.token) for one in found)
+            logprobs = [one for inputs in steps for one in self._part.text_logprobs(inputs, vocab_size, 0, 0)]
+        return not any(math.isnan(one.token) for one in logprobs)
 
     @contextmanager
     def _steps(self, request: Request, kind: Literal["text", "score"]) -> Iterator[Iterator[StepInputs]]:
-        """The steps of a prompt, in blocks that are given back at the end."""
-        held = self._scheduler.lend(request.tokens)
+        """Yields the steps of a prompt, in blocks that are given back at the end."""
+        blocks = self._scheduler.lend(request.tokens)
         try:
             yield self._announced_steps(
-                request, kind, text_steps(request, held, self._scheduler.token_budget, self._part.layout)
+                request, kind, text_steps(request, blocks, self._scheduler.token_budget, self._part.layout)
             )
         except Exception as error:
             if self._ranks is not None:  # the others may still wait for this rank in the step
                 self._ranks.failure = error
             raise
         finally:
-            self._scheduler.policy.free(held)
+            self._scheduler.policy.free(blocks)
 
     def _announced_steps(
         self, request: Request, kind: Literal["text", "score"], steps: Iterator[StepInputs]
     ) -> Iterator[StepInputs]:
-        """The same steps; the other ranks are told of each when it is taken."""
+        """Yields steps, and tells the other ranks of each when it is taken."""
         for inputs in steps:
             self._part.adapters.choose([(request.adapter, inputs.num_tokens)], self._part.device)
             if self._ranks is not None:

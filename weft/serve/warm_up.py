@@ -80,7 +80,7 @@ class _MadeUp:
         self._rng, self._vocab_size, self._longest = random.Random(0), vocab_size, longest
 
     def requests(self, number: int, length: int, sampling: Sampling = GREEDY) -> list[Request]:
-        """So many requests of so many tokens."""
+        """Returns `number` requests of `length` tokens each."""
         length = min(length, self._longest)
         return [
             Request(

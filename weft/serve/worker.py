@@ -63,11 +63,10 @@ class UnavailableError(WeftError):
 
 
 class StepLimit:
-    """How long a step may take before it counts as one that does not end: ten times the median of what each of the last
-    steps lets expect.
-
-    A step takes no longer than one of more tokens, and for each token no longer than one of fewer: so each step that
-    was measured bounds the time of any other, and a long prompt on a slow CPU may take as long as it needs.
+    """How long a step may take before it counts as one that does not end: ten times the median of what the last steps
+    lead one to expect. A step takes no longer than one of more tokens, and for each token no longer than one of fewer.
+    So each step that was measured bounds the time of any other, and a long prompt on a slow CPU may take as long as it
+    needs.
     """
 
     def __init__(self) -> None:
@@ -78,7 +77,7 @@ class StepLimit:
         self._measured.append((max(1, num_tokens), seconds))
 
     def seconds(self, num_tokens: int) -> float:
-        """The limit of a step of so many tokens."""
+        """Returns the limit of a step of `num_tokens` tokens."""
         if not self._measured:
             return 5 * STALL_SECONDS + num_tokens * FIRST_TOKEN_SECONDS
         bounds = [time * max(1.0, num_tokens / one) for one, time in self._measured]
@@ -163,8 +162,8 @@ class EngineWorker:
 
     @contextmanager
     def _busy(self, is_measured: bool, num_text_tokens: int = 0) -> Iterator[None]:
-        """A context in which the engine computes a text of so many tokens, or a step. If `is_measured`, its time bounds
-        that of others.
+        """Notes in which time the engine computes a text of `num_text_tokens` tokens, or a step. If `is_measured`, its
+        seconds bound those of other steps.
         """
         self._num_text_tokens = num_text_tokens
         self._busy_since = began = time.monotonic()
@@ -181,7 +180,7 @@ class EngineWorker:
 
     @contextmanager
     def client(self) -> Iterator[None]:
-        """A context in which a client is answered, by any number of requests. Raises UnavailableError if no client is
+        """Counts a client while it is answered, by any number of requests. Raises UnavailableError if no client is
         taken any more.
         """
         if (refusal := self.refusal) is not None:
@@ -322,7 +321,7 @@ class EngineWorker:
         self._streams.clear()
 
     def _run(self) -> None:
-        """The thread: what was asked for, one text, then a step, as long as there is work."""
+        """Run the thread: do what was asked for, one text, then a step, as long as there is work."""
         try:
             while self._wait():
                 for _ in range(len(self._inbox)):  # what is asked for meanwhile waits for the next step

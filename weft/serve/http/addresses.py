@@ -14,19 +14,19 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 def listen(host: str, port: int) -> socket.socket:
     """Returns a socket that listens; port 0 takes a free one. Raises ConfigError if the address cannot be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
+    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((host, port))
-        found.listen(MAX_CONNECTIONS)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(MAX_CONNECTIONS)
     except OSError as error:
-        found.close()
+        sock.close()
         raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror or error}); give another --port") from None
-    return found
+    return sock
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine alone. Of names, localhost is; others may lead anywhere."""
+    """Is an address reached from this machine alone? Of names, localhost is; others may lead anywhere."""
     if host.lower() == "localhost":
         return True
     try:
@@ -36,10 +36,10 @@ def is_loopback(host: str) -> bool:
 
 
 def url_name(host: str) -> str:
-    """An address as URLs have it."""
+    """Returns an address as URLs have it."""
     return f"[{host}]" if ":" in host else host
 
 
 def names_of(host: str) -> tuple[str, ...] | None:
-    """The names under which a server on an address answers: those of this machine alone, or all (None)."""
+    """Returns the names under which a server on an address answers: those of this machine, or None for any name."""
     return tuple(dict.fromkeys((*LOOPBACK_NAMES, url_name(host).lower()))) if is_loopback(host) else None

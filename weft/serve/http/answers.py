@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +19,7 @@ LEAST_LOGPROB = -9999.0
 
 
 def error_body(status: int, message: str, code: str | None = None) -> dict[str, Any]:
-    """An error as OpenAI writes it. The type tells the client's mistakes from the server's."""
+    """Returns an error as OpenAI writes it. The type tells the client's mistakes from the server's."""
     kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
@@ -37,27 +37,10 @@ class TokenWords:
         return word
 
     def bytes_of(self, token: int) -> list[int] | None:
-        """The bytes of a token, which may be a part of a character; None if they are not known."""
+        """Return the bytes of a token, which may be a part of a character; None if they are not known."""
         word = self[token]
-        found = self._tokenizer.token_bytes(token) if REPLACEMENT in word else word.encode()
-        return None if found is None else list(found)
-
-
-class AnswerForm(Protocol):
-    """How one end point writes answers."""
-
-    prefix: str  # of the answer's id
-    whole_object: str
-    chunk_object: str
-
-    def whole(self, index: int, answer: GeneratedAnswer) -> dict[str, Any]:
-        """A choice with a whole answer."""
-
-    def first(self, index: int, echo: GeneratedAnswer) -> dict[str, Any] | None:
-        """The choice of the chunk before the first token, which repeats the prompt; or None for no such chunk."""
-
-    def chunk(self, index: int, chunk: TextChunk, num_echoed: int) -> dict[str, Any]:
-        """A choice with a part of an answer, which begins with `num_echoed` characters of its prompt."""
+        data = self._tokenizer.token_bytes(token) if REPLACEMENT in word else word.encode()
+        return None if data is None else list(data)
 
 
 @dataclass
@@ -85,7 +68,7 @@ class GeneratedAnswer:
 
 @dataclass(frozen=True)
 class CompletionForm:
-    """Answers of /v1/completions."""
+    """Writes answers of /v1/completions, as choices of a body or of a chunk. `prefix` begins the answer's id."""
 
     words: TokenWords
     has_logprobs: bool
@@ -93,13 +76,16 @@ class CompletionForm:
     whole_object = chunk_object = "text_completion"
 
     def whole(self, index: int, answer: GeneratedAnswer) -> dict[str, Any]:
+        """Return the choice with a whole answer."""
         return self._choice(index, answer.text, answer.tokens, answer.finish, answer.offsets)
 
     def first(self, index: int, echo: GeneratedAnswer) -> dict[str, Any] | None:
+        """Return the choice before the first token, which repeats the prompt; None if there is nothing to repeat."""
         is_empty = not (echo.text or echo.tokens or echo.finish)
         return None if is_empty else self._choice(index, echo.text, echo.tokens, echo.finish, echo.offsets)
 
     def chunk(self, index: int, chunk: TextChunk, num_echoed: int) -> dict[str, Any]:
+        """Return a choice with a part of an answer, which begins with `num_echoed` characters of its prompt."""
         return self._choice(index, chunk.text, [chunk.token], chunk.finish, [num_echoed + chunk.offset])
 
     def _choice(
@@ -110,25 +96,27 @@ class CompletionForm:
 
     def _logprobs(self, tokens: Sequence[GeneratedToken], offsets: list[int]) -> dict[str, Any]:
         words = [self.words[token.token] for token in tokens]
-        found = [token.logprobs for token in tokens]
+        logprobs = [token.logprobs for token in tokens]
         return {
             "tokens": words,
-            "token_logprobs": [None if one is None else _finite(one.token) for one in found],
-            "top_logprobs": [None if one is None else self._likeliest(one) for one in found],
+            "token_logprobs": [None if one is None else _finite(one.token) for one in logprobs],
+            "top_logprobs": [None if one is None else self._likeliest(one) for one in logprobs],
             "text_offset": offsets,
         }
 
     def _likeliest(self, logprobs: TokenLogprobs) -> dict[str, float]:
-        """Log-probabilities by tokens' texts: of tokens with equal ones, as parts of characters, that of the best."""
-        found: dict[str, float] = {}
+        """Return log-probabilities by the texts of tokens. Of tokens with one text, as parts of characters, the best
+        counts.
+        """
+        by_text: dict[str, float] = {}
         for token, value in logprobs.likeliest:  # best first
-            found.setdefault(self.words[token], _finite(value))
-        return found
+            by_text.setdefault(self.words[token], _finite(value))
+        return by_text
 
 
 @dataclass(frozen=True)
 class ChatForm:
-    """Answers of /v1/chat/completions."""
+    """Writes answers of /v1/chat/completions, by the methods of `CompletionForm`."""
 
     words: TokenWords
     has_logprobs: bool
@@ -159,30 +147,34 @@ class ChatForm:
         return {"token": self.words[token], "logprob": _finite(logprob), "bytes": self.words.bytes_of(token)}
 
 
+AnswerForm = CompletionForm | ChatForm
+
+
 def usage(num_prompt_tokens: int, num_answer_tokens: int) -> dict[str, int]:
-    """The tokens that an answer cost."""
+    """Returns the tokens that an answer cost."""
     total = num_prompt_tokens + num_answer_tokens
     return {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_answer_tokens, "total_tokens": total}
 
 
 def envelope(name: str, kind: str, created: int, model: str, fingerprint: str) -> dict[str, Any]:
-    """What is beside choices, in whole answers and in chunks. `created` is a Unix time; `fingerprint` names the weights
-    in use.
+    """Return what is beside choices, in whole answers and in chunks. `created` is a Unix time; `fingerprint` names the
+    weights in use.
     """
-    about = {"id": name, "object": kind, "created": created, "model": model}
-    return {**about, "system_fingerprint": fingerprint}
+    return {"id": name, "object": kind, "created": created, "model": model, "system_fingerprint": fingerprint}
 
 
 def json_text(value: Any) -> str:
-    """JSON as short as it can be."""
+    """Return a value as JSON without blanks."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def json_body(about: dict[str, Any], key: str, parts: list[str]) -> bytes:
-    """JSON with a list of parts, which are JSON already: other threads stand still while Python encodes a value."""
+    """Return an object with `about`, and under `key` a list of parts that are JSON already: while Python encodes one
+    large value, no other thread runs.
+    """
     return f'{json_text(about)[:-1]},"{key}":[{",".join(parts)}]}}'.encode()
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity, which a token that cannot come has."""
+    """Return a log-probability that JSON can write: it has no infinity, which a token that cannot come has."""
     return max(logprob, LEAST_LOGPROB)

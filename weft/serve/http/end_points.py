@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,10 +22,11 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from weft.serve.http.addresses import names_of
+from weft.errors import WeftError
+from weft.serve.http.addresses import names_of, url_name
 from weft.serve.http.answers import AnswerForm, ChatForm, CompletionForm, TokenWords, json_body, json_text
 from weft.serve.http.guard import ERROR_HANDLERS, HttpGuard, OpenRequests, read_body, unless_disconnected
-from weft.serve.http.prometheus import ServerMetrics
+from weft.serve.http.metrics import ServerMetrics
 from weft.serve.http.request_body import (
     ApiError,
     ChatBody,
@@ -39,12 +41,12 @@ from weft.serve.http.request_body import (
     prompts_of,
     refuse_other_model,
 )
-from weft.serve.http.running_answer import EventStream, RunningAnswer
-from weft.serve.http.schema_queue import SchemaQueue
-from weft.serve.served_model import ServedModel
+from weft.serve.http.running_answer import EventStream, RunningAnswer, SchemaQueue
 from weft.serve.spec import ServerLimits
-from weft.serve.worker import EngineWorker
+from weft.serve.text import ServedModel
+from weft.serve.worker import EngineWorker, StepEngine
 
+_NUM_TOKENS, _END_SECONDS = 4, 10.0  # of the answer before the server is ready, and for its thread to end
 B = TypeVar("B")
 T = TypeVar("T")
 LARGE_BYTES = 256 << 10  # of a body that takes Python a while
@@ -180,7 +182,7 @@ class Api:
         return Response(json_body(about, "data", rows), media_type="application/json")
 
     async def _read(self, kind: type[B], request: HttpRequest, names: Sequence[str]) -> B:
-        """The body of a request. A large one is parsed while other clients are answered."""
+        """Returns the body of a request. A large one is parsed while other clients are answered."""
         data = await read_body(request, self._limits)
         request.scope["large"] = len(data) > LARGE_BYTES
         return await self._beside(request, parse_body, kind, data, names)
@@ -217,3 +219,43 @@ def build_app(api: Api, api_keys: Sequence[str] = (), host: str = "127.0.0.1") -
     app = Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
     paths = {route.endpoint: route.path for route in routes}
     return HttpGuard(app, api_keys, names_of(host), api.metrics, paths)
+
+
+def answer_once(model: ServedModel, engine: StepEngine, limits: ServerLimits, host: str) -> None:
+    """Stream one answer before the server is ready, by an application of its own. No client then waits for modules that
+    are imported late, or for what is made for the first answer. Raises WeftError if the answer fails.
+    """
+    if model.context_length < _NUM_TOKENS:
+        return
+    worker = EngineWorker(engine)
+    app = build_app(Api(model, worker, limits), (), host)
+    body = {"model": model.name, "prompt": [0], "max_tokens": _NUM_TOKENS - 1, "stream": True}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "query_string": b"",
+        "headers": [(b"host", url_name(host).encode()), (b"content-type", b"application/json")],
+    }
+    sent = list[dict[str, Any]]()
+
+    async def answered() -> None:
+        worker.start()
+        parts = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            return parts.pop() if parts else await asyncio.Future()  # the client stays
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        try:
+            await app(scope, receive, send)  # type: ignore[arg-type]
+        finally:
+            worker.close()
+            worker.join(_END_SECONDS)
+
+    asyncio.run(answered())
+    answer = b"".join(one.get("body", b"") for one in sent).decode()
+    if worker.has_failed or sent[0]["status"] != 200 or "[DONE]" not in answer:
+        raise WeftError(f"the answer before the server was ready failed: {worker.failure or answer[:500]}")

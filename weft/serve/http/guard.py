@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft.errors import ConfigError, NumbersError
 from weft.serve.http.answers import error_body
-from weft.serve.http.prometheus import ServerMetrics
+from weft.serve.http.metrics import ServerMetrics
 from weft.serve.http.request_body import ApiError
 from weft.serve.scheduling.request import RequestError
 from weft.serve.spec import ServerLimits
@@ -134,37 +134,36 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+LATE = "the answer was not finished within the server's time limit; ask for fewer tokens or texts"
+
+
 def error_answer(error: Exception) -> tuple[int, dict[str, Any]]:
-    """The HTTP status and the body for an error."""
+    """Return the HTTP status and the body for an error."""
+    status, message, code = 500, str(error), None
     match error:
         case ApiError():
-            found = error.status, str(error), error.code
+            status, code = error.status, error.code
         case RequestError(reason="queue_full"):
-            found = 429, str(error), "queue_full"
+            status, code = 429, "queue_full"
         case RequestError(reason="too_long"):
-            found = 400, str(error), "context_length_exceeded"
+            status, code = 400, "context_length_exceeded"
         case UnavailableError():
-            found = 503, str(error), "unavailable"
+            status, code = 503, "unavailable"
         case NumbersError():
-            found = 500, str(error), "not_a_number"
+            code = "not_a_number"
         case RequestError() | ConfigError():
-            found = 400, str(error), None
+            status = 400
         case TimeoutError():
-            found = (
-                504,
-                "the answer was not finished within the server's time limit; ask for fewer tokens or texts",
-                "timeout",
-            )
+            status, message, code = 504, LATE, "timeout"
         case HTTPException():
-            found = error.status_code, error.detail, None
+            status, message = error.status_code, error.detail
         case _:
-            found = 500, f"an error of the server: {type(error).__name__}; its log says more", None
-    status, message, code = found
+            message = f"an error of the server: {type(error).__name__}; its log says more"
     return status, error_body(status, message[:MAX_MESSAGE_CHARACTERS], code)
 
 
 async def respond_to_error(request: HttpRequest, error: Exception) -> Response:
-    """An error as a response."""
+    """Returns the response for an error."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)  # nobody reads it; it is counted
     status, body = error_answer(error)

@@ -20,18 +20,16 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from weft.launch.agent import Restarts, ResumePoint, start_local
 from weft.launch.environment import detect
 from weft.launch.fork_server import ForkServer
-from weft.plan import Plan
-from weft.schema import build_dataclass, to_table
-from weft.serve.calibration.bars import Bar, no_bar
 from weft.serve.http.answers import error_body
-from weft.serve.http.run_server import Ready, Say, run_rank
-from weft.serve.spec import ServingSpec
+from weft.serve.http.run_server import Serving, run_rank
 from weft.serve.weights.usable_weights import ServedRecord
 
 RESTARTS = Restarts(limit=5, window_seconds=3600.0)
@@ -40,32 +38,23 @@ HEAD_SECONDS = 2.0
 POLL_SECONDS = 0.1
 
 
-def start_server(fork_server: ForkServer, sock: socket.socket, source: Path, spec: ServingSpec, plan: Plan) -> int:
-    """Serve on local ranks until SIGTERM or Ctrl-C. Returns the exit status.
-
-    The fork server must have been started after `sock` was made, with a program that calls `serve_as_rank`.
-    """
-    with tempfile.TemporaryDirectory(prefix="weft-serve-") as folder:
-        is_ready = Path(folder) / "ready"
-        order = {
-            "source": str(source),
-            "spec": spec.to_json(),
-            "plan": to_table(plan),
-            "socket": sock.fileno(),
-            "ready": str(is_ready),
-            "served": str(Path(folder) / "served"),
-        }
+def start_server(serving: Serving, sock: socket.socket) -> int:
+    """Serve on local ranks, on a socket that listens, until SIGTERM or Ctrl-C. Returns the exit status."""
+    with tempfile.TemporaryDirectory(prefix="weft-serve-") as name:
+        folder = Path(name)
+        is_ready = folder / "ready"
 
         def before_start() -> ResumePoint:
             with suppress(FileNotFoundError):
                 is_ready.unlink()
             return ResumePoint(words="read the weights that were served last; requests get 503 until then")
 
-        with UnreadyAnswers(sock, is_ready.exists):
+        main = partial(_serve_as_rank, serving, sock, folder)
+        with ForkServer(main) as fork_server, UnreadyAnswers(sock, is_ready.exists):
             return start_local(
                 fork_server,
-                plan.num_ranks,
-                [json.dumps(order)],
+                serving.plan.num_ranks,
+                [],
                 {},
                 RESTARTS,
                 before_start,
@@ -74,25 +63,19 @@ def start_server(fork_server: ForkServer, sock: socket.socket, source: Path, spe
             )
 
 
-def serve_as_rank(arguments: list[str], ready: Ready, say: Say, bar: Bar = no_bar) -> None:
-    """Run a rank of `start_server`."""
-    order = json.loads(arguments[0])
+def _serve_as_rank(serving: Serving, sock: socket.socket, folder: Path, arguments: list[str]) -> None:
+    """Serve as a rank, which is forked from the process that made `sock`. Rank 0 takes its connections."""
     rank_info = detect(os.environ)
     assert rank_info is not None
-    spec = ServingSpec.from_json(order["spec"])
-    sock: socket.socket | None = socket.socket(fileno=order["socket"])
     if rank_info.rank > 0:
-        assert sock is not None
         sock.close()
-        sock = None
 
-    def say_ready(about: dict[str, Any]) -> None:
-        Path(order["ready"]).touch()
-        ready(about)
+    def ready(about: dict[str, Any]) -> None:
+        (folder / "ready").touch()
+        serving.ready(about)
 
-    plan = build_dataclass(Plan, order["plan"], "plan")
-    record = ServedRecord(Path(order["served"]))
-    run_rank(Path(order["source"]), spec, plan, rank_info, sock, say_ready, say, bar, record)
+    record = ServedRecord(folder / "served")
+    run_rank(replace(serving, ready=ready), rank_info, sock if rank_info.rank == 0 else None, record)
 
 
 class UnreadyAnswers:
@@ -131,12 +114,12 @@ def _refuse(connection: socket.socket) -> None:
     )
     with connection, suppress(OSError):
         connection.settimeout(HEAD_SECONDS)
-        given, until = b"", time.monotonic() + HEAD_SECONDS
-        while b"\r\n\r\n" not in given and len(given) < HEAD_BYTES and time.monotonic() < until:
+        head_data, until = b"", time.monotonic() + HEAD_SECONDS
+        while b"\r\n\r\n" not in head_data and len(head_data) < HEAD_BYTES and time.monotonic() < until:
             chunk = connection.recv(4096)
             if not chunk:
                 break
-            given += chunk
+            head_data += chunk
         connection.sendall(head.encode() + body)
         connection.shutdown(socket.SHUT_WR)
         with suppress(TimeoutError):

@@ -23,8 +23,7 @@ from weft.errors import WeftError
 from weft.schema import build_dataclass
 from weft.serve.scheduling.grammar import schema_of
 from weft.serve.scheduling.request import Request, Sampling
-from weft.serve.served_model import ServedModel
-from weft.serve.text import StopTable, token_offsets
+from weft.serve.text import ServedModel, StopTable, token_offsets
 
 B = TypeVar("B")
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
@@ -155,9 +154,9 @@ class Echo:
 
     def offsets(self, tokens: Sequence[int], tokenizer: Tokenizer) -> list[int]:
         """Returns where the text of each of the prompt's tokens begins."""
-        own = tokens[self.num_before : len(tokens) - self.num_after]
-        found = token_offsets(tokenizer, own, self.skip_special_tokens)
-        return [*[0] * self.num_before, *found, *[len(self.text)] * self.num_after]
+        text_tokens = tokens[self.num_before : len(tokens) - self.num_after]
+        offsets = token_offsets(tokenizer, text_tokens, self.skip_special_tokens)
+        return [*[0] * self.num_before, *offsets, *[len(self.text)] * self.num_after]
 
 
 @dataclass(frozen=True)
@@ -260,10 +259,10 @@ def chat(body: ChatBody, model: ServedModel, tenant: str) -> Generation:
     tools = body.tools if body.tool_choice == "auto" else ()
     _refuse_large("tools", tools)
     tokens = model.encode_chat(messages_of(body.messages), tools, body.add_special_tokens)
-    given = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    if given == 0:
+    limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    if limit == 0:
         raise ApiError(400, "'max_tokens' = 0 generates nothing; it must be at least 1")
-    max_tokens = max(1, model.context_length - len(tokens)) if given is None else given
+    max_tokens = max(1, model.context_length - len(tokens)) if limit is None else limit
     return _generation(body, [tokens], max_tokens, body.top_logprobs if body.logprobs else None, model, tenant)
 
 
@@ -271,28 +270,30 @@ def prompts_of(
     value: Any, model: ServedModel, key: str, add_special_tokens: bool | None = None
 ) -> list[tuple[int, ...]]:
     """Returns the tokens of each prompt: a text, a list of texts, a list of tokens or a list of lists of tokens."""
-    given = _as_list(value)
-    if not 1 <= len(given) <= MAX_CHOICES:
-        raise ApiError(400, f"'{key}' has {len(given)} prompts; it must have from 1 to {MAX_CHOICES}")
-    found = []
-    for one in given:
+    values = _as_list(value)
+    if not 1 <= len(values) <= MAX_CHOICES:
+        raise ApiError(400, f"'{key}' has {len(values)} prompts; it must have from 1 to {MAX_CHOICES}")
+    prompts = []
+    for one in values:
         if isinstance(one, str):
-            found.append(model.encode(one, add_special_tokens))
+            prompts.append(model.encode(one, add_special_tokens))
         elif isinstance(one, list) and set(map(type, one)) == {int}:
-            found.append(_known_tokens(one, model, key))
+            prompts.append(_known_tokens(one, model, key))
         else:
             raise ApiError(
                 400,
                 f"'{key}' is {_shown(value):.100}; it must be a text, a list of texts, or one or more lists of tokens",
             )
-    return found
+    return prompts
 
 
 def messages_of(value: Any) -> list[dict[str, Any]]:
     """Returns the messages of a chat. Parts of a message are joined, and must be text."""
-    found = read_messages(value)
-    _refuse_large("messages", [[one for one in message.values() if isinstance(one, (list, dict))] for message in found])
-    return found
+    messages = read_messages(value)
+    _refuse_large(
+        "messages", [[one for one in message.values() if isinstance(one, (list, dict))] for message in messages]
+    )
+    return messages
 
 
 def _refuse_large(key: str, values: Sequence[Any]) -> None:
@@ -314,7 +315,7 @@ def _refuse_large(key: str, values: Sequence[Any]) -> None:
 
 
 def _values_of(value: Any) -> Iterable[Any]:
-    """What is in a list or an object; nothing is in other values."""
+    """Returns the values in a list or an object; of another value, none."""
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
@@ -379,7 +380,7 @@ def _sampling(body: GenerationBody, num_logprobs: int | None) -> Sampling:
 
 
 def _seed(seed: int | None, choice: int) -> int | None:
-    """The seed of one of the answers to a prompt. The first has the seed given."""
+    """Returns the seed of one of the answers to a prompt. The first answer has the seed given."""
     return None if seed is None else (seed + choice) % (1 << 63)
 
 
@@ -389,11 +390,11 @@ def _refuse_stops(stops: tuple[str, ...]) -> None:
 
 
 def _as_list(value: Any) -> list[Any]:
-    """The prompts in a value: itself if it is one text or one list of tokens."""
+    """Returns the prompts in a value: the value itself if it is one text or one list of tokens."""
     is_one = isinstance(value, str) or (isinstance(value, list) and bool(value) and type(value[0]) is int)
     return [value] if is_one else value if isinstance(value, list) else [value]
 
 
 def _shown(value: Any) -> str:
-    """The beginning of a value's repr; all of it may have megabytes."""
+    """Returns the beginning of a value's repr, all of which may have megabytes."""
     return _REPR.repr(value)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
 
-from weft.errors import EngineError, WeftError
+from weft.checkpoint import latest
+from weft.errors import ConfigError, EngineError, WeftError
 from weft.health.rank_status import Status
 from weft.health.watchdog import Deadline
 from weft.launch.environment import (
@@ -37,13 +38,11 @@ from weft.saved_run import first_usable
 from weft.serve.attention.formats import block_size_of, cache_format, why_slow
 from weft.serve.calibration.bars import Bar, no_bar
 from weft.serve.engine import Engine
-from weft.serve.follow import follow, require_run
 from weft.serve.follow_steps import follow_steps
 from weft.serve.head.graph_head import graph_head
 from weft.serve.http.addresses import listen, url_name
-from weft.serve.http.end_points import Api, build_app
-from weft.serve.http.first_answer import answer_once
-from weft.serve.http.request_log import RequestLog, say_rates
+from weft.serve.http.end_points import Api, answer_once, build_app
+from weft.serve.http.metrics import RequestLog, say_rates
 from weft.serve.http.server import HttpServer
 from weft.serve.loading import LoadedModel, load_draft, load_model, model_config
 from weft.serve.measurement.cpu_threads import fastest_threads
@@ -65,6 +64,19 @@ END_SECONDS = 10.0
 
 Ready = Callable[[dict[str, Any]], None]
 Say = Callable[[str], None]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What is served, and who is told: `ready` what is served and where, `say` what happens; `bar` shows progress."""
+
+    source: Path
+    spec: ServingSpec
+    plan: Plan
+    ready: Ready
+    say: Say
+    bar: Bar = no_bar
 
 
 def engine_options(
@@ -101,108 +113,97 @@ def refuse_options(source: Path, spec: ServingSpec, plan: Plan, on_ranks: bool =
         refuse_resident(spec.resident_blocks, config.num_layers // plan.pipe.degree)
 
 
-def run_server(source: Path, spec: ServingSpec, ready: Ready, say: Say, bar: Bar = no_bar) -> None:
-    """Serve a model until SIGTERM or Ctrl-C. `ready` is told what is served and where, `say` what happens; `bar` shows
-    progress.
-    """
-    refuse_options(source, spec, Plan())
+def run_server(serving: Serving) -> None:
+    """Serve a model on one rank until SIGTERM or Ctrl-C."""
+    source, spec, say = serving.source, serving.spec, serving.say
+    refuse_options(source, spec, serving.plan)
     sock = listen(spec.host, spec.port)  # before the model is loaded: a port in use is known at once
     loaded = load_model(source, spec, spec.device, say)
     on_cpu = next(loaded.model.parameters()).device.type == "cpu"
     if on_cpu and not spec.stream_weights and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(fastest_threads(torch.get_num_threads()))
-    _say_what_is_slow(loaded.model, spec, Plan(), say)
-    of_engine = engine_options(spec, loaded, spec.device)
-    engine = Engine(loaded.model, of_engine)
+    _say_what_is_slow(serving, loaded.model, say)
+    options = engine_options(spec, loaded, spec.device)
+    engine = Engine(loaded.model, options)
 
     def load(checkpoint: Path) -> nn.Module:
         return load_model(checkpoint, spec, "cpu", say).model  # a GPU may have no room for two
 
-    warm = partial(_warm_up, engine, of_engine, spec, bar)
-    _serve_engine(engine, loaded, sock, source, spec, 1, load, warm, ready, say, ServedRecord())
+    def warm() -> float | None:
+        return warm_up(engine, options, serving.bar) if spec.warm_up else None
+
+    _serve_engine(serving, engine, loaded, sock, load, warm, ServedRecord())
 
 
 def run_rank(
-    source: Path,
-    spec: ServingSpec,
-    plan: Plan,
-    rank_info: RankInfo,
-    sock: socket.socket | None,
-    ready: Ready,
-    say: Say,
-    bar: Bar = no_bar,
-    record: ServedRecord | None = None,
+    serving: Serving, rank_info: RankInfo, sock: socket.socket | None = None, record: ServedRecord | None = None
 ) -> None:
     """Serve a model as one of the plan's ranks. Rank 0 listens, on `sock` if it is given. `record` has the weights that
     were served before the ranks started again; ranks of a launcher find it themselves.
     """
+    source, spec, plan = serving.source, serving.spec, serving.plan
     check_world(rank_info, plan.num_ranks, plan.degrees)
     refuse_options(source, spec, plan, on_ranks=True)
     refuse_plan(model_config(source), plan)
     if rank_info.rank == 0 and sock is None:
         sock = listen(spec.host, spec.port)
     mesh = _join(rank_info, spec, plan)
-    say_once = say if rank_info.rank == 0 else lambda message: None
-    record = record or _record_of_launcher(rank_info, say_once)
+    record = record or _record_of_launcher(rank_info, serving.say if mesh.is_first else lambda message: None)
     with _lookout(rank_info, mesh):
-        _serve_rank(source, spec, mesh, sock, ready, say, bar, record)
+        _serve_rank(serving, mesh, sock, record)
     record.remove()
     shutdown()
 
 
-def _serve_rank(
-    source: Path,
-    spec: ServingSpec,
-    mesh: Mesh,
-    sock: socket.socket | None,
-    ready: Ready,
-    say: Say,
-    bar: Bar,
-    record: ServedRecord,
-) -> None:
+def _serve_rank(serving: Serving, mesh: Mesh, sock: socket.socket | None, record: ServedRecord) -> None:
     """Read this rank's part of the model and serve it, as one of the ranks of a mesh."""
-    plan, say_once = mesh.plan, say if mesh.is_first else lambda message: None
+    spec, plan, say_once = serving.spec, mesh.plan, serving.say if mesh.is_first else lambda message: None
     ranks = ServingRanks(mesh, cast(Sums, spec.sums.replace("-", "_")), spec.stream_weights > 0, say_once)
     replicas = mesh.with_own_group("data", "requests") if plan.data > 1 else mesh["data"]
-    paths = _agreed_paths(ranks, source, record, say_once)
+    paths = _agreed_paths(ranks, serving.source, record, say_once)
 
     def read(path: Path) -> LoadedModel:
         return load_model(path, spec, mesh.device, say_once, ranks)
 
-    loaded = first_usable(paths, read, say, ranks.who_fails)
-    _say_what_is_slow(loaded.model, spec, plan, say_once)
+    loaded = first_usable(paths, read, serving.say, ranks.who_fails)
+    _say_what_is_slow(serving, loaded.model, say_once)
 
     def load(checkpoint: Path) -> nn.Module:
         return load_model(checkpoint, spec, "cpu", say_once, ranks).model
 
-    max_held = spec.max_running + spec.max_waiting
-    own = spec if ranks.is_lead else replace(spec, speculate=None)  # the scheduling rank drafts
-    of_engine = engine_options(own, loaded, mesh.device, max_held if plan.data > 1 else None)
+    max_requests = spec.max_running + spec.max_waiting
+    spec_of_rank = spec if ranks.is_lead else replace(spec, speculate=None)  # the scheduling rank drafts
+    options = engine_options(spec_of_rank, loaded, mesh.device, max_requests if plan.data > 1 else None)
     if not ranks.is_lead:
-        part = ModelPart(loaded.model, of_engine, ranks, load)
+        part = ModelPart(loaded.model, options, ranks, load)
         with _as_engine_errors():
             follow_steps(part)
-    else:
-        engine = Engine(loaded.model, of_engine, ranks, load)
-        warm = partial(_warm_up, engine, of_engine, spec, bar if mesh.is_first else no_bar)
-        if replicas.index > 0:
-            warm()
-            ranks.is_watched = True
-            with _as_engine_errors():
-                serve_replica(engine, replicas)
-        else:
-            assert sock is not None
-            front = ReplicaFront(engine, replicas, max_held) if plan.data > 1 else engine
+        return
+    engine = Engine(loaded.model, options, ranks, load)
 
-            def say_ready(about: dict[str, Any]) -> None:
-                ranks.is_watched = True
-                ready(about)
+    def warm() -> float | None:
+        return warm_up(engine, options, serving.bar if mesh.is_first else no_bar) if spec.warm_up else None
 
-            _serve_engine(front, loaded, sock, source, spec, plan.data, Path, warm, say_ready, say, record)
+    if replicas.index > 0:
+        warm()
+        ranks.is_watched = True
+        with _as_engine_errors():
+            serve_replica(engine, replicas)
+        return
+    assert sock is not None
+    front = ReplicaFront(engine, replicas, max_requests) if plan.data > 1 else engine
+
+    def ready(about: dict[str, Any]) -> None:
+        ranks.is_watched = True
+        serving.ready(about)
+
+    _serve_engine(replace(serving, ready=ready), front, loaded, sock, Path, warm, record)
 
 
 def _lookout(rank_info: RankInfo, mesh: Mesh) -> AbstractContextManager[object]:
-    """A context in which ranks that a launcher started watch each other for hangs, as weft's agent watches its own."""
+    """Returns a context in which ranks that a launcher started watch each other for hangs, as weft's agent watches its
+    own.
+    """
     if rank_info.num_ranks == 1 or rank_info.launcher in ("none", "weft"):
         return nullcontext()
     assert mesh.ledger.status is not None
@@ -211,7 +212,9 @@ def _lookout(rank_info: RankInfo, mesh: Mesh) -> AbstractContextManager[object]:
 
 
 def _record_of_launcher(rank_info: RankInfo, say: Say) -> ServedRecord:
-    """The weights that were served last, in a file that torchrun's ranks find when it starts them again."""
+    """Returns the record of the weights that were served last, in a file that torchrun's ranks find when it starts them
+    again.
+    """
     if not is_elastic(os.environ, rank_info):
         say(
             "the launcher starts no rank again (torchrun does with --max-restarts): if one fails or hangs, the server "
@@ -239,9 +242,9 @@ def _join(rank_info: RankInfo, spec: ServingSpec, plan: Plan) -> Mesh:
 
 
 def _agreed_paths(ranks: ServingRanks, source: Path, record: ServedRecord, say: Say) -> list[Path]:
-    """The folders of weights that all ranks try, in this order."""
-    found = [str(path) for path in paths_to_try(source, record.read(), say)] if ranks.mesh.is_first else []
-    return [Path(one) for one in json.loads(ranks.agree_on_text(json.dumps(found)))]
+    """Returns the folders of weights that all ranks try, in this order."""
+    paths = [str(path) for path in paths_to_try(source, record.read(), say)] if ranks.mesh.is_first else []
+    return [Path(one) for one in json.loads(ranks.agree_on_text(json.dumps(paths)))]
 
 
 @contextmanager
@@ -253,36 +256,27 @@ def _as_engine_errors() -> Iterator[None]:
         raise EngineError(f"the engine failed: {type(error).__name__}: {error}") from error
 
 
-def _say_what_is_slow(model: nn.Module, spec: ServingSpec, plan: Plan, say: Say) -> None:
+def _say_what_is_slow(serving: Serving, model: nn.Module, say: Say) -> None:
     """Say which weights a CPU decodes for each product or rounds inputs for, and what a GPU has no kernels for."""
-    form = cache_format(spec.cache)
+    device, cache = serving.spec.device, cache_format(serving.spec.cache)
     dtype = next(model.parameters()).dtype
-    of_cache = why_slow(form, spec.device, dtype, plan.context.degree > 1)
-    reasons = what_cpus_do(model) if spec.device == "cpu" else of_cache
-    for reason in reasons:
+    of_cache = why_slow(cache, device, dtype, serving.plan.context.degree > 1)
+    for reason in what_cpus_do(model) if device == "cpu" else of_cache:
         say(reason)
 
 
-def _warm_up(engine: Engine, of_engine: EngineOptions, spec: ServingSpec, bar: Bar) -> float | None:
-    """Warm an engine up, and return the seconds that it took; None if it is not to be."""
-    return warm_up(engine, of_engine, bar) if spec.warm_up else None
-
-
 def _serve_engine(
+    serving: Serving,
     engine: Engine | ReplicaFront,
     loaded: LoadedModel,
     sock: socket.socket,
-    source: Path,
-    spec: ServingSpec,
-    num_replicas: int,
     load: Callable[[Path], nn.Module | Path],
     warm: Callable[[], float | None],
-    ready: Ready,
-    say: Say,
     record: ServedRecord,
 ) -> None:
     """Serve an engine on a socket until the process is told to stop. `warm` returns the seconds of its warm-up."""
-    name = spec.name or source.resolve().name
+    spec, say = serving.spec, serving.say
+    name = spec.name or serving.source.resolve().name
     longest = min(engine.context_length, engine.num_slots)
     if longest < engine.context_length:
         say(
@@ -290,7 +284,7 @@ def _serve_engine(
             f"{engine.context_length} of the model's context"
         )
     served = loaded.served(name, spec.chat_template, longest, engine.vocab_size, named_adapters(spec.adapters))
-    worker = EngineWorker(engine, num_replicas * (spec.max_running + spec.max_waiting))
+    worker = EngineWorker(engine, serving.plan.data * (spec.max_running + spec.max_waiting))
     seconds = {"warm_up_seconds": warm()}
     engine.idle()  # other replicas answer when they are warm
     if spec.warm_up:
@@ -303,7 +297,7 @@ def _serve_engine(
         api.fingerprint = name
         record.write(name)
 
-    beside = [follow(source, loaded.weights, load, take, say)] if spec.follow else []
+    beside = [follow(serving.source, loaded.weights, load, take, say)] if spec.follow else []
     if spec.log != "none":
         beside.append(say_rates(worker, api.metrics, say))
     url = f"http://{url_name(spec.host)}:{sock.getsockname()[1]}"
@@ -311,7 +305,7 @@ def _serve_engine(
     app = build_app(api, spec.api_keys, spec.host)
     app = RequestLog(app, say) if spec.log == "requests" else app
     record.write(loaded.weights)
-    HttpServer(app, worker, spec, lambda: ready(about), beside).run([sock])
+    HttpServer(app, worker, spec, lambda: serving.ready(about), beside).run([sock])
     has_ended = worker.join(END_SECONDS)
     if worker.has_failed:
         raise EngineError(worker.failure)
@@ -320,3 +314,43 @@ def _serve_engine(
             engine.close()
     else:
         os._exit(1)  # a step does not end; the launcher ends the other ranks
+
+
+async def follow(
+    run: Path,
+    weights: str,
+    load: Callable[[Path], T],
+    replace: Callable[[T, str], Awaitable[None]],
+    say: Say,
+    seconds: float = 2.0,
+) -> None:
+    """Watch a run that still trains, and take its newest checkpoint between two steps of the engine. `weights` names
+    those in use; `replace` is given what `load` returns for newer ones, and their name. Runs until it is cancelled.
+
+    A checkpoint that cannot be used is tried once and passed over: it is damaged, was removed meanwhile, is of another
+    model, or its training diverged.
+    """
+    folder, tried, said = run / "checkpoints", weights, ""
+    while True:
+        try:
+            newest, trouble = await asyncio.to_thread(latest, folder), ""
+        except OSError as error:  # as of a network file system, which may come back
+            newest, trouble = None, f"{folder} cannot be read ({error}); the weights in use stay"
+        if trouble and trouble != said:
+            say(trouble)
+        said = trouble
+        if newest is not None and newest.name > tried:
+            tried = newest.name
+            try:
+                await replace(await asyncio.to_thread(load, newest), newest.name)  # no name here holds what is loaded
+            except Exception as error:  # whatever it is, requests go on
+                say(f"{newest} is not served ({type(error).__name__}: {error}); the weights in use stay")
+            else:
+                say(f"serving {newest.name}")
+        await asyncio.sleep(seconds)
+
+
+def require_run(source: Path) -> None:
+    """Raise ConfigError unless a folder is a run that may get newer checkpoints."""
+    if latest(source / "checkpoints") is None:
+        raise ConfigError(f"--follow needs a run folder with a checkpoint; '{source}' has none in its checkpoints/")

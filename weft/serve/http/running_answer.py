@@ -1,4 +1,7 @@
-"""The answers to one HTTP request while the engine generates them: as one body, or as server-sent events."""
+"""The answers to one HTTP request while the engine generates them: as one body, or as server-sent events.
+
+Schemas of clients wait in a queue of their own, not in the threads that read bodies, as compiling one may take seconds.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -16,17 +20,44 @@ from starlette.types import Receive, Scope, Send
 
 from weft.serve.http.answers import AnswerForm, GeneratedAnswer, envelope, json_body, json_text, usage
 from weft.serve.http.guard import error_answer, unless_disconnected
-from weft.serve.http.prometheus import ServerMetrics
+from weft.serve.http.metrics import ServerMetrics
 from weft.serve.http.request_body import ApiError, Echo, Generation
-from weft.serve.scheduling.grammar import CompiledSchema
-from weft.serve.scheduling.request import Finish, GeneratedToken
-from weft.serve.served_model import ServedModel
-from weft.serve.text import TextChunk, TextStream
+from weft.serve.scheduling.grammar import CompiledSchema, Grammars
+from weft.serve.scheduling.request import Finish, GeneratedToken, RequestError
+from weft.serve.scheduling.schema_trial import NUM_PROCESSES, SchemaTrial
+from weft.serve.text import ServedModel, TextChunk, TextStream
 from weft.serve.worker import EngineWorker, TokenStream
 
 STUCK = "the answer cannot go on: the tokenizer has no token that the schema allows next, or the schema is too complex"
 TURN_SECONDS = 0.005  # after which other clients have a turn, though more tokens are there
 LAST_WORDS_SECONDS = 5.0  # to send the error that ends a stream
+MAX_WAITING = 16  # schemas that nobody knows yet; each takes milliseconds, or a few seconds until it is refused
+
+
+class SchemaQueue:
+    """Compiles schemas for an event loop, a few at a time and in the order in which they come."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self._threads = ThreadPoolExecutor(NUM_PROCESSES, "schemas")
+        self._num_waiting = 0
+
+    async def compiled(self, schema: str | None) -> CompiledSchema | None:
+        """Returns a schema for answers; None for none. If it is cancelled, the schema's process ends. Raises
+        RequestError for a schema that cannot be used, and if too many wait.
+        """
+        known = None if schema is None else self._grammars.known(schema)
+        if schema is None or known is not None:
+            return known
+        if self._num_waiting >= MAX_WAITING:
+            raise RequestError("queue_full", f"{MAX_WAITING} new schemas wait to be compiled; try again later")
+        trial = SchemaTrial()
+        self._num_waiting += 1
+        try:
+            return await asyncio.wrap_future(self._threads.submit(self._grammars.compile, schema, trial))
+        finally:
+            self._num_waiting -= 1
+            trial.cancel()
 
 
 class RunningAnswer:
@@ -64,8 +95,8 @@ class RunningAnswer:
     async def _score_prompts(self) -> None:
         for request in self._asked.requests:
             if request.tokens not in self._prompts:
-                found = [None, *await self._worker.score(request)]
-                pairs = zip(request.tokens, found, strict=True)
+                logprobs = [None, *await self._worker.score(request)]
+                pairs = zip(request.tokens, logprobs, strict=True)
                 self._prompts[request.tokens] = [GeneratedToken(request.name, *pair) for pair in pairs]
         for echo, request in zip(self._asked.echoes, self._asked.requests, strict=True):
             if (echo, request.tokens) not in self._offsets:
@@ -111,13 +142,13 @@ class RunningAnswer:
         return json.dumps({**self._envelope(self._form.chunk_object), "choices": choices, **more})
 
     def _echoes(self) -> list[GeneratedAnswer]:
-        """What each answer begins with: nothing, or its prompt, which may be all of it."""
-        asked, found = self._asked, []
+        """Returns what each answer begins with: nothing, or its prompt, which may be the whole answer."""
+        asked, echoes = self._asked, []
         for echo, one in zip(asked.echoes or [Echo("")] * len(asked.requests), asked.requests, strict=True):
             tokens, offsets = list(self._prompts.get(one.tokens, ())), list(self._offsets.get((echo, one.tokens), ()))
             finish: Finish | None = None if one.max_tokens else "length"
-            found.append(GeneratedAnswer([echo.text], tokens, finish, offsets, len(echo.text)))
-        return found
+            echoes.append(GeneratedAnswer([echo.text], tokens, finish, offsets, len(echo.text)))
+        return echoes
 
     async def _chunks(self) -> AsyncIterator[tuple[int, TextChunk]]:
         """Yields what is generated, with the index of the answer that it belongs to."""

@@ -89,7 +89,7 @@ def refuse_plan(config: LanguageConfig, plan: Plan) -> None:
 
 
 def stage_of(place: RankPlace) -> int:
-    """The stage that a rank holds: 0 embeds, the last one has the head."""
+    """Returns the stage that a rank holds: stage 0 embeds, the last one has the head."""
     return (place.coordinates["pipe"] - 1) % place.plan.pipe.degree
 
 
@@ -108,7 +108,7 @@ def build_part(config: TransformerConfig, place: RankPlace) -> tuple[Decoder | G
 
 
 def cuts_of(part: Decoder | GPT2, place: RankPlace) -> dict[str, Cut]:
-    """The cut of each parameter of a rank's part, which may have linears in fewer bits."""
+    """Returns the cut of each parameter of a rank's part, whose linears may be quantised."""
     whole = _inspected(part.config).model
     assert whole is not None
     cuts = _cuts(part.config, whole, place)
@@ -116,12 +116,12 @@ def cuts_of(part: Decoder | GPT2, place: RankPlace) -> dict[str, Cut]:
 
 
 def own_layers(config: TransformerConfig, place: RankPlace) -> range:
-    """The layers that a rank holds."""
+    """Returns the layers that a rank holds."""
     return range(*share(config.num_layers, place.plan.pipe.degree, stage_of(place)))
 
 
 def own_key_heads(config: TransformerConfig, place: RankPlace) -> range:
-    """The key heads that a rank holds; of fewer key heads than ranks, neighbours hold the same."""
+    """Returns the key heads that a rank holds. Where ranks of x outnumber key heads, neighbours hold the same one."""
     number, degree, index = ServedSizes.of(config).num_key_heads, place.plan.tensor.x, place.coordinates["x"]
     repeats = max(1, degree // number)
     return range(*share(number, degree // repeats, index // repeats))
@@ -134,8 +134,8 @@ def part_bytes(
     format: WeightFormat | None = None,
     with_experts: bool = True,
 ) -> int:
-    """Bytes of the parameters that a rank holds, with linears and (`with_experts`) experts in a format if one is given,
-    without building them.
+    """Returns the bytes of the parameters that a rank holds, without building them: with linears, and experts if
+    `with_experts`, in a format if one is given.
     """
     if format is None:
         return part_numel(config, place) * item_bytes
@@ -153,30 +153,30 @@ def block_bytes(
     format: WeightFormat | None = None,
     with_experts: bool = True,
 ) -> list[int]:
-    """Bytes of the parameters of each block that a rank holds, in formats as `part_bytes` has them."""
-    found = [0] * config.num_layers
+    """Returns the bytes of the parameters of each block that a rank holds, in formats as `part_bytes` has them."""
+    num_bytes = [0] * config.num_layers
     for name, shape in _local_shapes(config, place.plan, tuple(place.coordinates.items())).items():
         layer = re.search(r"\.(?:layers|h)\.(\d+)\.", name)
         if layer is not None:
             is_packed = format is not None and name in _packed_names(config, with_experts)
             plain = math.prod(shape) * item_bytes
-            found[int(layer[1])] += _packed_bytes(format, shape) if format and is_packed else plain
-    return found[slice(*share(config.num_layers, place.plan.pipe.degree, stage_of(place)))]
+            num_bytes[int(layer[1])] += _packed_bytes(format, shape) if format and is_packed else plain
+    return num_bytes[slice(*share(config.num_layers, place.plan.pipe.degree, stage_of(place)))]
 
 
 def _packed_bytes(format: WeightFormat, shape: tuple[int, ...]) -> int:
-    """Bytes of a linear's weight, or of stacked ones, in a format."""
+    """Returns the bytes of a linear's weight, or of a stack of them, in a format."""
     return weight_bytes(format, math.prod(shape[:-1]), shape[-1])
 
 
 def part_numel(config: TransformerConfig, place: RankPlace) -> int:
-    """How many parameters a rank holds: those of its part, without building it."""
+    """Returns how many parameters a rank's part has, without building it."""
     shapes = _local_shapes(config, place.plan, tuple(place.coordinates.items()))
     return _of_stage(config, place, {name: math.prod(shape) for name, shape in shapes.items()})
 
 
 def _of_stage(config: TransformerConfig, place: RankPlace, amounts: Mapping[str, int]) -> int:
-    """The sum of amounts over the parameters of a rank's stage."""
+    """Returns the sum of amounts over the parameters of a rank's stage."""
     num_stages, stage = place.plan.pipe.degree, stage_of(place)
     begin, end = share(config.num_layers, num_stages, stage)
     is_first, is_last = stage == 0, stage == num_stages - 1
@@ -197,7 +197,7 @@ def _of_stage(config: TransformerConfig, place: RankPlace, amounts: Mapping[str,
 def _local_shapes(
     config: TransformerConfig, plan: Plan, coordinates: tuple[tuple[str, int], ...]
 ) -> dict[str, tuple[int, ...]]:
-    """The shape of a rank's part of each parameter, whatever its stage."""
+    """Returns the shape of a rank's part of each parameter, of all stages."""
     model = _inspected(config).model
     assert model is not None
     cuts = _cuts(config, model, RankPlace(plan, dict(coordinates)))
@@ -206,12 +206,12 @@ def _local_shapes(
 
 @lru_cache(maxsize=4)
 def _packed_names(config: TransformerConfig, with_experts: bool) -> frozenset[str]:
-    """The names of weights that a format can keep in fewer bits."""
+    """Returns the names of weights that a format can quantise."""
     return frozenset(names_to_pack(_on_meta(config), with_experts))
 
 
 def _cuts(config: TransformerConfig, model: nn.Module, place: RankPlace) -> dict[str, Cut]:
-    """The part of every parameter, of all stages."""
+    """Returns a rank's part of every parameter, of all stages."""
     from weft.parallel.expert.layers import expert_cuts
     from weft.parallel.tensor.cuts import parameter_cuts
 
@@ -231,16 +231,15 @@ def build_whole(config: LanguageConfig) -> tuple[LanguageModel, dict[str, Cut]]:
 
 
 def source_name(model: LanguageModel, name: str) -> str:
-    """The name under which a parameter of a part is saved: a tied head is saved as the embedding."""
+    """Returns the name under which a parameter of a part is saved: a tied head is saved as the embedding."""
     return model.config.embedding_name if name == "lm_head.weight" and model.config.tie_word_embeddings else name
 
 
 @dataclass(frozen=True)
 class PartValues:
-    """The values of a part: whole parameters are read one at a time, and cut.
-
-    Linears and experts that are packed (`serve/weights/packed_linear.py`) get theirs in fewer bits, which are found on
-    `device`, or are given by `packed`, by the name of a weight and the module.
+    """Reads the values of a rank's part: whole parameters, one at a time, are cut. Quantised linears and experts
+    (`serve/weights/packed_linear.py`) get codes, which are computed on `device`, or returned by `packed` for the name
+    of a weight and its module.
     """
 
     model: LanguageModel
@@ -288,7 +287,7 @@ def read_part(
 
 @lru_cache(maxsize=4)
 def _inspected(config: TransformerConfig) -> Profile:
-    """What a model is made of; how it can be split is found once."""
+    """Returns what a model is made of and how it can be split, which is found out once for each config."""
     from weft.profiling.structure import structure
 
     return structure(_on_meta(config))

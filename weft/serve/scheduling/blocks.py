@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Protocol
 
 
 @dataclass(eq=False)
@@ -29,40 +28,10 @@ class HeldBlocks:
     num_shared: int | None = None  # tokens whose blocks may be shared; None: all
 
 
-class CachePolicy(Protocol):
-    """How requests get room in the key-value cache."""
-
-    block_size: int
-    num_blocks: int
-
-    @property
-    def num_free(self) -> int: ...
-
-    def allocate(
-        self, tokens: Sequence[int], tenant: str, reserve: int = 0, num_shared: int | None = None
-    ) -> HeldBlocks | None:
-        """Take blocks for `tokens`; None, and nothing is taken, unless `reserve` blocks stay free. Blocks of the first
-        `num_shared` tokens alone, or all, may be shared with other requests.
-        """
-
-    def append(self, held: HeldBlocks, num_tokens: int) -> bool:
-        """Take more blocks until they hold `num_tokens`; False, and nothing is taken, if too few are free."""
-
-    def record(self, held: HeldBlocks, tokens: Sequence[int], num_computed: int) -> None:
-        """Say that the keys and values of the first `num_computed` tokens of a request are now in its blocks."""
-
-    def unshare(self, tokens: Sequence[int], tenant: str) -> None:
-        """Make no later request share the blocks of `tokens`, because these may hold NaN."""
-
-    def free(self, held: HeldBlocks) -> None:
-        """Give a request's blocks back."""
-
-    def forget(self) -> None:
-        """Make no later request share a block of before, because the model's weights have changed."""
-
-
 class PagedBlocks:
-    """The policy of fixed-size blocks anywhere in memory, with a prefix cache if `prefix_cache`."""
+    """Gives requests blocks of `block_size` tokens, which may lie anywhere in the cache. With `prefix_cache`, later
+    requests find the blocks of prompts.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool = True) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -79,6 +48,9 @@ class PagedBlocks:
     def allocate(
         self, tokens: Sequence[int], tenant: str, reserve: int = 0, num_shared: int | None = None
     ) -> HeldBlocks | None:
+        """Take blocks for `tokens`; None, and nothing is taken, unless `reserve` blocks stay free. Blocks of the first
+        `num_shared` tokens alone, or all, may be shared with other requests.
+        """
         digest, shared = _first_digest(tenant), list[int]()
         last = len(tokens) - 1 if num_shared is None else min(len(tokens) - 1, num_shared)
         while self._has_prefix_cache and (len(shared) + 1) * self.block_size <= last:
@@ -98,6 +70,7 @@ class PagedBlocks:
         return HeldBlocks(blocks, len(shared) * self.block_size, digest, len(shared), num_shared)
 
     def append(self, held: HeldBlocks, num_tokens: int) -> bool:
+        """Take more blocks until they hold `num_tokens`; False, and nothing is taken, if too few are free."""
         num_new = self._num_needed(num_tokens) - len(held.blocks)
         if num_new > self.num_free:
             return False
@@ -106,6 +79,7 @@ class PagedBlocks:
         return True
 
     def record(self, held: HeldBlocks, tokens: Sequence[int], num_computed: int) -> None:
+        """Say that the keys and values of the first `num_computed` tokens of a request are now in its blocks."""
         if not self._has_prefix_cache:
             return
         last = min(num_computed, len(tokens) if held.num_shared is None else held.num_shared)
@@ -117,6 +91,7 @@ class PagedBlocks:
             held.num_hashed += 1
 
     def unshare(self, tokens: Sequence[int], tenant: str) -> None:
+        """Make no later request share the blocks of `tokens`, because these may hold NaN."""
         digest = _first_digest(tenant)
         for index in range(len(tokens) // self.block_size):
             digest = self._hash(digest, tokens, index)
@@ -125,6 +100,7 @@ class PagedBlocks:
                 self._digests[block] = None
 
     def free(self, held: HeldBlocks) -> None:
+        """Give a request's blocks back."""
         for block in reversed(held.blocks):  # ends of prompts are reused before their beginnings
             self._num_users[block] -= 1
             if self._num_users[block] == 0:
@@ -134,6 +110,7 @@ class PagedBlocks:
         held.blocks = array("i")
 
     def forget(self) -> None:
+        """Make no later request share a block of before, because the model's weights have changed."""
         self._known.clear()
         self._digests = [None] * self.num_blocks
 
@@ -150,11 +127,11 @@ class PagedBlocks:
         return block
 
     def _hash(self, digest: bytes, tokens: Sequence[int], index: int) -> bytes:
-        """The hash of block number `index`, given that of the tokens before it."""
+        """Returns the hash of block number `index`, given that of the tokens before it."""
         own = array("q", tokens[index * self.block_size : (index + 1) * self.block_size])
         return blake2b(digest + own.tobytes(), digest_size=16).digest()
 
 
 def _first_digest(tenant: str) -> bytes:
-    """The hash before the first block of a tenant's prompts."""
+    """Returns the hash before the first block of a tenant's prompts."""
     return blake2b(tenant.encode(), digest_size=16).digest()

@@ -96,12 +96,12 @@ class Grammars:
         return (self.known(schema) or self.compile(schema, SchemaTrial())).matcher()
 
     def known(self, schema: str) -> CompiledSchema | None:
-        """A schema that is kept, or that somebody holds."""
+        """Returns a compiled schema that is kept here or held by an answer; else None."""
         with self._lock:
-            found = self._held.get(schema)
+            compiled = self._held.get(schema)
             if schema in self._kept:
                 self._kept.move_to_end(schema)
-            return found
+            return compiled
 
     def compile(self, schema: str, trial: SchemaTrial) -> CompiledSchema:
         """Returns a schema for answers; `trial` may be cancelled. Raises RequestError for one that cannot be used."""
@@ -135,7 +135,7 @@ class Grammars:
 
 
 def allowed_tokens(matchers: Sequence[AnswerMatcher | None], vocab_size: int) -> Tensor:
-    """Which tokens may come next [answers, vocab] (bool, in host memory); all where there is no matcher."""
+    """Returns which tokens may come next [answers, vocab] (bool, in host memory); all where there is no matcher."""
     allowed = np.ones((len(matchers), vocab_size), dtype=bool)
     for row, matcher in zip(allowed, matchers, strict=True):
         if matcher is not None:
@@ -147,7 +147,7 @@ def allowed_tokens(matchers: Sequence[AnswerMatcher | None], vocab_size: int) ->
 
 
 def schema_of(wanted: Mapping[str, Any] | None) -> str | None:
-    """The JSON schema, as text, of a `response_format`; None for plain text. Raises RequestError for others."""
+    """Returns the JSON schema of a `response_format` as text; None for plain text. Raises RequestError for others."""
     kind = "text" if wanted is None else wanted.get("type")
     if wanted is None or kind == "text":
         return None

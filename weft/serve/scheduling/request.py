@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from numbers import Integral, Real
+from typing import Any, Literal
 
 from weft.errors import NumbersError, WeftError
 
@@ -95,3 +97,93 @@ class EngineState:
     num_swapped: int = 0  # of the requests sent back, those whose keys and values went to host memory
     num_drafted: int = 0  # tokens since the start that were drafted (`speculation.py`)
     num_accepted: int = 0  # of these, those that the model agreed with
+
+
+MAX_BIAS = 1e9  # divided by the smallest temperature, it is still a float32
+
+
+def check_request(request: Request, context_length: int, num_tokens: int) -> None:
+    """Raise RequestError unless a model of `num_tokens` token ids and `context_length` positions can take a request."""
+    _check_kinds(request)
+    if not request.tokens:
+        raise RequestError("invalid", f"the prompt of request {request.name!r} is empty; give at least one token")
+    if request.max_tokens < 1:
+        raise RequestError("invalid", f"max_tokens = {request.max_tokens} generates nothing; give 1 or more")
+    if len(request.tokens) > context_length:
+        raise RequestError(
+            "too_long",
+            f"a prompt of {len(request.tokens)} tokens exceeds the context of {context_length}; shorten it",
+        )
+    kinds = set(map(type, request.tokens))
+    is_right = bool not in kinds and all(issubclass(kind, Integral) for kind in kinds)
+    if not is_right or min(request.tokens) < 0 or max(request.tokens) >= num_tokens:
+        wrong = [one for one in request.tokens if not _is_integer(one) or not 0 <= one < num_tokens]
+        raise RequestError("invalid", f"token {wrong[0]!r:.100} does not exist; the model has 0 to {num_tokens - 1}")
+    _check_sampling(request.sampling, num_tokens)
+
+
+def _check_kinds(request: Request) -> None:
+    """Raise RequestError for a value of another kind, which would fail in the step of all requests."""
+    rules: list[tuple[str, Any, bool, str]] = [
+        (key, value, isinstance(value, str), "a text")
+        for key, value in (("name", request.name), ("tenant", request.tenant), ("adapter", request.adapter))
+    ]
+    schema, seed, sampling = request.json_schema, getattr(request.sampling, "seed", None), request.sampling
+    rules += [
+        ("tokens", request.tokens, isinstance(request.tokens, tuple), "a tuple of token ids"),
+        ("max_tokens", request.max_tokens, _is_integer(request.max_tokens), "a whole number"),
+        ("stop_tokens", request.stop_tokens, _are_integers(request.stop_tokens), "a frozenset of token ids"),
+        ("json_schema", schema, schema is None or isinstance(schema, str), "JSON as a text, or None"),
+        ("sampling", sampling, isinstance(sampling, Sampling), "a Sampling"),
+        ("seed", seed, seed is None or _is_integer(seed), "a whole number, or None"),
+    ]
+    for key, value, is_right, wanted in rules:
+        if not is_right:
+            raise RequestError("invalid", f"{key} = {value!r:.100} is no value for a request; give {wanted}")
+
+
+def _check_sampling(sampling: Sampling, num_tokens: int) -> None:
+    limits = {
+        "temperature": (0.0, 100.0),
+        "top_k": (0, 1 << 30),
+        "top_p": (0.0, 1.0),
+        "min_p": (0.0, 1.0),
+        "repetition_penalty": (1e-3, 1e3),
+        "presence_penalty": (-100.0, 100.0),
+        "frequency_penalty": (-100.0, 100.0),
+        "num_logprobs": (0, num_tokens),
+    }
+    for name, (low, high) in limits.items():
+        value = getattr(sampling, name)
+        if value is None and name == "num_logprobs":
+            continue
+        is_right = _is_integer(value) if isinstance(low, int) else _is_number(value)
+        if not is_right or not low <= value <= high:  # NaN fails, too
+            kind = "whole number" if isinstance(low, int) else "number"
+            raise RequestError(
+                "invalid", f"{name} = {value!r:.100} is not a {kind} between {low} and {high}; give one that is"
+            )
+    bias = sampling.logit_bias
+    if not isinstance(bias, Mapping):
+        raise RequestError("invalid", f"logit_bias = {bias!r:.100} is no mapping; give numbers by tokens, or {{}}")
+    for token, value in bias.items():
+        is_token = _is_integer(token) and 0 <= token < num_tokens
+        if not is_token or not _is_number(value) or not (-MAX_BIAS <= value <= MAX_BIAS or value == -math.inf):
+            raise RequestError(
+                "invalid",
+                f"logit_bias of token {token!r:.100} is {value!r:.100}; give numbers from {-MAX_BIAS:g} to "
+                f"{MAX_BIAS:g}, or minus infinity, for tokens 0 to {num_tokens - 1}",
+            )
+
+
+def _are_integers(values: Any) -> bool:
+    return isinstance(values, frozenset) and all(map(_is_integer, values))
+
+
+def _is_integer(value: Any) -> bool:
+    """Is it a whole number? numpy's are; True and False are not."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -17,7 +17,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from weft.serve.scheduling.blocks import CachePolicy, HeldBlocks
+from weft.serve.scheduling.blocks import HeldBlocks, PagedBlocks
 from weft.serve.scheduling.request import Request
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Scheduler:
 
     def __init__(
         self,
-        policy: CachePolicy,
+        policy: PagedBlocks,
         token_budget: int,
         max_running: int,
         num_stages: int = 1,
@@ -117,7 +117,7 @@ class Scheduler:
         self.waiting.append(active)
 
     def schedule(self) -> list[ScheduledChunk]:
-        """The chunks of the next step, decodes first. They count as computed from now on."""
+        """Returns the chunks of the next step, decodes first. They count as computed from now on."""
         num_before = self.num_preempted
         chunks = self._decodes()
         budget = self.token_budget - len(chunks)
@@ -140,8 +140,8 @@ class Scheduler:
         self.num_preempted += 1
 
     def lend(self, tokens: Sequence[int]) -> HeldBlocks:
-        """Blocks for a text of no request, none of them shared; give them back to the policy. Requests that arrived
-        last are sent back to the queue for them. The cache must hold the text.
+        """Takes blocks for a text of no request; give them back to the policy. None of them is shared. Requests that
+        arrived last are sent back to the queue for them. The cache must hold the text.
         """
         while (held := self.policy.allocate(tokens, "", num_shared=0)) is None:
             self.preempt(self.running[-1])
@@ -194,7 +194,7 @@ class Scheduler:
         return True
 
     def _is_on_its_way(self, active: ActiveRequest) -> bool:
-        """Is the request's next token still between stages?"""
+        """Is the request's next token still being computed by a stage?"""
         return self._num_stages > 1 and active.num_unread > 0
 
     def _admit(self) -> bool:
@@ -255,5 +255,5 @@ class Scheduler:
 
 
 def _cache_name(request: Request) -> str:
-    """Requests share blocks if this is equal: keys and values depend on the adapter."""
+    """Returns a name that is equal for requests that may share blocks: keys and values depend on the adapter."""
     return f"{len(request.adapter)} {request.adapter}{request.tenant}"

@@ -48,7 +48,7 @@ class VocabularyText:
     end_tokens: Sequence[int]
 
     def tokens(self) -> LLTokenizer:
-        """The tokenizer as llguidance has it. Raises RequestError if it cannot use it."""
+        """Returns the tokenizer as llguidance has it. Raises RequestError if it cannot use it."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
         if self.definition is not None:
@@ -98,7 +98,7 @@ def is_panic(error: BaseException) -> bool:
 
 
 def unusable(words: str) -> RequestError:
-    """The refusal of a schema, for a reason in llguidance's words."""
+    """Returns the refusal of a schema, for a reason in llguidance's words."""
     reason = " ".join(words.split())
     return RequestError("invalid", f"the schema cannot be used: {reason:.300}; give a JSON schema without it")
 
@@ -138,7 +138,7 @@ def memory_bytes() -> int:
 
 
 def _pages(column: int) -> int:
-    """A size of this process: its address space (0) or the part in memory (1). 0 on systems without /proc."""
+    """Returns a size of this process: its address space (0) or the part in memory (1). 0 on systems without /proc."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[column]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -146,7 +146,7 @@ def _pages(column: int) -> int:
 
 
 def told(vocabulary: VocabularyText) -> str:
-    """The first line that the program reads."""
+    """Returns the first line that the program reads."""
     return json.dumps(asdict(vocabulary)) + "\n"
 
 

@@ -54,14 +54,14 @@ class SchemaTrial:
         self.is_cancelled = False
 
     def begin(self, process: TrialProcess) -> None:
-        """The trial runs in this process. Raises TrialCancelledError if it is cancelled."""
+        """Say that the trial runs in this process. Raises TrialCancelledError if it is cancelled."""
         with self._lock:
             if self.is_cancelled:
                 raise TrialCancelledError("the client is gone")
             self._process = process
 
     def end(self) -> None:
-        """The process is used for others from now on."""
+        """Say that the process is used for other trials from now on."""
         with self._lock:
             self._process = None
 
@@ -96,10 +96,10 @@ class TrialProcess:
         assert self._popen.stdout is not None
         seconds = WALL_SECONDS + (START_SECONDS if self._is_new else 0)
         self._is_new = False
-        found, until = b"", time.monotonic() + seconds
+        data, until = b"", time.monotonic() + seconds
         try:
             self._write(json.dumps(schema) + "\n")
-            while not found.endswith(b"\n"):
+            while not data.endswith(b"\n"):
                 left = until - time.monotonic()
                 if left <= 0 or not select.select([self._popen.stdout], [], [], left)[0]:
                     self.is_late = True
@@ -107,10 +107,10 @@ class TrialProcess:
                 part = os.read(self._popen.stdout.fileno(), 1 << 16)
                 if not part:
                     return None
-                found += part
+                data += part
         except OSError:
             return None
-        answer: dict[str, Any] = json.loads(found)
+        answer: dict[str, Any] = json.loads(data)
         return answer
 
     @property

@@ -20,7 +20,7 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from weft.errors import ConfigError
-from weft.serve.scheduling.blocks import CachePolicy
+from weft.serve.scheduling.blocks import PagedBlocks
 from weft.serve.scheduling.request import Sampling
 from weft.serve.scheduling.scheduler import ActiveRequest, ScheduledChunk
 
@@ -41,7 +41,7 @@ class EarlyLayers:
 
 
 def early_layers(text: str) -> EarlyLayers:
-    """What layers=K means. Raises ConfigError."""
+    """Returns what layers=K means. Raises ConfigError if K is no number."""
     number = text.removeprefix(LAYERS)
     if not number.isdecimal():
         raise ConfigError(f"--speculate {text} must be layers=K, where K is how many of the first layers draft")
@@ -54,7 +54,7 @@ class Drafter(Protocol):
     context_length: int  # drafts are asked for up to here
 
     def draft(self, wanted: Sequence[tuple[ActiveRequest, int]]) -> list[list[int]]:
-        """For each request, at most so many tokens that may follow its own."""
+        """Returns for each request at most as many tokens as are asked for, which may follow its own."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class _Acceptance:
 
 
 class StepTimes:
-    """A line through the seconds of recent steps over their numbers of tokens, and the rate of valid tokens."""
+    """A line fitted to the seconds of recent steps over their numbers of tokens, and the rate of valid tokens."""
 
     def __init__(self) -> None:
         self._sums = [0.0] * 6  # 1, x, y, x * x, x * y, and valid tokens
@@ -106,30 +106,30 @@ class DraftLengths:
         self._requests: WeakKeyDictionary[ActiveRequest, _Acceptance] = WeakKeyDictionary()
 
     def wanted(self, active: ActiveRequest) -> int:
-        """How many tokens to draft for a request in its next step."""
-        found = self._requests.setdefault(active, _Acceptance())
+        """Returns how many tokens to draft for a request in its next step."""
+        acceptance = self._requests.setdefault(active, _Acceptance())
         least = max(LEAST_CHANCE, self.times.seconds_per_token * self.times.tokens_per_second)
-        number, chance = 0, found.chance
+        number, chance = 0, acceptance.chance
         while number < self.most and chance >= least:
-            number, chance = number + 1, chance * found.chance
-        found.num_without = 0 if number else found.num_without + 1
-        if found.num_without >= PROBE_EVERY:
-            number, found.num_without = 1, 0
+            number, chance = number + 1, chance * acceptance.chance
+        acceptance.num_without = 0 if number else acceptance.num_without + 1
+        if acceptance.num_without >= PROBE_EVERY:
+            number, acceptance.num_without = 1, 0
         return number
 
     def record(self, active: ActiveRequest, num_drafts: int, num_accepted: int) -> None:
         """Say how many drafts of a request were accepted. Those behind the first rejected one tell nothing."""
-        found = self._requests.setdefault(active, _Acceptance())
+        acceptance = self._requests.setdefault(active, _Acceptance())
         num_checked = min(num_drafts, num_accepted + 1)
-        kept = MEMORY**num_checked
-        found.num_checked = kept * found.num_checked + num_checked
-        found.num_accepted = kept * found.num_accepted + num_accepted
+        share_left = MEMORY**num_checked
+        acceptance.num_checked = share_left * acceptance.num_checked + num_checked
+        acceptance.num_accepted = share_left * acceptance.num_accepted + num_accepted
 
 
 class Speculation:
     """Adds drafts to the decodes of a step, and counts how many of them are accepted."""
 
-    def __init__(self, drafter: Drafter, policy: CachePolicy, token_budget: int, lengths: DraftLengths) -> None:
+    def __init__(self, drafter: Drafter, policy: PagedBlocks, token_budget: int, lengths: DraftLengths) -> None:
         self.lengths = lengths
         self.num_drafted = 0
         self.num_accepted = 0
@@ -141,7 +141,9 @@ class Speculation:
         self.num_drafted = self.num_accepted = 0
 
     def extend(self, chunks: list[ScheduledChunk]) -> list[ScheduledChunk]:
-        """The chunks of a step with drafts, as far as the token budget, the cache and the request's length allow."""
+        """Returns the chunks of a step with drafts, as far as the token budget, the cache and the request's length
+        allow.
+        """
         budget = self._token_budget - sum(chunk.num_tokens for chunk in chunks)
         wanted: dict[int, int] = {}
         for index, chunk in enumerate(chunks):
@@ -150,10 +152,10 @@ class Speculation:
                 wanted[index] = number
                 budget -= number
         drafts = self._drafter.draft([(chunks[index].active, number) for index, number in wanted.items()])
-        found = list(chunks)
+        extended = list(chunks)
         for index, tokens in zip(wanted, drafts, strict=True):
-            found[index] = chunks[index]._replace(drafts=tuple(tokens))
-        return found
+            extended[index] = chunks[index]._replace(drafts=tuple(tokens))
+        return extended
 
     def record(self, chunk: ScheduledChunk, num_accepted: int) -> None:
         """Say how many drafts of a chunk were accepted."""
@@ -168,7 +170,7 @@ class Speculation:
             self.lengths.times.add(sum(chunk.num_tokens for chunk in chunks), seconds, num_valid)
 
     def _room(self, chunk: ScheduledChunk, num_others: int) -> int:
-        """How many tokens to draft after a chunk, and blocks for them."""
+        """Returns how many tokens to draft after a chunk, and takes blocks for them."""
         active, length = chunk.active, len(chunk.active.tokens)
         # Drafts follow generated tokens alone.
         is_decode = chunk.samples and chunk.start + 1 == chunk.end > len(active.request.tokens)
@@ -184,7 +186,9 @@ class Speculation:
 
 
 def may_draft(active: ActiveRequest) -> bool:
-    """Penalties and schemas depend on all tokens before, so drafts would change them."""
+    """May tokens be drafted for a request? Penalties and schemas depend on all tokens before, so drafts would change
+    them.
+    """
     sampling, plain = active.request.sampling, Sampling()
     names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     return active.matcher is None and all(getattr(sampling, name) == getattr(plain, name) for name in names)

@@ -1,7 +1,8 @@
-"""The option `--device` of commands that run a model on one process."""
+"""Arguments and options that several commands have."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -9,12 +10,17 @@ import typer
 from weft.errors import ConfigError
 from weft.serve.spec import OPTIONS, option_of
 
+RunFile = Annotated[Path, typer.Argument(help="the run file (TOML)", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(help="changes to it: section.key=value", show_default=False)]
+Source = Annotated[Path, typer.Argument(help="a run folder, a checkpoint or a Hugging Face folder")]
+TokenizerOption = Annotated[str | None, typer.Option(help=option_of(OPTIONS["tokenizer"]).help)]
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 DeviceOption = Annotated[str, typer.Option(help=option_of(OPTIONS["device"]).help)]
 
 
 def chosen_device(device: str) -> Literal["cpu", "cuda"]:
-    """Returns the kind of device that `--device` means on this machine. Raises ConfigError for others. CUDA is not
-    initialised.
+    """Return the kind of device that `--device` means on this machine, without initialising CUDA. Raises ConfigError
+    for an unknown word and for a GPU that is not there.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--device {device} is not one of auto, cpu, cuda")

@@ -1,13 +1,22 @@
-"""Counts and times of a server, and the text in which Prometheus reads them."""
+"""What a server tells its operator: counts and times, as Prometheus reads them, and lines of a log."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft.serve.scheduling.request import EngineState
+from weft.serve.worker import EngineWorker
 
+Say = Callable[[str], None]
+EVERY_SECONDS = 10.0
+PATH_CHARACTERS = 100
 BOUNDS_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -29,7 +38,7 @@ class Histogram:
         return sum(self._counts)
 
     def lines(self, name: str) -> Iterator[str]:
-        """The lines of a histogram of that name."""
+        """Yields the lines of a histogram with this name."""
         total = 0
         for bound, count in zip([*map(str, BOUNDS_SECONDS), "+Inf"], self._counts, strict=True):
             total += count
@@ -50,7 +59,7 @@ class ServerMetrics:
         self.whole = Histogram()
 
     def text(self, state: EngineState, num_requests: int) -> str:
-        """All metrics in Prometheus' text format."""
+        """Returns all metrics in Prometheus' text format."""
         return "\n".join(self._lines(state, num_requests)) + "\n"
 
     def _lines(self, state: EngineState, num_requests: int) -> Iterator[str]:
@@ -85,3 +94,67 @@ class ServerMetrics:
 
 def _head(name: str, kind: str, about: str) -> tuple[str, str]:
     return f"# HELP {name} {about}", f"# TYPE {name} {kind}"
+
+
+class LoggedAnswer(Protocol):
+    """What is logged of an answer. An end point puts it into `scope["answer"]`."""
+
+    num_prompt_tokens: int
+    num_tokens: int
+
+
+class RequestLog:
+    """Says for each request, when it has been answered: who asked for what, the status, tokens and seconds."""
+
+    def __init__(self, app: ASGIApp, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
+        self._app, self._say, self._clock = app, say, clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = self._clock(), "no answer"
+
+        async def noted(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            self._say(f"{_asked(scope)} {status}{_tokens(scope.get('answer'))}, {self._clock() - began:.3f} s")
+
+
+def _asked(scope: Scope) -> str:
+    """Returns who asked for what, in printable characters, as clients choose their paths."""
+    host = scope["client"][0] if scope.get("client") else "-"
+    path = ascii(scope["path"][:PATH_CHARACTERS])[1:-1]
+    return f"{host} {ascii(scope['method'])[1:-1]} {path}"
+
+
+def _tokens(answer: LoggedAnswer | None) -> str:
+    return "" if answer is None else f", {answer.num_prompt_tokens} + {answer.num_tokens} tokens"
+
+
+async def say_rates(worker: EngineWorker, metrics: ServerMetrics, say: Say, seconds: float = EVERY_SECONDS) -> None:
+    """Say every so many seconds what the server did in them, for ever. Nothing is said while there is no work."""
+    before, began = _counts(worker, metrics), time.monotonic()
+    while True:
+        await asyncio.sleep(seconds)
+        after, now = _counts(worker, metrics), time.monotonic()
+        state = worker.state
+        if after != before or state.num_running or state.num_waiting:
+            answers, prompt, generated = ((new - old) / (now - began) for new, old in zip(after, before, strict=True))
+            share = 1 - state.num_free_blocks / max(1, state.num_blocks)
+            say(
+                f"{answers:.1f} requests/s, {prompt:.0f} prompt and {generated:.0f} generated tokens/s; "
+                f"{state.num_running} running, {state.num_waiting} waiting, {share:.0%} of the cache in use"
+            )
+        before, began = after, now
+
+
+def _counts(worker: EngineWorker, metrics: ServerMetrics) -> tuple[int, int, int]:
+    """Returns the numbers of whole answers, of prompt tokens and of generated tokens since the start."""
+    return metrics.whole.count, metrics.num_prompt_tokens, worker.state.num_generated
