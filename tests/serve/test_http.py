@@ -14,6 +14,7 @@ import httpx
 import pytest
 from serve_for_tests import LIMIT_SECONDS, NO_CERTIFICATES, RepeatingEngine, Served, serving, wait_for
 
+from weft import __version__
 from weft.serve import worker as worker_module
 from weft.serve.http import request_body
 from weft.serve.http.guard import HttpGuard
@@ -171,6 +172,20 @@ def test_tokenize(served: Served) -> None:
         "tokens": [104, 105], "count": 2, "context_length": 64,
     }  # fmt: skip
     assert served.post("/tokenize", {}, headers=KEY).status_code == 400
+
+
+def test_tokens_have_their_text_again(served: Served) -> None:
+    for tokens, text in (([104, 195, 169, 105], "héi"), ([104, 256], "h"), ([], "")):
+        found = served.post("/detokenize", {"tokens": tokens}, headers=KEY)
+        assert (found.status_code, found.json()) == (200, {"prompt": text})
+    for tokens, words in (([257], "the token 257; tokens of"), ("hi", "'tokens' is 'hi'"), ([True], "'tokens' is [Tr")):
+        refused = served.post("/detokenize", {"tokens": tokens}, headers=KEY)
+        assert (refused.status_code, words in message(refused)) == (400, True), message(refused)
+
+
+def test_the_version_is_told_to_who_has_a_key(served: Served) -> None:
+    assert served.get("/version", headers=KEY).json() == {"version": __version__}
+    assert served.get("/version").status_code == 401
 
 
 def open_stream(served: Served, max_tokens: int = FOREVER) -> httpx.Response:

@@ -279,6 +279,8 @@ def test_sampling_reaches_the_engine(client: openai.OpenAI, engine: RepeatingEng
     assert one.logit_bias == {65: -100.0}
     assert request.stop_tokens == {3, 256}
     assert request.tenant == "0/me"
+    client.completions.create(model="tiny", prompt="x", extra_body={"top_k": -1})  # all, as other servers write it
+    assert engine.requests[-1].sampling.top_k == 0
 
 
 def test_embeddings(client: openai.OpenAI) -> None:

@@ -31,6 +31,7 @@ from weft.serve.http.request_body import (
     ApiError,
     ChatBody,
     CompletionBody,
+    DetokenizeBody,
     EmbeddingsBody,
     Generation,
     TokenizeBody,
@@ -40,11 +41,13 @@ from weft.serve.http.request_body import (
     parse_body,
     prompts_of,
     refuse_other_model,
+    text_of,
 )
 from weft.serve.http.running_answer import EventStream, RunningAnswer, SchemaQueue
 from weft.serve.spec import ServerLimits
 from weft.serve.text import ServedModel
 from weft.serve.worker import EngineWorker, StepEngine
+from weft.version import VERSION
 
 _NUM_TOKENS, _END_SECONDS = 4, 10.0  # of the answer before the server is ready, and for its thread to end
 B = TypeVar("B")
@@ -86,7 +89,9 @@ class Api:
             Route("/", self.page),
             Route("/health", self.health),
             Route("/metrics", self.prometheus),
+            Route("/version", self.version),
             Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.one_model),
             Route("/v1/completions", self.completions, methods=["POST"], middleware=counted),
@@ -116,6 +121,9 @@ class Api:
     async def prometheus(self, request: HttpRequest) -> Response:
         text = self.metrics.text(self._worker.state, self._worker.num_requests)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    async def version(self, request: HttpRequest) -> Response:
+        return JSONResponse({"version": VERSION})
 
     async def models(self, request: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [self._about_model(name) for name in self._names]})
@@ -153,6 +161,10 @@ class Api:
             tokens = await self._beside(request, lambda: self._model.encode_chat(messages_of(body.messages), (), adds))
         found = {"tokens": tokens, "count": len(tokens), "context_length": self._model.context_length}
         return JSONResponse(found)
+
+    async def detokenize(self, request: HttpRequest) -> Response:
+        body = await self._read(DetokenizeBody, request, self._names)
+        return JSONResponse({"prompt": await self._beside(request, text_of, body.tokens, self._model)})
 
     async def completions(self, request: HttpRequest) -> Response:
         body = await self._read(CompletionBody, request, self._names)

@@ -142,6 +142,14 @@ class TokenizeBody:
 
 
 @dataclass(frozen=True)
+class DetokenizeBody:
+    """The body of /detokenize: a list of tokens."""
+
+    model: str | None = None
+    tokens: Any = None
+
+
+@dataclass(frozen=True)
 class Echo:
     """A prompt that answers begin with: its text, how many of its tokens come before and after the text, and whether
     its other special tokens have no text.
@@ -287,6 +295,14 @@ def prompts_of(
     return prompts
 
 
+def text_of(tokens: Any, model: ServedModel) -> str:
+    """Returns the text of a list of tokens, with that of special ones. Raises ApiError for another value."""
+    if not isinstance(tokens, list) or not set(map(type, tokens)) <= {int}:
+        raise ApiError(400, f"'tokens' is {_shown(tokens):.100}; it must be a list of tokens")
+    known = _known_tokens(tokens, model, "tokens") if tokens else ()
+    return model.tokenizer.decode(np.array(known, dtype=np.int64), skip_special_tokens=False)
+
+
 def messages_of(value: Any) -> list[dict[str, Any]]:
     """Returns the messages of a chat. Parts of a message are joined, and must be text."""
     messages = read_messages(value)
@@ -368,7 +384,7 @@ def _sampling(body: GenerationBody, num_logprobs: int | None) -> Sampling:
         raise ApiError(400, "'logit_bias' must be an object of tokens and finite numbers, such as {\"50256\": -100}")
     return Sampling(
         temperature=body.temperature,
-        top_k=body.top_k,
+        top_k=0 if body.top_k == -1 else body.top_k,  # as other servers write "all"
         top_p=body.top_p,
         min_p=body.min_p,
         repetition_penalty=body.repetition_penalty,
