@@ -151,6 +151,7 @@ def serving(
     template: str | None = TEMPLATE,
     adapters: tuple[str, ...] = (),
     host: str = "127.0.0.1",
+    origins: Sequence[str] = (),
     tokenizer: Tokenizer = ByteTokenizer(),  # noqa: B008 (a frozen value)
     special: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Served]:
@@ -161,7 +162,7 @@ def serving(
     worker = EngineWorker(engine, max_requests)
     api = Api(model, worker, limits, "step-00000001")
     ready = threading.Event()
-    server = HttpServer(build_app(api, keys, host), worker, limits, ready.set)
+    server = HttpServer(build_app(api, keys, host, origins), worker, limits, ready.set)
     sock = listen(host, 0)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])))
     thread.start()

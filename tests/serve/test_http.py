@@ -78,6 +78,32 @@ def test_another_host_name_is_refused(served: Served) -> None:
     assert served.get("/health", headers={"Host": "localhost:1"}).status_code == 200
 
 
+def test_pages_of_allowed_origins_may_ask_from_a_browser() -> None:
+    """A browser asks first, without the key, whether a page may send one."""
+    ours, other = "https://chat.example", "https://evil.example"
+    with serving(RepeatingEngine(), keys=["first"], origins=[ours]) as served:
+
+        def asked_first(origin: str) -> httpx.Response:
+            wanted = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+            url = f"{served.url}/v1/completions"
+            return httpx.options(url, headers={"Origin": origin, **wanted}, timeout=LIMIT_SECONDS, **NO_CERTIFICATES)
+
+        assert asked_first(ours).status_code == 200
+        assert asked_first(ours).headers["access-control-allow-origin"] == ours
+        assert "authorization" in asked_first(ours).headers["access-control-allow-headers"]
+        assert asked_first(other).status_code == 400
+        for origin, allowed in ((ours, ours), (other, None)):
+            answer = served.post("/v1/completions", {"prompt": "x"}, headers={**KEY, "Origin": origin})
+            assert (answer.status_code, answer.headers.get("access-control-allow-origin")) == (200, allowed)
+        refused = served.post("/v1/completions", {"prompt": "x"}, headers={"Origin": ours})
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, ours)
+
+
+def test_no_page_of_another_origin_may_ask_unless_it_is_allowed(served: Served) -> None:
+    answer = served.post("/v1/completions", {"prompt": "x"}, headers={**KEY, "Origin": "https://chat.example"})
+    assert "access-control-allow-origin" not in answer.headers
+
+
 BAD_BODIES = [
     (b"{", "not valid JSON"),
     (b"[" * 100_00, "not valid JSON"),

@@ -189,6 +189,11 @@ class ServingSpec(ServerLimits, EngineSizes):
         flag="--api-key",
         variable="WEFT_API_KEY",
     )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "origin of a web page that may ask from a browser (CORS), such as https://chat.example, or * for all pages; "
+        "repeat for several",
+    )
     name: str | None = option(None, "model name for clients; default: the folder's name")
     device: str = option("auto", "auto (a GPU where there is one), cpu or cuda", commands=RUNNING)
     follow: bool = option(False, "take newer checkpoints of a run that trains", recurrent=False)

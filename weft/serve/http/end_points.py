@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -225,12 +226,20 @@ class Api:
         return EventStream(running, seconds)
 
 
-def build_app(api: Api, api_keys: Sequence[str] = (), host: str = "127.0.0.1") -> ASGIApp:
-    """Returns the server as an ASGI application, which listens on `host`."""
+def build_app(
+    api: Api, api_keys: Sequence[str] = (), host: str = "127.0.0.1", allowed_origins: Sequence[str] = ()
+) -> ASGIApp:
+    """Returns the server as an ASGI application, which listens on `host`. Pages of `allowed_origins` may use it from a
+    browser.
+    """
     routes = api.routes
     app = Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
     paths = {route.endpoint: route.path for route in routes}
-    return HttpGuard(app, api_keys, names_of(host), api.metrics, paths)
+    guard = HttpGuard(app, api_keys, names_of(host), api.metrics, paths)
+    if not allowed_origins:
+        return guard
+    # Before the guard: a browser asks without a key whether a page may send one.
+    return CORSMiddleware(guard, allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
 
 
 def answer_once(model: ServedModel, engine: StepEngine, limits: ServerLimits, host: str) -> None:

@@ -302,7 +302,7 @@ def _serve_engine(
         beside.append(say_rates(worker, api.metrics, say))
     url = f"http://{url_name(spec.host)}:{sock.getsockname()[1]}"
     about = {"url": url, "model": name, "weights": loaded.weights, "device": spec.device, **seconds}
-    app = build_app(api, spec.api_keys, spec.host)
+    app = build_app(api, spec.api_keys, spec.host, spec.allowed_origins)
     app = RequestLog(app, say) if spec.log == "requests" else app
     record.write(loaded.weights)
     HttpServer(app, worker, spec, lambda: serving.ready(about), beside).run([sock])
