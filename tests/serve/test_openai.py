@@ -291,6 +291,17 @@ def test_embeddings(client: openai.OpenAI) -> None:
     assert math.isclose(last.data[0].embedding[0], 98.0)
 
 
+def test_embeddings_of_fewer_dimensions_have_length_1(client: openai.OpenAI) -> None:
+    import openai
+
+    for number in (1, 2):  # of 97.5 and 195
+        (row,) = client.embeddings.create(model="tiny", input="ab", dimensions=number).data
+        assert row.embedding == pytest.approx([1.0] if number == 1 else [0.2**0.5, 2 * 0.2**0.5])
+    for number, words in ((3, "embeddings of this model have 2, give fewer"), (0, "it must be from 1 to")):
+        with pytest.raises(openai.BadRequestError, match=words):
+            client.embeddings.create(model="tiny", input="ab", dimensions=number)
+
+
 def test_errors_are_those_that_the_client_knows(client: openai.OpenAI) -> None:
     import openai
 

@@ -15,6 +15,8 @@ from functools import partial
 from importlib import resources
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -186,6 +188,7 @@ class Api:
             with self._worker.holding(1):
                 for index, tokens in enumerate(inputs):
                     vector = await unless_disconnected(request.receive, self._worker.embed(tokens, body.pool))
+                    vector = _shortened(vector, body.dimensions)
                     packed = base64.b64encode(vector.astype("<f4").tobytes()).decode()
                     value = packed if body.encoding_format == "base64" else vector.tolist()
                     rows.append(json_text({"object": "embedding", "index": index, "embedding": value}))
@@ -224,6 +227,16 @@ class Api:
             running.close()
             raise
         return EventStream(running, seconds)
+
+
+def _shortened(vector: NDArray[np.float32], dimensions: int | None) -> NDArray[np.float32]:
+    """Returns the first `dimensions` numbers of an embedding, scaled to length 1; for None, the embedding as it is."""
+    if dimensions is None:
+        return vector
+    if dimensions > len(vector):
+        raise ApiError(400, f"'dimensions' = {dimensions}; embeddings of this model have {len(vector)}, give fewer")
+    first = vector[:dimensions]
+    return first / max(float(np.linalg.norm(first)), np.finfo(np.float32).tiny)
 
 
 def build_app(

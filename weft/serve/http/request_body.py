@@ -44,6 +44,7 @@ MAX_JSON_BYTES = 1 << 20  # of tools; and of the lists and objects in messages, 
 RANGES: dict[str, tuple[int, int]] = {  # smallest and largest values; the engine checks how tokens are sampled
     "seed": (-(1 << 63), (1 << 63) - 1),
     "n": (1, MAX_CHOICES),
+    "dimensions": (1, 1 << 20),
     "max_tokens": (0, 1 << 30),
     "max_completion_tokens": (1, 1 << 30),
     "logprobs": (0, MAX_LOGPROBS),
@@ -127,6 +128,7 @@ class EmbeddingsBody:
     input: Any = None
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None  # the first so many numbers of each, scaled to length 1
     pool: Literal["mean", "last"] = "mean"
     add_special_tokens: bool | None = None
 
