@@ -62,6 +62,7 @@ class RepeatingEngine:
         self.requests: list[Request] = []
         self.error: Exception | None = None
         self.logprob = -0.5
+        self.num_cached = 0
         self.num_generated = 0
 
     def add(self, request: Request) -> None:
@@ -95,7 +96,7 @@ class RepeatingEngine:
         else:
             del self.held[request.name]
         logprobs = None if request.sampling.num_logprobs is None else self._logprobs(request, token)
-        return GeneratedToken(request.name, token, logprobs, finish)  # type: ignore[arg-type]
+        return GeneratedToken(request.name, token, logprobs, finish, self.num_cached)  # type: ignore[arg-type]
 
     def _logprobs(self, request: Request, token: int) -> TokenLogprobs:
         count = request.sampling.num_logprobs or 0

@@ -217,9 +217,10 @@ def test_a_shared_prompt_is_computed_once_and_never_for_another_tenant() -> None
     model, prompt = tiny_model("llama"), tuple(range(20))
     engine = make_engine(model)
     expected = likeliest(model, prompt, 4)
-    for tenant, num_shared in (("a", 0), ("a", 16), ("b", 16), ("b", 32)):
-        request = Request("x", prompt, 4, GREEDY, tenant=tenant)
-        assert tokens_of(serve_all(engine, [request]))["x"] == expected
+    for tenant, num_cached, num_shared in (("a", 0, 0), ("a", 16, 16), ("b", 0, 16), ("b", 16, 32)):
+        results = serve_all(engine, [Request("x", prompt, 4, GREEDY, tenant=tenant)])
+        assert tokens_of(results)["x"] == expected
+        assert {token.num_cached for token in results["x"]} == {num_cached}
         assert engine.state().num_prefix_tokens == num_shared
     without = make_engine(model, prefix_cache=False)
     for name in "xy":

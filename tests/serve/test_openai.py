@@ -101,6 +101,19 @@ def test_echo_n_several_prompts_and_seeds(client: openai.OpenAI, engine: Repeati
     assert (nothing.choices[0].text, nothing.choices[0].finish_reason) == ("ab", "length")
 
 
+def test_usage_says_how_many_tokens_of_prompts_were_cached(
+    client: openai.OpenAI, engine: RepeatingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two prompts with three answers each, the prompts count once."""
+    asked: Any = {"model": "tiny", "prompt": ["abc", "abcd"], "n": 3, "max_tokens": 2}
+    for num_cached in (0, 2):
+        monkeypatch.setattr(engine, "num_cached", num_cached)
+        whole = client.completions.create(**asked)
+        *_, last = client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        for found in (whole.usage, last.usage):
+            assert (found.prompt_tokens, found.prompt_tokens_details.cached_tokens) == (7, 2 * num_cached)
+
+
 def test_logprobs_of_a_completion(client: openai.OpenAI) -> None:
     found = client.completions.create(model="tiny", prompt="ab", max_tokens=3, logprobs=2).choices[0].logprobs
     assert found is not None

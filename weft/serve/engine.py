@@ -445,4 +445,4 @@ class Engine:
             finish = "stop"
         elif len(active.tokens) == active.max_length:
             finish = "length"
-        return GeneratedToken(active.request.name, token, finish=finish)
+        return GeneratedToken(active.request.name, token, finish=finish, num_cached=active.num_cached or 0)

@@ -150,10 +150,14 @@ class ChatForm:
 AnswerForm = CompletionForm | ChatForm
 
 
-def usage(num_prompt_tokens: int, num_answer_tokens: int) -> dict[str, int]:
-    """Returns the tokens that an answer cost."""
-    total = num_prompt_tokens + num_answer_tokens
-    return {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_answer_tokens, "total_tokens": total}
+def usage(num_prompt_tokens: int, num_answer_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
+    """Returns the tokens that answers cost; the prefix cache had `num_cached_tokens` of those of their prompts."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_answer_tokens,
+        "total_tokens": num_prompt_tokens + num_answer_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+    }
 
 
 def envelope(name: str, kind: str, created: int, model: str, fingerprint: str) -> dict[str, Any]:

@@ -181,6 +181,7 @@ class Generation:
     include_usage: bool
     skip_special_tokens: bool = True  # in the text of answers
     echoes: tuple[Echo, ...] = ()  # what each answer begins with; empty: nothing
+    n: int = 1  # answers to each prompt
 
     @property
     def schema(self) -> str | None:
@@ -369,7 +370,7 @@ def _generation(
     )
     num_tokens, stream, usage = sum(map(len, prompts)), body.stream, body.stream_options.include_usage
     stops, skips = StopTable(body.stops), body.skip_special_tokens
-    return Generation(requests, num_tokens, stops, num_logprobs is not None, stream, usage, skips)
+    return Generation(requests, num_tokens, stops, num_logprobs is not None, stream, usage, skips, n=body.n)
 
 
 def _known_tokens(tokens: list[int], model: ServedModel, key: str) -> tuple[int, ...]:

@@ -78,6 +78,7 @@ class RunningAnswer:
         self._stream: TokenStream | None = None
         self._began, self._created = time.monotonic(), int(time.time())
         self.num_prompt_tokens, self.num_tokens = asked.num_prompt_tokens, 0
+        self._num_cached = [0] * len(asked.requests)  # tokens of the prompt of each answer that the prefix cache had
         self.schema: CompiledSchema | None = None  # held until the engine has its own copies
         self._prompts: dict[
             tuple[int, ...], list[GeneratedToken]
@@ -168,6 +169,7 @@ class RunningAnswer:
                 await asyncio.sleep(0)
                 others_since = time.monotonic()
             self.num_tokens += 1
+            self._num_cached[index] = token.num_cached
             if token.finish == "stuck":
                 raise ApiError(400, STUCK)
             chunk = texts[index].push(token)
@@ -180,8 +182,9 @@ class RunningAnswer:
         model = self._asked.requests[0].adapter or self._model.name
         return envelope(self._name, kind, self._created, model, self._fingerprint)
 
-    def _usage(self) -> dict[str, int]:
-        return usage(self.num_prompt_tokens, self.num_tokens)
+    def _usage(self) -> dict[str, Any]:
+        num_cached = sum(self._num_cached[:: self._asked.n])  # of each prompt once, as its first answer found it
+        return usage(self.num_prompt_tokens, self.num_tokens, num_cached)
 
 
 class EventStream(Response):

@@ -75,6 +75,7 @@ class GeneratedToken:
     token: int
     logprobs: TokenLogprobs | None = None
     finish: Finish | None = None
+    num_cached: int = 0  # tokens of the request's prompt that the prefix cache had
 
     def require_number(self) -> None:
         """Raise NumbersError if the request ended because the model gave NaN."""

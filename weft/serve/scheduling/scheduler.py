@@ -42,6 +42,7 @@ class ActiveRequest:
     row: int = -1  # its place in the sampler's tables while it runs
     has_new_row: bool = False  # the sampler does not know of it yet
     is_done: bool = False
+    num_cached: int | None = None  # tokens of the prompt that the prefix cache had when it first ran
     num_swapped: int = 0  # tokens whose keys and values are in host memory while it waits
     matcher: AnswerMatcher | None = None  # of a request with a schema
 
@@ -210,6 +211,8 @@ class Scheduler:
             return False
         self.waiting.popleft()
         active.held, active.num_computed = held, held.num_cached
+        if active.num_cached is None:
+            active.num_cached = held.num_cached
         active.row, active.has_new_row = self._free_rows.pop(), True
         self.num_prefix_tokens += held.num_cached
         self._load(active, held)
