@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -170,6 +171,47 @@ def test_over_http_whole_streamed_and_with_stop(served: Served) -> None:
     options["logit_bias"] |= {str(ord("}")): 100}
     found = client.chat.completions.create(**options, max_tokens=9)
     assert json.loads(found.choices[0].message.content) == {}
+
+
+FORMS: list[tuple[dict[str, Any], str]] = [  # and a regular expression that whole answers match
+    ({"regex": r"[a-c]{3}/\d{2}é"}, r"[a-c]{3}/\d{2}é"),
+    ({"choice": ['say "yes"\n', "né/in"]}, r'say "yes"\n|né/in'),
+    ({"grammar": 'start: "a" start | WORD\nWORD: /[x-z]{2}/'}, "a*[x-z]{2}"),
+    ({"json": {"enum": ["cat", "dog"]}}, '"(cat|dog)"'),
+]
+
+
+@pytest.mark.parametrize(("form", "pattern"), FORMS, ids=lambda value: next(iter(value), ""))
+def test_answers_match_a_regex_choices_or_a_grammar(served: Served, form: dict[str, Any], pattern: str) -> None:
+    bias = {str(ord("a")): -1}  # so that answers end
+    body = {"prompt": "x", "structured_outputs": form, "n": 4, "seed": 1, "max_tokens": 60, "logit_bias": bias}
+    answer = served.post("/v1/completions", body)
+    assert answer.status_code == 200, answer.text
+    for choice in answer.json()["choices"]:
+        assert choice["finish_reason"] == "stop"
+        assert re.fullmatch(pattern, choice["text"]), choice["text"]
+    free = served.post("/v1/completions", {**body, "structured_outputs": None}).json()["choices"]
+    assert not any(re.fullmatch(pattern, choice["text"]) for choice in free)
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ({"regex": "a("}, "the grammar cannot be used: at 1(8): invalid regex"),
+        ({"grammar": "start: x"}, 'unknown name: "x"'),
+        ({"grammar": 'stat: "a"'}, "the grammar cannot be used: no start rule found"),
+        ({"grammar": "start: start"}, "the grammar cannot be used: "),
+        ({"regex": "a", "choice": ["b"]}, "an answer matches one form; give one key of 'structured_outputs', or a"),
+        ({"choice": ["a"] * 1025}, "'structured_outputs.choice' has 1025 entries; at most 1024 are taken"),
+        ({"choice": [1]}, "structured_outputs.choice"),
+        ({"regex": "x" * MAX_SCHEMA_BYTES}, f"at most {MAX_SCHEMA_BYTES} are taken"),
+        ({"pattern": "a"}, "unknown key 'structured_outputs.pattern'"),
+    ],
+)
+def test_forms_that_cannot_be_used_are_refused_in_words(served: Served, form: dict[str, Any], words: str) -> None:
+    refused = served.post("/v1/completions", {"prompt": "x", "structured_outputs": form})
+    assert refused.status_code == 400, refused.text
+    assert words in refused.json()["error"]["message"]
 
 
 def test_bad_schemas_are_refused_in_words(served: Served) -> None:

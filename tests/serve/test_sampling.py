@@ -158,6 +158,7 @@ WRONG_REQUESTS: list[tuple[str, Any]] = [
     *(("stop_tokens", value) for value in (None, [1], frozenset(["a"]), frozenset([1.0]))),
     *((key, value) for key in ("name", "tenant", "adapter") for value in (None, 1)),
     *(("json_schema", value) for value in (1, {"type": "object"})),
+    ("grammar", 1),
     ("sampling", None),
     ("sampling", {"temperature": 0}),
 ]

@@ -177,11 +177,11 @@ class Engine:
             )
 
     def _matcher(self, request: Request) -> AnswerMatcher | None:
-        if request.json_schema is None:
+        if (form := request.answer_form) is None:
             return None
         if self._options.grammars is None:
             raise RequestError("invalid", "this engine knows no tokenizer, so it cannot hold an answer to a schema")
-        return self._options.grammars.matcher(request.json_schema)
+        return self._options.grammars.matcher(form)
 
     def _max_length(self, request: Request) -> int:
         return min(len(request.tokens) + request.max_tokens, self.context_length + 1)

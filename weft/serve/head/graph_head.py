@@ -66,7 +66,7 @@ class GraphHead:
         sampling, plain = request.sampling, Sampling()
         names = ("repetition_penalty", "presence_penalty", "frequency_penalty", "num_logprobs", "logit_bias")
         changed = [name for name in names if getattr(sampling, name) != getattr(plain, name)]
-        if request.json_schema is not None:
+        if request.answer_form is not None:
             changed.append("a schema")
         if changed:
             raise RequestError("invalid", f"{changed[0]} needs the logits of all tokens, which --head graph leaves out")

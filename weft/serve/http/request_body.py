@@ -21,7 +21,7 @@ from weft.data.messages import read_messages
 from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
 from weft.schema import build_dataclass
-from weft.serve.scheduling.grammar import schema_of
+from weft.serve.scheduling.grammar import StructuredOutputs, schema_of
 from weft.serve.scheduling.request import Request, Sampling
 from weft.serve.text import ServedModel, StopTable, token_offsets
 
@@ -31,7 +31,14 @@ MAX_CHOICES = 128  # answers of one HTTP request
 MAX_STOP_CHARACTERS, MAX_LOGPROBS = 1000, 20
 MAX_KEYS = 64
 # The most entries of a list or an object. Others have limits of their own: prompts, and what templates write.
-MAX_LENGTHS = {"stop": 16, "stop_token_ids": 1024, "logit_bias": 1024, "messages": 8192, "tools": 1024}
+MAX_LENGTHS = {
+    "stop": 16,
+    "stop_token_ids": 1024,
+    "logit_bias": 1024,
+    "messages": 8192,
+    "tools": 1024,
+    "structured_outputs.choice": 1024,
+}
 MAX_PARTS = 50_000  # lists and objects in a body
 _STRINGS = re.compile(r'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _REPR = reprlib.Repr()
@@ -91,6 +98,7 @@ class GenerationBody:
     cache_salt: str = ""
     skip_special_tokens: bool = True
     response_format: Mapping[str, Any] | None = None
+    structured_outputs: StructuredOutputs = StructuredOutputs()  # noqa: RUF009 (a frozen value)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -185,8 +193,8 @@ class Generation:
 
     @property
     def schema(self) -> str | None:
-        """What all answers match, as JSON."""
-        return self.requests[0].json_schema
+        """What all answers match, as `Grammars` compiles it."""
+        return self.requests[0].answer_form
 
     @property
     def scores_prompts(self) -> bool:
@@ -214,8 +222,11 @@ def parse_body(kind: type[B], data: bytes, model_names: Sequence[str]) -> B:
     if len(table) > MAX_KEYS:
         raise ApiError(400, f"the body has {len(table)} keys, at most {MAX_KEYS} are taken; leave some out")
     for key, most in MAX_LENGTHS.items():  # before a value is looked at
-        if isinstance(table.get(key), (list, dict)) and len(table[key]) > most:
-            raise ApiError(400, f"'{key}' has {len(table[key])} entries; at most {most} are taken")
+        value: Any = table
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        if isinstance(value, (list, dict)) and len(value) > most:
+            raise ApiError(400, f"'{key}' has {len(value)} entries; at most {most} are taken")
     body = build_dataclass(kind, table)
     for key, (smallest, largest) in RANGES.items():
         value = getattr(body, key, None)  # not as it was written, which may be 1e9 or "1G"
@@ -350,8 +361,12 @@ def _generation(
         raise ApiError(400, f"{len(prompts)} prompts with 'n' = {body.n} are more than {MAX_CHOICES} answers")
     _refuse_stops(body.stops)
     ends = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else model.end_tokens)
-    schema = schema_of(body.response_format)
-    if schema is not None:
+    asked = body.structured_outputs
+    forms = (schema_of(body.response_format), asked.schema, asked.regex, asked.choice or None, asked.grammar)
+    num_forms = sum(form is not None for form in forms)
+    if num_forms > 1:
+        raise ApiError(400, "an answer matches one form; give one key of 'structured_outputs', or a 'response_format'")
+    if num_forms:
         ends |= {model.tokenizer.end}
     sampling, name = _sampling(body, num_logprobs), uuid.uuid4().hex
     requests = tuple(
@@ -363,7 +378,8 @@ def _generation(
             stop_tokens=ends,
             tenant=f"{tenant}/{body.cache_salt}",
             adapter=body.model if body.model in model.adapters else "",
-            json_schema=schema,
+            json_schema=forms[0] or asked.schema,
+            grammar=asked.lark,
         )
         for number, tokens in enumerate(prompts)
         for choice in range(body.n)

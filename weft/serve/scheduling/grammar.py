@@ -1,4 +1,4 @@
-"""Holds answers to a JSON schema: which tokens may come next, by llguidance.
+"""Holds answers to a JSON schema or a grammar: which tokens may come next, by llguidance.
 
     matcher = Grammars(tokenizer, end_tokens).matcher('{"type": "object"}')
     allowed = allowed_tokens([matcher, None], vocab_size)      # before each token is sampled
@@ -11,11 +11,13 @@ A schema is tried in another process first (`schema_trial.py`).
 from __future__ import annotations
 
 import json
+import re
 import reprlib
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -144,6 +146,31 @@ def allowed_tokens(matchers: Sequence[AnswerMatcher | None], vocab_size: int) ->
             found = np.unpackbits(bits, bitorder="little")[:vocab_size].astype(bool)
             row[: len(found)] = found
     return torch.from_numpy(allowed)
+
+
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """What an answer matches: one of these, or a `response_format`. The keys are vLLM's."""
+
+    json: Mapping[str, Any] | None = None  # a JSON schema
+    regex: str | None = None
+    choice: tuple[str, ...] = ()
+    grammar: str | None = None  # in Lark's form
+
+    @property
+    def schema(self) -> str | None:
+        """The JSON schema as text."""
+        return None if self.json is None else json.dumps(self.json)
+
+    @property
+    def lark(self) -> str | None:
+        """The grammar that a regular expression, choices or a grammar are."""
+        if self.regex is not None:
+            escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", self.regex.replace("\n", r"\n"))
+            return f"start: /(?:{escaped})/"
+        if self.choice:
+            return f"start: {' | '.join(json.dumps(one, ensure_ascii=False) for one in self.choice)}"
+        return self.grammar
 
 
 def schema_of(wanted: Mapping[str, Any] | None) -> str | None:

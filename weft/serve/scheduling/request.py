@@ -12,6 +12,7 @@ from weft.errors import NumbersError, WeftError
 
 # stuck: no token can follow in the request's schema. nan: the model gave no numbers, and the token is none.
 Finish = Literal["stop", "length", "cancelled", "stuck", "nan"]
+LARK = "%lark\n"  # begins the form of an answer that is a grammar
 NAN = (
     "the model gives NaN for this text, and numbers for other texts: values overflow in it; change the text, or serve "
     "in a wider dtype"
@@ -57,6 +58,12 @@ class Request:
     tenant: str = ""
     adapter: str = ""  # the name of a LoRA adapter; "": the model alone
     json_schema: str | None = None  # as JSON; the generated text matches it
+    grammar: str | None = None  # in Lark's form, as llguidance reads it; the generated text matches it
+
+    @property
+    def answer_form(self) -> str | None:
+        """What the generated text matches, as `Grammars` compiles it: a JSON schema, or a grammar after `LARK`."""
+        return self.json_schema if self.grammar is None else LARK + self.grammar
 
 
 @dataclass(frozen=True)
@@ -129,12 +136,15 @@ def _check_kinds(request: Request) -> None:
         (key, value, isinstance(value, str), "a text")
         for key, value in (("name", request.name), ("tenant", request.tenant), ("adapter", request.adapter))
     ]
-    schema, seed, sampling = request.json_schema, getattr(request.sampling, "seed", None), request.sampling
+    schema, grammar = request.json_schema, request.grammar
+    seed, sampling = getattr(request.sampling, "seed", None), request.sampling
     rules += [
         ("tokens", request.tokens, isinstance(request.tokens, tuple), "a tuple of token ids"),
         ("max_tokens", request.max_tokens, _is_integer(request.max_tokens), "a whole number"),
         ("stop_tokens", request.stop_tokens, _are_integers(request.stop_tokens), "a frozenset of token ids"),
         ("json_schema", schema, schema is None or isinstance(schema, str), "JSON as a text, or None"),
+        ("grammar", grammar, grammar is None or isinstance(grammar, str), "a grammar as a text, or None"),
+        ("grammar", grammar, grammar is None or schema is None, "it without json_schema"),
         ("sampling", sampling, isinstance(sampling, Sampling), "a Sampling"),
         ("seed", seed, seed is None or _is_integer(seed), "a whole number, or None"),
     ]

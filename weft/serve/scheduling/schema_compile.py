@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from weft.serve.scheduling.request import RequestError
+from weft.serve.scheduling.request import LARK, RequestError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -71,24 +71,28 @@ class VocabularyText:
 
 
 def compile_schema(tokens: LLTokenizer, schema: str) -> LLMatcher:
-    """Returns a matcher before the first token. Raises RequestError for a schema that cannot be used."""
+    """Returns the matcher of a JSON schema, or of a grammar after `LARK`, before the first token. Raises RequestError
+    if it cannot be used.
+    """
     from llguidance import LLMatcher, LLParserLimits
 
     options: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
     try:
-        grammar = LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
+        grammar = schema.removeprefix(LARK)
+        if grammar == schema:
+            grammar = LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
         matcher = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(**STEP_LIMITS))
         if not matcher.is_error():
             matcher.compute_bitmask()
     except ValueError as error:  # of what Python reads as JSON: endless numbers, and lists in lists in lists ..
-        raise unusable(str(error)) from None
+        raise unusable(str(error), schema) from None
     except BaseException as error:
         if not is_panic(error):
             raise
-        raise unusable(str(error)) from None
+        raise unusable(str(error), schema) from None
     if matcher.is_error():
         reason = matcher.get_error()
-        raise unusable("no text matches it" if reason.startswith("NoExtension") else reason)
+        raise unusable("no text matches it" if reason.startswith("NoExtension") else reason, schema)
     return matcher
 
 
@@ -97,10 +101,11 @@ def is_panic(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == PANIC
 
 
-def unusable(words: str) -> RequestError:
-    """Returns the refusal of a schema, for a reason in llguidance's words."""
+def unusable(words: str, schema: str) -> RequestError:
+    """Returns the refusal of a schema or grammar, for a reason in llguidance's words."""
     reason = " ".join(words.split())
-    return RequestError("invalid", f"the schema cannot be used: {reason:.300}; give a JSON schema without it")
+    what, remedy = ("grammar", "one") if schema.startswith(LARK) else ("schema", "a JSON schema")
+    return RequestError("invalid", f"the {what} cannot be used: {reason:.300}; give {remedy} without it")
 
 
 def main() -> None:

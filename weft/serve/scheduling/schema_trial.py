@@ -189,12 +189,15 @@ class SchemaTrials:
         if answer is None:
             raise unusable(
                 f"it takes more than {TRIAL_CPU_SECONDS} s or {TRIAL_BYTES >> 20} MiB to compile, as patterns under "
-                f"'allOf' or a large 'multipleOf' may"
+                f"'allOf' or a large 'multipleOf' may",
+                schema,
             )
         if answer["error"] is not None:
             raise RequestError("invalid", answer["error"])
         if num_bytes > MAX_MATCHER_BYTES:
-            raise unusable(f"it needs {num_bytes >> 20} MiB of memory, at most {MAX_MATCHER_BYTES >> 20} MiB are given")
+            raise unusable(
+                f"it needs {num_bytes >> 20} MiB of memory, at most {MAX_MATCHER_BYTES >> 20} MiB are given", schema
+            )
         return num_bytes
 
 
