@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 from weft.data.tokenizer import ByteTokenizer
 from weft.serve.http.answers import ChatForm, CompletionForm, GeneratedAnswer, TokenWords
-from weft.serve.scheduling.request import GeneratedToken, TokenLogprobs
+from weft.serve.scheduling.request import GeneratedToken, Request, TokenLogprobs
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +112,26 @@ def test_usage_says_how_many_tokens_of_prompts_were_cached(
         *_, last = client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
         for found in (whole.usage, last.usage):
             assert (found.prompt_tokens, found.prompt_tokens_details.cached_tokens) == (7, 2 * num_cached)
+
+
+def test_the_likeliest_of_several_answers_are_given(
+    client: openai.OpenAI, engine: RepeatingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A seed of 7 more is a token of as much lower log-probability, but for that of the second answer."""
+
+    def logprobs(request: Request, token: int) -> TokenLogprobs:
+        seed = request.sampling.seed or 0
+        return TokenLogprobs(-0.125 if seed == 8 else float(-seed), ())
+
+    monkeypatch.setattr(engine, "_logprobs", logprobs)
+    asked: Any = {"model": "tiny", "prompt": ["ab", "cd"], "best_of": 4, "n": 2, "seed": 7, "max_tokens": 3}
+    found = client.completions.create(**asked, logprobs=0, echo=True)
+    assert [choice.text for choice in found.choices] == ["ababa", "ababa", "cdcdc", "cdcdc"]
+    assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
+    assert [choice.logprobs.token_logprobs[-1] for choice in found.choices] == [-0.125, -7.0] * 2
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (4, 24)  # of all that were generated
+    plain = client.completions.create(**{**asked, "prompt": "ab"})
+    assert [(choice.text, choice.logprobs) for choice in plain.choices] == [("aba", None)] * 2
 
 
 def test_logprobs_of_a_completion(client: openai.OpenAI) -> None:

@@ -51,6 +51,7 @@ MAX_JSON_BYTES = 1 << 20  # of tools; and of the lists and objects in messages, 
 RANGES: dict[str, tuple[int, int]] = {  # smallest and largest values; the engine checks how tokens are sampled
     "seed": (-(1 << 63), (1 << 63) - 1),
     "n": (1, MAX_CHOICES),
+    "best_of": (1, MAX_CHOICES),
     "dimensions": (1, 1 << 20),
     "max_tokens": (0, 1 << 30),
     "max_completion_tokens": (1, 1 << 30),
@@ -113,6 +114,7 @@ class CompletionBody(GenerationBody):
     prompt: Any = None
     logprobs: int | None = None
     echo: bool = False
+    best_of: int | None = None  # so many answers are generated, and the `n` likeliest by their mean token are given
     add_special_tokens: bool | None = None  # without it, as the model was trained
 
 
@@ -189,7 +191,8 @@ class Generation:
     include_usage: bool
     skip_special_tokens: bool = True  # in the text of answers
     echoes: tuple[Echo, ...] = ()  # what each answer begins with; empty: nothing
-    n: int = 1  # answers to each prompt
+    n: int = 1  # answers to each prompt that are generated
+    num_given: int = 1  # of these, the likeliest ones, which the client is given
 
     @property
     def schema(self) -> str | None:
@@ -254,16 +257,18 @@ def refuse_other_model(asked: str, model_names: Sequence[str]) -> None:
 
 def completion(body: CompletionBody, model: ServedModel, tenant: str) -> Generation:
     """Returns what a completion asks for. Answers of the first prompt come first."""
+    if body.best_of is not None and (body.best_of < body.n or body.stream):
+        raise ApiError(400, f"'best_of' = {body.best_of} needs 'n' of at most as many answers, and no 'stream'")
     prompts = prompts_of(body.prompt, model, "prompt", body.add_special_tokens)
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
         raise ApiError(400, "'max_tokens' = 0 generates nothing; it must be at least 1, or 'echo' true")
-    made = _generation(body, prompts, max_tokens, body.logprobs, model, tenant)
+    made = _generation(body, prompts, max_tokens, body.logprobs, model, tenant, body.best_of)
     if not body.echo:
         return made
     pairs = zip(_as_list(body.prompt), prompts, strict=True)
     echoes = [_echo(given, tokens, body, model.tokenizer) for given, tokens in pairs]
-    return replace(made, echoes=tuple(echo for echo in echoes for _ in range(body.n)))
+    return replace(made, echoes=tuple(echo for echo in echoes for _ in range(made.n)))
 
 
 def _echo(given: str | list[int], tokens: tuple[int, ...], body: CompletionBody, tokenizer: Tokenizer) -> Echo:
@@ -356,9 +361,12 @@ def _generation(
     num_logprobs: int | None,
     model: ServedModel,
     tenant: str,
+    best_of: int | None = None,
 ) -> Generation:
-    if len(prompts) * body.n > MAX_CHOICES:
-        raise ApiError(400, f"{len(prompts)} prompts with 'n' = {body.n} are more than {MAX_CHOICES} answers")
+    number = body.n if best_of is None else best_of
+    if len(prompts) * number > MAX_CHOICES:
+        key = "n" if best_of is None else "best_of"
+        raise ApiError(400, f"{len(prompts)} prompts with '{key}' = {number} are more than {MAX_CHOICES} answers")
     _refuse_stops(body.stops)
     ends = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else model.end_tokens)
     asked = body.structured_outputs
@@ -368,10 +376,10 @@ def _generation(
         raise ApiError(400, "an answer matches one form; give one key of 'structured_outputs', or a 'response_format'")
     if num_forms:
         ends |= {model.tokenizer.end}
-    sampling, name = _sampling(body, num_logprobs), uuid.uuid4().hex
+    sampling, name = _sampling(body, 0 if num_logprobs is None and number > body.n else num_logprobs), uuid.uuid4().hex
     requests = tuple(
         Request(
-            name=f"{name}-{number}-{choice}",
+            name=f"{name}-{prompt}-{choice}",
             tokens=tokens,
             max_tokens=max_tokens,
             sampling=replace(sampling, seed=_seed(body.seed, choice)),
@@ -381,12 +389,12 @@ def _generation(
             json_schema=forms[0] or asked.schema,
             grammar=asked.lark,
         )
-        for number, tokens in enumerate(prompts)
-        for choice in range(body.n)
+        for prompt, tokens in enumerate(prompts)
+        for choice in range(number)
     )
     num_tokens, stream, usage = sum(map(len, prompts)), body.stream, body.stream_options.include_usage
     stops, skips = StopTable(body.stops), body.skip_special_tokens
-    return Generation(requests, num_tokens, stops, num_logprobs is not None, stream, usage, skips, n=body.n)
+    return Generation(requests, num_tokens, stops, num_logprobs is not None, stream, usage, skips, (), number, body.n)
 
 
 def _known_tokens(tokens: list[int], model: ServedModel, key: str) -> tuple[int, ...]:

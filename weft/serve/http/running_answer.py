@@ -78,6 +78,7 @@ class RunningAnswer:
         self._stream: TokenStream | None = None
         self._began, self._created = time.monotonic(), int(time.time())
         self.num_prompt_tokens, self.num_tokens = asked.num_prompt_tokens, 0
+        self._sums, self._counts = [0.0] * len(asked.requests), [0] * len(asked.requests)  # of log-probabilities
         self._num_cached = [0] * len(asked.requests)  # tokens of the prompt of each answer that the prefix cache had
         self.schema: CompiledSchema | None = None  # held until the engine has its own copies
         self._prompts: dict[
@@ -114,6 +115,9 @@ class RunningAnswer:
         answers = self._echoes()
         async for index, chunk in self._chunks():
             answers[index].add(chunk)
+            if self._asked.num_given < self._asked.n and chunk.token.logprobs is not None:
+                self._sums[index] += chunk.token.logprobs.token
+                self._counts[index] += 1
         return await asyncio.to_thread(self._body, answers)  # with log-probabilities, it may have megabytes
 
     async def events(self) -> AsyncIterator[str]:
@@ -131,9 +135,18 @@ class RunningAnswer:
             yield self._chunk([], usage=self._usage())
 
     def _body(self, answers: list[GeneratedAnswer]) -> bytes:
-        choices = [json_text(self._form.whole(index, answer)) for index, answer in enumerate(answers)]
+        choices = [json_text(self._form.whole(index, answer)) for index, answer in enumerate(self._chosen(answers))]
         about = {**self._envelope(self._form.whole_object), "usage": self._usage()}
         return json_body(about, "choices", choices)
+
+    def _chosen(self, answers: list[GeneratedAnswer]) -> list[GeneratedAnswer]:
+        """Returns the answers to each prompt that the client is given: all, or those with the likeliest mean token."""
+        n, chosen = self._asked.n, list[GeneratedAnswer]()
+        for first in range(0, len(answers), n):
+            means = {index: self._sums[index] / max(1, self._counts[index]) for index in range(first, first + n)}
+            best = sorted(means, key=lambda index: -means[index])[: self._asked.num_given]
+            chosen += [answers[index] for index in best]
+        return chosen
 
     def _first(self, index: int, echo: GeneratedAnswer) -> str | None:
         first = self._form.first(index, echo)
