@@ -1,4 +1,4 @@
-"""Help, the version and mistakes in a run file are answered without torch, whose import takes seconds."""
+"""`import weft` needs torch, numpy and safetensors alone; help and mistakes in a run file need no torch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,47 @@ import weft
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
+EXTRAS = ["typer", "rich", "transformers", "tokenizers", "pyarrow", "datasets", "pandas", "wandb", "tensorboard"]
+
+# Forbids the extras, imports weft, and says what came with it.
+IMPORT = f"""
+import json, sys
+
+class Forbid:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {EXTRAS!r}:
+            raise ImportError(f"{{name}} is forbidden here")
+
+sys.meta_path.insert(0, Forbid())
+import torch, torch.distributed
+import weft
+plan = weft.Plan(data=2, shard=weft.Shard(4))
+print(json.dumps({{"ranks": plan.num_ranks, "modules": sorted(sys.modules)}}))
+"""
+
+
+def run(code: str, *arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run a program in a process of its own."""
+    command, environ = [sys.executable, "-c", code, *arguments], os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+def test_import_needs_no_extra() -> None:
+    left = run(IMPORT)
+    assert left.returncode == 0, left.stderr
+    assert left.stderr == ""
+    found = json.loads(left.stdout)
+    assert found["ranks"] == 8
+    assert "weft.commands.app" not in found["modules"]
+    assert "torch._dynamo" not in found["modules"]  # a second or two
+
+
+def test_the_command_line_names_the_extra_that_it_needs() -> None:
+    left = run(IMPORT.partition("import torch")[0] + "import weft.commands.app")
+    assert left.returncode == 1
+    assert left.stderr == "weft: the command line needs typer and rich; pip install 'weft[cli]'\n"
+
+
 CASES = [
     ["--version"],
     ["--help"],
@@ -51,10 +92,7 @@ print(json.dumps(found))
 def test_help_and_mistakes_need_no_torch(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text((ROOT / "examples/quickstart.toml").read_text())
     (tmp_path / "broken.toml").write_text("name = \n")
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", PROGRAM, json.dumps(CASES)]
-    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
-    found = json.loads(done.stdout)
+    found = json.loads(run(PROGRAM, json.dumps(CASES), folder=tmp_path).stdout)
     assert [modules for _, _, modules in found] == [[]] * len(CASES)
     assert [status for status, _, _ in found] == [0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 0, 0]
     texts = [text for _, text, _ in found]
@@ -69,9 +107,7 @@ def test_a_mistake_in_a_run_file_needs_no_command_line(tmp_path: Path) -> None:
         "import sys\nfrom weft.commands.main import main\n"
         "try:\n    main()\nexcept SystemExit as left:\n    print(left.code, 'typer' in sys.modules)"
     )
-    command = [sys.executable, "-c", program, "train", "broken.toml", "--json", "train.steps=1"]
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
+    done = run(program, "train", "broken.toml", "--json", "train.steps=1", folder=tmp_path)
     assert done.stdout == "2 False\n"
     assert done.stderr.startswith("weft: broken.toml is not valid TOML")
 

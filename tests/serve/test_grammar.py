@@ -203,6 +203,7 @@ def test_answers_match_a_regex_choices_or_a_grammar(served: Served, form: dict[s
         ({"grammar": "start: start"}, "the grammar cannot be used: "),
         ({"regex": "a", "choice": ["b"]}, "an answer matches one form; give one key of 'structured_outputs', or a"),
         ({"choice": ["a"] * 1025}, "'structured_outputs.choice' has 1025 entries; at most 1024 are taken"),
+        ({"choice": []}, "'choice' of 'structured_outputs' is empty; give at least one text"),
         ({"choice": [1]}, "structured_outputs.choice"),
         ({"regex": "x" * MAX_SCHEMA_BYTES}, f"at most {MAX_SCHEMA_BYTES} are taken"),
         ({"pattern": "a"}, "unknown key 'structured_outputs.pattern'"),

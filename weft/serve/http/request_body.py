@@ -370,7 +370,7 @@ def _generation(
     _refuse_stops(body.stops)
     ends = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else model.end_tokens)
     asked = body.structured_outputs
-    forms = (schema_of(body.response_format), asked.schema, asked.regex, asked.choice or None, asked.grammar)
+    forms = (schema_of(body.response_format), asked.schema, asked.regex, asked.choice, asked.grammar)
     num_forms = sum(form is not None for form in forms)
     if num_forms > 1:
         raise ApiError(400, "an answer matches one form; give one key of 'structured_outputs', or a 'response_format'")

@@ -154,7 +154,7 @@ class StructuredOutputs:
 
     json: Mapping[str, Any] | None = None  # a JSON schema
     regex: str | None = None
-    choice: tuple[str, ...] = ()
+    choice: tuple[str, ...] | None = None  # the answer is one of these
     grammar: str | None = None  # in Lark's form
 
     @property
@@ -164,11 +164,13 @@ class StructuredOutputs:
 
     @property
     def lark(self) -> str | None:
-        """The grammar that a regular expression, choices or a grammar are."""
+        """The grammar that a regular expression, choices or a grammar are. Raises RequestError for no choices."""
+        if self.choice == ():
+            raise RequestError("invalid", "'choice' of 'structured_outputs' is empty; give at least one text")
         if self.regex is not None:
             escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", self.regex.replace("\n", r"\n"))
             return f"start: /(?:{escaped})/"
-        if self.choice:
+        if self.choice is not None:
             return f"start: {' | '.join(json.dumps(one, ensure_ascii=False) for one in self.choice)}"
         return self.grammar
 
