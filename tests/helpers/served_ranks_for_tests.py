@@ -122,44 +122,48 @@ class ServedRanks:
 
 
 @contextmanager
+def server_process(
+    folder: Path, *options: str, program: Sequence[str] = ("-m", "weft"), stderr: Any = None, **environ: str
+) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
+    """Run `weft serve` on a folder as a process, until the block ends. Yields it with what it says when it is ready.
+    `program` is what Python runs: weft, or a launcher of it.
+    """
+    words = [sys.executable, *program, "serve", str(folder), "--port", "0", "--json", "--device", "cpu", *options]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    own = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environ}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=stderr, env=own) as process:
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline()
+            assert line, "the server ended before it was ready"
+            yield process, json.loads(line)
+        finally:
+            is_torchrun = "torch.distributed.run" in program  # which does not end its ranks when it is killed
+            for one in (*ranks_of(process.pid), process.pid) if is_torchrun else ():
+                with suppress(ProcessLookupError):
+                    os.kill(one, signal.SIGKILL)
+            process.kill()
+
+
+@contextmanager
 def served_ranks(
     run: Path,
-    *arguments: str,
+    *options: str,
     limit: int = 5,
     hang_seconds: float = 60.0,
     program: str = "",
     launcher: Sequence[str] = (),
-    **environ: str,
 ) -> Iterator[ServedRanks]:
     """Serve a run until the block ends; `program` is Python that runs first, in all its processes. The words of a
     `launcher` start it.
     """
     log = run.parent / f"{run.name}.log"
-    words = [
-        *launcher,
-        sys.executable,
-        "-c",
-        program + PROGRAM.format(limit=limit, hang_seconds=hang_seconds),
-        "serve",
-        str(run),
-    ]
-    words += ["--port", "0", "--json", "--device", "cpu", *arguments]
-    own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ}
-    with log.open("wb") as err, subprocess.Popen(words, stdout=subprocess.PIPE, stderr=err, env=own) as process:
-        assert process.stdout is not None
+    words = ["-c", program + PROGRAM.format(limit=limit, hang_seconds=hang_seconds)]
+    words = [*launcher, sys.executable, *words] if launcher else words
+    with log.open("wb") as err:
         try:
-            line = process.stdout.readline()
-            assert line, f"the server ended before it was ready: {log.read_text()}"
-            about: dict[str, Any] = json.loads(line)
-            yield ServedRanks(process, log, about["url"])
+            with server_process(run, *options, program=words, stderr=err) as (process, about):
+                yield ServedRanks(process, log, about["url"])
         except BaseException:
             print(log.read_text(), file=sys.stderr)
             raise
-        finally:
-            for one in (
-                (*ranks_of(process.pid), process.pid) if launcher else ()
-            ):  # torchrun does not end its ranks then
-                with suppress(ProcessLookupError):
-                    os.kill(one, signal.SIGKILL)
-            process.kill()
-            process.stdout.close()

@@ -6,11 +6,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +20,7 @@ import httpx
 import pytest
 from hostile_for_tests import COMPLETIONS, ENDLESS, HostileClient
 from serve_for_tests import LIMIT_SECONDS, NO_CERTIFICATES, TEMPLATE
+from served_ranks_for_tests import server_process
 from serving_for_tests import SIZES
 
 from weft.models import DecoderConfig, build, initialise, save_folder
@@ -37,7 +36,7 @@ MORE_BYTES = 128 << 20  # that the second half of the requests may add
 
 @dataclass
 class Server:
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
     url: str
 
     @property
@@ -56,19 +55,10 @@ def serving(folder: Path) -> Iterator[Server]:
     initialise(model, 0)
     save_folder(folder / "model", model)  # type: ignore[arg-type]
     (folder / "chat.jinja").write_text(TEMPLATE)
-    options = ["--tokenizer", "bytes", "--chat-template", str(folder / "chat.jinja"), "--device", "cpu", "--no-warm-up"]
-    options += ["--port", "0", "--json", "--drain-seconds", "1", "--request-seconds", "60"]
-    command = [sys.executable, "-m", "weft", "serve", str(folder / "model"), *options]
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environ = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environ
-    ) as process:
-        assert process.stdout is not None
-        try:
-            yield Server(process, json.loads(process.stdout.readline())["url"])
-        finally:
-            process.kill()
+    options = ("--tokenizer", "bytes", "--chat-template", str(folder / "chat.jinja"), "--no-warm-up")
+    options += ("--drain-seconds", "1", "--request-seconds", "60")
+    with server_process(folder / "model", *options, stderr=subprocess.DEVNULL) as (process, about):
+        yield Server(process, about["url"])
 
 
 class Watch:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -99,7 +98,7 @@ def test_torchrun_starts_ranks_that_hang_again_with_the_weights_that_were_served
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = str(one.getsockname()[1])  # ranks that start again listen themselves
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     launcher += ["--max-restarts", "1", "--monitor-interval", "0.2", "--no-python"]
     with served_ranks(run, "plan.tensor.x=2", "--port", port, hang_seconds=3, launcher=launcher) as served:
         right, before = many_answers(served), served.ranks()

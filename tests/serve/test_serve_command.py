@@ -18,13 +18,14 @@ import pytest
 from commands_for_tests import Weft
 from runs_for_tests import DEEP, make_run, train_on_ranks, write_run_file
 from serve_for_tests import LIMIT_SECONDS, wait_for
-from served_ranks_for_tests import ranks_of
+from served_ranks_for_tests import ranks_of, server_process
 
 from weft.architectures import RecurrentConfig
 from weft.models import RecurrentModel, save_folder
 
 pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]
+Running = tuple[subprocess.Popen[bytes], str]  # a server, and its URL
 
 
 @pytest.fixture
@@ -48,39 +49,27 @@ STREAMING = {  # plans with weights in host memory
 
 
 @pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.soak] * (name != "one rank")) for name in STARTS])
-def server(request: pytest.FixtureRequest, run_file: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def server(request: pytest.FixtureRequest, run_file: Path) -> Iterator[Running]:
     """The process of a server, and its URL."""
     with started(run_file, request.param) as given:
         yield given
 
 
 @contextmanager
-def started(run_file: Path, name: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def started(run_file: Path, name: str) -> Iterator[Running]:
     launcher, plan = STARTS[name]
     with serving(run_file, launcher, (*plan, "--follow", "--context", "2048")) as given:
         yield given
 
 
 @contextmanager
-def serving(
-    run_file: Path, launcher: tuple[str, ...], more: tuple[str, ...]
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    options = ["--port", "0", "--json", "--device", "cpu"]
-    command = [sys.executable, *launcher, "-m", "weft", "serve", str(run_file.parent / "run"), *more, *options]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
-        assert process.stdout is not None
-        try:
-            about = json.loads(process.stdout.readline())
-            assert (about["model"], about["weights"], about["device"]) == ("run", "step-00000003", "cpu")
-            yield process, about["url"]
-        finally:
-            process.kill()
+def serving(run_file: Path, launcher: tuple[str, ...], more: tuple[str, ...]) -> Iterator[Running]:
+    with server_process(run_file.parent / "run", *more, program=(*launcher, "-m", "weft")) as (process, about):
+        assert (about["model"], about["weights"], about["device"]) == ("run", "step-00000003", "cpu")
+        yield process, about["url"]
 
 
-def test_a_run_is_followed_and_requests_survive_newer_weights_and_the_end(
-    run_file: Path, server: tuple[subprocess.Popen[str], str]
-) -> None:
+def test_a_run_is_followed_and_requests_survive_newer_weights_and_the_end(run_file: Path, server: Running) -> None:
     process, url = server
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=LIMIT_SECONDS)
 
