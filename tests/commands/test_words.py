@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands_for_tests import Weft
-from runs_for_tests import make_run
+from commands_for_tests import Weft, caller
+from disks_for_tests import small_disk
+from runs_for_tests import make_run, write_run_file
 
 from weft.commands import main
 from weft.commands.main import stopping_early
@@ -20,6 +22,7 @@ from weft.data.images import read_labels
 from weft.run_file import load_run
 
 pytestmark = pytest.mark.processes
+NO_ROOM = "No space left on device"
 
 
 def test_a_folder_that_is_not_there_and_a_run_that_has_not_saved(weft: Weft, tmp_path: Path) -> None:
@@ -128,3 +131,38 @@ def test_a_run_is_measured_on_what_it_held_out(run_file: Path, weft: Weft) -> No
     assert found["loss"] == pytest.approx(trained["loss"], rel=1e-5)
     assert found["targets"] == 11 * 24
     assert "--kind and --sequence say how --data is read" in weft("evaluate", "run", "--sequence", 8).err
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A full disk with a few pages for the names of files and folders."""
+    with small_disk(tmp_path / "disk", 32768):
+        with pytest.raises(OSError, match=NO_ROOM):
+            (tmp_path / "disk" / "filler").write_bytes(bytes(65536))
+        yield tmp_path / "disk"
+
+
+def test_every_place_is_named_in_one_line(
+    tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_file = write_run_file(tmp_path)
+    weft = caller(monkeypatch, capfd)
+    tiny = ["train.steps=1", "train.warmup_steps=0", "plan.data=1", "--no-verify"]
+    assert weft("train", run_file, f"folder={tmp_path / 'run'}", *tiny).status == 0
+    cases = {
+        "run.toml": ["init", disk / "run.toml"],
+        "planned.toml": ["plan", run_file, "--search", "--write", disk / "planned.toml"],
+        "model": ["export", tmp_path / "run", disk / "model"],
+        "cache": ["train", run_file, f"folder={tmp_path / 'other'}", f"data.cache={disk / 'cache'}", *tiny],
+        "run/checkpoints": ["train", run_file, f"folder={disk / 'run'}", *tiny],
+    }
+    for name, arguments in cases.items():
+        left = weft(*arguments)
+        assert left.status == 2, (name, left.err)
+        assert left.err.startswith("weft: "), name
+        assert left.err.count("\n") == 1, left.err
+        assert str(disk / name) in left.err
+        assert NO_ROOM in left.err
+    assert not [path for path in disk.iterdir() if path.name in ("run.toml", "planned.toml", "model")]
+    (disk / "filler").unlink()
+    assert weft("init", disk / "run.toml").status == 0
