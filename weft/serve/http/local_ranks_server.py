@@ -36,25 +36,25 @@ RESTARTS = Restarts(limit=5, window_seconds=3600.0)
 HEAD_BYTES = 1 << 16
 HEAD_SECONDS = 2.0
 POLL_SECONDS = 0.1
+READY, SERVED = "ready", "served"  # files: the server listens; the weights that it serves
 
 
 def start_server(serving: Serving, sock: socket.socket) -> int:
     """Serve on local ranks, on a socket that listens, until SIGTERM or Ctrl-C. Returns the exit status."""
-    with tempfile.TemporaryDirectory(prefix="weft-serve-") as name:
-        folder = Path(name)
-        is_ready = folder / "ready"
+    main = partial(_serve_as_rank, serving, sock)
+    with ForkServer(main) as fork_server, tempfile.TemporaryDirectory(prefix="weft-serve-") as folder:
+        is_ready = Path(folder) / READY
 
         def before_start() -> ResumePoint:
             with suppress(FileNotFoundError):
                 is_ready.unlink()
             return ResumePoint(words="read the weights that were served last; requests get 503 until then")
 
-        main = partial(_serve_as_rank, serving, sock, folder)
-        with ForkServer(main) as fork_server, UnreadyAnswers(sock, is_ready.exists):
+        with UnreadyAnswers(sock, is_ready.exists):
             return start_local(
                 fork_server,
                 serving.plan.num_ranks,
-                [],
+                [folder],
                 {},
                 RESTARTS,
                 before_start,
@@ -63,18 +63,20 @@ def start_server(serving: Serving, sock: socket.socket) -> int:
             )
 
 
-def _serve_as_rank(serving: Serving, sock: socket.socket, folder: Path, arguments: list[str]) -> None:
-    """Serve as a rank, which is forked from the process that made `sock`. Rank 0 takes its connections."""
-    rank_info = detect(os.environ)
+def _serve_as_rank(serving: Serving, sock: socket.socket, arguments: list[str]) -> None:
+    """Serve as a rank, which is forked from the process that made `sock`. Rank 0 takes its connections. What ranks say
+    to the process that starts them is in the folder that `arguments` name.
+    """
+    rank_info, folder = detect(os.environ), Path(arguments[0])
     assert rank_info is not None
     if rank_info.rank > 0:
         sock.close()
 
     def ready(about: dict[str, Any]) -> None:
-        (folder / "ready").touch()
+        (folder / READY).touch()
         serving.ready(about)
 
-    record = ServedRecord(folder / "served")
+    record = ServedRecord(folder / SERVED)
     run_rank(replace(serving, ready=ready), rank_info, sock if rank_info.rank == 0 else None, record)
 
 
