@@ -324,6 +324,15 @@ def test_embeddings(client: openai.OpenAI) -> None:
     assert math.isclose(last.data[0].embedding[0], 98.0)
 
 
+def test_many_texts_are_embedded_at_once(client: openai.OpenAI) -> None:
+    import openai
+
+    found = client.embeddings.create(model="tiny", input=["ab", "c"] * 150)
+    assert [row.embedding for row in found.data] == [[97.5, 195.0], [99.0, 99.0]] * 150
+    with pytest.raises(openai.BadRequestError, match="'input' has 2049 prompts; it must have from 1 to 2048"):
+        client.embeddings.create(model="tiny", input=["x"] * 2049)
+
+
 def test_embeddings_of_fewer_dimensions_have_length_1(client: openai.OpenAI) -> None:
     import openai
 

@@ -31,6 +31,7 @@ from weft.serve.http.answers import AnswerForm, ChatForm, CompletionForm, TokenW
 from weft.serve.http.guard import ERROR_HANDLERS, HttpGuard, OpenRequests, read_body, unless_disconnected
 from weft.serve.http.metrics import ServerMetrics
 from weft.serve.http.request_body import (
+    MAX_INPUTS,
     ApiError,
     ChatBody,
     CompletionBody,
@@ -182,7 +183,7 @@ class Api:
     async def embeddings(self, request: HttpRequest) -> Response:
         body = await self._read(EmbeddingsBody, request, (self._model.name,))
         adds = body.add_special_tokens
-        inputs = await self._beside(request, prompts_of, body.input, self._model, "input", adds)
+        inputs = await self._beside(request, prompts_of, body.input, self._model, "input", adds, MAX_INPUTS)
         rows = []
         async with asyncio.timeout(self._limits.request_seconds):
             with self._worker.holding(1):

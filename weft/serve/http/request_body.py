@@ -28,6 +28,7 @@ from weft.serve.text import ServedModel, StopTable, token_offsets
 B = TypeVar("B")
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
 MAX_CHOICES = 128  # answers of one HTTP request
+MAX_INPUTS = 2048  # texts that one HTTP request has embedded
 MAX_STOP_CHARACTERS, MAX_LOGPROBS = 1000, 20
 MAX_KEYS = 64
 # The most entries of a list or an object. Others have limits of their own: prompts, and what templates write.
@@ -294,12 +295,14 @@ def chat(body: ChatBody, model: ServedModel, tenant: str) -> Generation:
 
 
 def prompts_of(
-    value: Any, model: ServedModel, key: str, add_special_tokens: bool | None = None
+    value: Any, model: ServedModel, key: str, add_special_tokens: bool | None = None, most: int = MAX_CHOICES
 ) -> list[tuple[int, ...]]:
-    """Returns the tokens of each prompt: a text, a list of texts, a list of tokens or a list of lists of tokens."""
+    """Returns the tokens of each prompt: a text, a list of texts, a list of tokens or a list of lists of tokens. Raises
+    ApiError for other values, and for more than `most` prompts.
+    """
     values = _as_list(value)
-    if not 1 <= len(values) <= MAX_CHOICES:
-        raise ApiError(400, f"'{key}' has {len(values)} prompts; it must have from 1 to {MAX_CHOICES}")
+    if not 1 <= len(values) <= most:
+        raise ApiError(400, f"'{key}' has {len(values)} prompts; it must have from 1 to {most}")
     prompts = []
     for one in values:
         if isinstance(one, str):
