@@ -196,3 +196,32 @@ def test_a_request_is_admitted_if_those_that_run_can_go_on() -> None:
     assert new.held is None  # its two blocks are free, but one of them is kept for the request that runs
     scheduler.end(old)
     assert [chunk.active for chunk in scheduler.schedule()] == [new]
+
+
+def test_a_request_that_gave_way_comes_back_in_a_later_step() -> None:
+    """Also where it held more blocks than it needs, as drafts do that were rejected."""
+    blocks = PagedBlocks(num_blocks=8, block_size=1, prefix_cache=False)
+    scheduler = Scheduler(blocks, token_budget=8, max_running=2)
+    old, new = (ActiveRequest(Request(str(i), (i,) * (2 - i), 9), i, 12, 0, [i] * (2 - i)) for i in range(2))
+    for active in (old, new):
+        scheduler.add(active)
+    assert [chunk.active for chunk in scheduler.schedule()] == [old, new]
+    for active in (old, new):
+        active.tokens.append(0)
+        active.num_unread = 0
+    assert new.held is not None
+    assert blocks.append(new.held, 6)
+    assert [chunk.active for chunk in scheduler.schedule()] == [old]
+    assert scheduler.num_preempted == 1
+    old.tokens.append(0)
+    old.num_unread = 0
+    assert [chunk.active for chunk in scheduler.schedule()] == [old, new]
+
+
+def test_blocks_that_a_text_is_lent_are_no_others() -> None:
+    blocks, tokens = PagedBlocks(num_blocks=8, block_size=2), [1, 2, 3, 4, 5]
+    kept = blocks.allocate(tokens, "")
+    assert kept is not None
+    blocks.record(kept, tokens, 5)
+    lent = Scheduler(blocks, token_budget=8, max_running=2).lend(tokens)
+    assert not set(lent.blocks) & set(kept.blocks)
