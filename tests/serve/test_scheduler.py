@@ -225,3 +225,17 @@ def test_blocks_that_a_text_is_lent_are_no_others() -> None:
     blocks.record(kept, tokens, 5)
     lent = Scheduler(blocks, token_budget=8, max_running=2).lend(tokens)
     assert not set(lent.blocks) & set(kept.blocks)
+
+
+def test_prompts_are_shared_under_one_adapter_and_tenant_alone() -> None:
+    """Whose names may begin alike: key 10 of the adapter `x`, and key 0 of the adapter `x1`."""
+    blocks, tokens = PagedBlocks(num_blocks=20, block_size=2), (1, 2, 3, 4, 5)
+    scheduler = Scheduler(blocks, token_budget=20, max_running=4)
+    for number, (adapter, tenant, num_cached) in enumerate((("x", "10/", 0), ("x1", "0/", 0), ("x", "10/", 4))):
+        request = Request(str(number), tokens, 9, tenant=tenant, adapter=adapter)
+        active = ActiveRequest(request, number, 14, 0, list(tokens))
+        scheduler.add(active)
+        scheduler.schedule()
+        assert active.held is not None
+        assert active.held.num_cached == active.num_cached == num_cached
+        blocks.record(active.held, tokens, 5)
