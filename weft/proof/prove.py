@@ -6,7 +6,7 @@ compiled, a step may be recorded as a CUDA graph, and bf16 may be compared with 
 Every rank also trains the sequential model, with torch's own functions and none of weft's, and compares its own pieces
 with it: the loss of each step, every gradient of the first step, every parameter and buffer after the last. It compares
 the bytes that it sent and the bytes of its state with the predicted ones. Then both models are evaluated and compared,
-with the result of a forward. `rank.py` is what a rank does, `compare.py` and `result.py` compare, `recorded.py` judges.
+with the result of a forward. `rank.py` is what a rank does, `compare.py` and `result.py` compare, `report.py` judges.
 """
 
 from __future__ import annotations

@@ -237,7 +237,8 @@ def _shortened(vector: NDArray[np.float32], dimensions: int | None) -> NDArray[n
     if dimensions > len(vector):
         raise ApiError(400, f"'dimensions' = {dimensions}; embeddings of this model have {len(vector)}, give fewer")
     first = vector[:dimensions]
-    return first / max(float(np.linalg.norm(first)), np.finfo(np.float32).tiny)
+    length = float(np.linalg.norm(first))
+    return first if length == 0 else (first / length).astype(np.float32)
 
 
 def build_app(
