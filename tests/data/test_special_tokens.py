@@ -222,3 +222,17 @@ def test_prompts_and_completions_begin_and_messages_do_as_their_template_says(tm
     begin = [reference.bos_token_id] if BEGINS[family] else []
     assert ids[:1] == (begin or ids[:1])
     assert [token for token in ids if token in begin] == begin, "once"
+
+
+def test_a_tokenizer_keeps_the_special_tokens_that_it_is_told(tmp_path: Path) -> None:
+    """As marks of an answer's parts. Others, and the one that ends a document, have no text."""
+    tokenizer = load(write_family(tmp_path, next(iter(FAMILIES))))
+    special = [one for one in tokenizer._special() if one != tokenizer.end_token]
+    kept, other = special[:2]
+    tokens = tokenizer.encode(f"{kept}he{other}{tokenizer.end_token}")
+    assert kept not in tokenizer.decode(tokens)
+    text = tokenizer.keeping([kept]).decode(tokens)
+    assert kept in text
+    assert other not in text
+    assert str(tokenizer.end_token) not in text
+    assert other in tokenizer.keeping([kept]).decode(tokens, skip_special_tokens=False)

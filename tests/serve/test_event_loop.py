@@ -15,7 +15,8 @@ from serve_for_tests import RepeatingEngine, Served, serving
 from weft.data.tokenizer import ByteTokenizer
 from weft.serve.http import answers, end_points, request_body, running_answer
 from weft.serve.http.answers import ChatForm, CompletionForm, TokenWords
-from weft.serve.http.request_body import ApiError, ChatBody, CompletionBody, EmbeddingsBody
+from weft.serve.http.chat_body import ChatBody
+from weft.serve.http.request_body import ApiError, CompletionBody, EmbeddingsBody
 from weft.serve.text import ServedModel
 
 

@@ -14,6 +14,7 @@ import pytest
 from serve_for_tests import RepeatingEngine, Served, serving, wait_for
 
 from weft.data.chat_template import ChatTemplate
+from weft.serve.answer_parts import AnswerParts
 from weft.serve.http import request_body
 from weft.serve.http.request_body import MAX_JSON_BYTES, messages_of
 
@@ -373,7 +374,7 @@ def test_of_tokens_with_one_text_the_likeliest_is_reported() -> None:
 
 
 def test_a_part_of_a_character_has_its_own_bytes() -> None:
-    form = ChatForm(TokenWords(ByteTokenizer()), True)
+    form = ChatForm(TokenWords(ByteTokenizer()), True, AnswerParts())
     content = form.whole(0, answer_in_bytes())["logprobs"]["content"]
     assert b"".join(bytes(entry["bytes"]) for entry in content) == EURO
     assert [entry["token"] for entry in content] == ["\ufffd"] * 3

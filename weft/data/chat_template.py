@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from weft.data.messages import Messages, reasoning_of
@@ -33,6 +34,7 @@ TEMPLATE_ERRORS = (
     RecursionError,
 )  # that a wrong template raises
 Span = tuple[int, int]  # of characters: the first, and the end
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class ChatTemplate:
@@ -54,13 +56,16 @@ class ChatTemplate:
             made_of.append(str(now()))
         self.fingerprint = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
 
-    def render(self, messages: Messages, *, asks: bool = False, tools: Messages = ()) -> str:
+    def render(
+        self, messages: Messages, *, asks: bool = False, tools: Messages = (), variables: Mapping[str, Any] = NOTHING
+    ) -> str:
         """Returns messages as text; with `asks`, followed by what comes before an answer. `tools` are functions that
-        the model may call, as JSON schemas; how they are written is up to the template.
+        the model may call, as JSON schemas; how they are written is up to the template, which reads `variables`, too.
         """
         from jinja2 import TemplateError
 
-        options = {"tools": list(tools) or None, "documents": None, "add_generation_prompt": asks, **self._special}
+        own = {"tools": list(tools) or None, "documents": None, "add_generation_prompt": asks}
+        options: dict[str, Any] = {**own, **self._special, **variables}
         refusals = list[Exception]()
         for form in (_as_transformers, _as_openai):
             try:
@@ -68,6 +73,16 @@ class ChatTemplate:
             except (TemplateError, *TEMPLATE_ERRORS) as error:
                 refusals.append(error)
         raise DataError(f"the chat template of {self._place} refuses the messages: {refusals[0]}")
+
+    def render_begun(self, messages: Messages, *, tools: Messages = (), variables: Mapping[str, Any] = NOTHING) -> str:
+        """Returns messages as text that ends with the content of the last one, so that an answer goes on with it."""
+        text = self.render(messages, tools=tools, variables=variables)
+        content = messages[-1].get("content") or ""
+        begin = text.rfind(content.strip()) if content.strip() else -1
+        if begin < 0:
+            raise DataError("the last message has no content that the chat template writes; give one to go on with")
+        whole = content.lstrip()
+        return text[: begin + len(whole if text.startswith(whole, begin) else content.strip())]
 
     def render_with_answers(self, messages: Messages, tools: Messages = ()) -> tuple[str, list[Span]]:
         """Returns messages as text, and the spans of it within `{% generation %}`, which a template puts around what

@@ -5,10 +5,11 @@ after a text, encode, decode, the bytes of tokens that are parts of characters, 
 are never used with another tokenizer.
 """
 
+import copy
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,6 +76,9 @@ class Tokenizer(Protocol):
     def token_bytes(self, token: int) -> bytes | None:
         """The bytes of a token whose text alone has U+FFFD, as that of a part of a character; None if not known."""
 
+    def keeping(self, words: Collection[str]) -> "Tokenizer":
+        """Returns this tokenizer, which decodes these of its special tokens always."""
+
 
 class ByteTokenizer:
     """Encodes text as its UTF-8 bytes, ids 0 to 255. Id 256 ends a document, so there are 257 ids."""
@@ -102,6 +106,9 @@ class ByteTokenizer:
 
     def token_bytes(self, token: int) -> bytes | None:
         return bytes([token]) if token < self.end else None
+
+    def keeping(self, words: Collection[str]) -> "ByteTokenizer":
+        return self
 
 
 class FileTokenizer:
@@ -135,6 +142,7 @@ class FileTokenizer:
         self.end_token: str | None = self.token(self.end)
         self.before, self.after = self._surroundings()
         self.adds_special_tokens = adds_special_tokens
+        self._left_out: NDArray[np.integer[Any]] | None = None  # special tokens that have no text; None: all of them
         self.definition: str = self._backend.to_str()  # as JSON
         # What the file does to ids changes nothing of `encode`, but may cut blanks off the spans of tokens.
         self._backend.post_processor = ByteLevel(trim_offsets=False)
@@ -217,8 +225,16 @@ class FileTokenizer:
     def decode(self, ids: NDArray[np.integer[Any]], skip_special_tokens: bool = True) -> str:
         ids = np.asarray(ids)
         kept = ids[ids != self.end] if skip_special_tokens else ids
+        if skip_special_tokens and self._left_out is not None:
+            kept, skip_special_tokens = kept[~np.isin(kept, self._left_out)], False
         text: str = self._backend.decode(kept.tolist(), skip_special_tokens=skip_special_tokens)
         return text
+
+    def keeping(self, words: Collection[str]) -> "FileTokenizer":
+        added = self._backend.get_added_tokens_decoder()
+        found = copy.copy(self)
+        found._left_out = np.array([one for one in added if added[one].special and added[one].content not in words])
+        return found
 
     def without_special_tokens(self) -> str:
         """Returns a tokenizer.json that surrounds texts with nothing."""

@@ -266,11 +266,16 @@ class ServedModel:
         """Returns the tokens of messages and of what comes before an answer, as the chat template writes them: it also
         writes the special tokens, unless more are asked for.
         """
+        return self.encode(self.chat_template.render(messages, asks=True, tools=tools), add_special_tokens)
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """The chat template. Raises DataError if the model has none."""
         if self.template is None:
             raise DataError(
                 f"'{self.name}' has no chat template; use /v1/completions, or start the server with --chat-template"
             )
-        return self.encode(self.template.render(messages, asks=True, tools=tools), add_special_tokens)
+        return self.template
 
 
 def end_tokens(tokenizer: Tokenizer, folder: Path | None) -> frozenset[int]:

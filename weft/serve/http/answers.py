@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from weft.data.tokenizer import REPLACEMENT, Tokenizer
+from weft.serve.answer_parts import AnswerParts, Part
 from weft.serve.scheduling.request import Finish, GeneratedToken, TokenLogprobs
 from weft.serve.text import TextChunk
 
@@ -84,8 +86,12 @@ class CompletionForm:
         is_empty = not (echo.text or echo.tokens or echo.finish)
         return None if is_empty else self._choice(index, echo.text, echo.tokens, echo.finish, echo.offsets)
 
-    def chunk(self, index: int, chunk: TextChunk, num_echoed: int) -> dict[str, Any]:
-        """Return a choice with a part of an answer, which begins with `num_echoed` characters of its prompt."""
+    def chunk(self, index: int, chunk: TextChunk, num_echoed: int) -> dict[str, Any] | None:
+        """Return a choice with a part of an answer, which begins with `num_echoed` characters of its prompt; None if
+        there is nothing to tell.
+        """
+        if not (chunk.text or chunk.finish is not None or self.has_logprobs):
+            return None
         return self._choice(index, chunk.text, [chunk.token], chunk.finish, [num_echoed + chunk.offset])
 
     def _choice(
@@ -114,27 +120,70 @@ class CompletionForm:
         return by_text
 
 
+class ChatStream:
+    """The parts of one answer of a chat, as messages and their chunks have them."""
+
+    def __init__(self, answer: AnswerParts) -> None:
+        self._reader = answer.reader()
+        self._num_calls = 0
+
+    def push(self, text: str, is_last: bool) -> dict[str, Any]:
+        """Return what more of the answer's text adds to its message."""
+        parts = self._reader.push(text)
+        if is_last:
+            parts += self._reader.end()
+        told: dict[str, Any] = {}
+        for part in parts:
+            if part.kind == "call":
+                told.setdefault("tool_calls", []).append(self._call(part))
+            else:
+                key = "content" if part.kind == "text" else "reasoning_content"
+                told[key] = told.get(key, "") + part.text
+            if part.reason:
+                told["tool_call_error"] = part.reason
+        return told
+
+    def finish(self, finish: Finish | None) -> str | None:
+        """Return why an answer ended: for calls, if nothing cut it off."""
+        return "tool_calls" if finish == "stop" and self._num_calls else finish
+
+    def _call(self, part: Part) -> dict[str, Any]:
+        index, self._num_calls = self._num_calls, self._num_calls + 1
+        function = {"name": part.name, "arguments": part.text}
+        # Nine letters and digits, which templates of Mistral ask for.
+        return {"index": index, "id": uuid.uuid4().hex[:9], "type": "function", "function": function}
+
+
 @dataclass(frozen=True)
 class ChatForm:
     """Writes answers of /v1/chat/completions, by the methods of `CompletionForm`."""
 
     words: TokenWords
     has_logprobs: bool
+    answer: AnswerParts
+    _streams: dict[int, ChatStream] = field(default_factory=dict)
     prefix = "chatcmpl"
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
 
     def whole(self, index: int, answer: GeneratedAnswer) -> dict[str, Any]:
-        message = {"role": "assistant", "content": answer.text}
-        return {"index": index, "message": message, **self._rest(answer.tokens, answer.finish)}
+        stream = ChatStream(self.answer)
+        told = stream.push(answer.text, is_last=True)
+        message = {"role": "assistant", "content": None if told.get("tool_calls") else "", **told}
+        for call in message.get("tool_calls", ()):
+            del call["index"]  # which chunks alone have
+        return {"index": index, "message": message, **self._rest(answer.tokens, stream.finish(answer.finish))}
 
     def first(self, index: int, echo: GeneratedAnswer) -> dict[str, Any] | None:
         return {"index": index, "delta": {"role": "assistant", "content": ""}, **self._rest([], None)}
 
-    def chunk(self, index: int, chunk: TextChunk, num_echoed: int) -> dict[str, Any]:
-        delta = {"content": chunk.text} if chunk.text else {}
-        return {"index": index, "delta": delta, **self._rest([chunk.token], chunk.finish)}
+    def chunk(self, index: int, chunk: TextChunk, num_echoed: int) -> dict[str, Any] | None:
+        stream = self._streams.setdefault(index, ChatStream(self.answer))
+        delta = stream.push(chunk.text, chunk.finish is not None)
+        if not (delta or chunk.finish is not None or self.has_logprobs):
+            return None
+        return {"index": index, "delta": delta, **self._rest([chunk.token], stream.finish(chunk.finish))}
 
-    def _rest(self, tokens: Sequence[GeneratedToken], finish: Finish | None) -> dict[str, Any]:
+    def _rest(self, tokens: Sequence[GeneratedToken], finish: str | None) -> dict[str, Any]:
         logprobs = {"content": [self._logprob(token) for token in tokens]} if self.has_logprobs else None
         return {"logprobs": logprobs, "finish_reason": finish}
 

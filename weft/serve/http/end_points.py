@@ -28,18 +28,17 @@ from starlette.types import ASGIApp
 from weft.errors import WeftError
 from weft.serve.http.addresses import names_of, url_name
 from weft.serve.http.answers import AnswerForm, ChatForm, CompletionForm, TokenWords, json_body, json_text
+from weft.serve.http.chat_body import ChatBody, chat
 from weft.serve.http.guard import ERROR_HANDLERS, HttpGuard, OpenRequests, read_body, unless_disconnected
 from weft.serve.http.metrics import ServerMetrics
 from weft.serve.http.request_body import (
     MAX_INPUTS,
     ApiError,
-    ChatBody,
     CompletionBody,
     DetokenizeBody,
     EmbeddingsBody,
     Generation,
     TokenizeBody,
-    chat,
     completion,
     messages_of,
     parse_body,
@@ -178,7 +177,7 @@ class Api:
     async def chat_completions(self, request: HttpRequest) -> Response:
         body = await self._read(ChatBody, request, self._names)
         asked = await self._beside(request, chat, body, self._model, request.scope["tenant"])
-        return await self._respond(request, asked, ChatForm(self._words, asked.has_logprobs))
+        return await self._respond(request, asked, ChatForm(self._words, asked.has_logprobs, asked.answer))
 
     async def embeddings(self, request: HttpRequest) -> Response:
         body = await self._read(EmbeddingsBody, request, (self._model.name,))

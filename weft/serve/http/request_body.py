@@ -21,6 +21,7 @@ from weft.data.messages import read_messages
 from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
 from weft.schema import build_dataclass
+from weft.serve.answer_parts import AnswerParts
 from weft.serve.scheduling.grammar import StructuredOutputs, schema_of
 from weft.serve.scheduling.request import Request, Sampling
 from weft.serve.text import ServedModel, StopTable, token_offsets
@@ -120,19 +121,6 @@ class CompletionBody(GenerationBody):
 
 
 @dataclass(frozen=True)
-class ChatBody(GenerationBody):
-    """The body of /v1/chat/completions."""
-
-    messages: Any = None
-    max_completion_tokens: int | None = None
-    logprobs: bool = False
-    top_logprobs: int = 0
-    add_special_tokens: bool = False
-    tools: tuple[Mapping[str, Any], ...] = ()
-    tool_choice: Literal["auto", "none"] = "auto"
-
-
-@dataclass(frozen=True)
 class EmbeddingsBody:
     """The body of /v1/embeddings. `pool` says of which hidden states an embedding is made; OpenAI has no such key."""
 
@@ -192,6 +180,7 @@ class Generation:
     include_usage: bool
     skip_special_tokens: bool = True  # in the text of answers
     echoes: tuple[Echo, ...] = ()  # what each answer begins with; empty: nothing
+    answer: AnswerParts = AnswerParts()  # noqa: RUF009 (a frozen value); of chats
     n: int = 1  # answers to each prompt that are generated
     num_given: int = 1  # of these, the likeliest ones, which the client is given
 
@@ -264,7 +253,7 @@ def completion(body: CompletionBody, model: ServedModel, tenant: str) -> Generat
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
         raise ApiError(400, "'max_tokens' = 0 generates nothing; it must be at least 1, or 'echo' true")
-    made = _generation(body, prompts, max_tokens, body.logprobs, model, tenant, body.best_of)
+    made = generation(body, prompts, max_tokens, body.logprobs, model, tenant, body.best_of)
     if not body.echo:
         return made
     pairs = zip(_as_list(body.prompt), prompts, strict=True)
@@ -278,20 +267,6 @@ def _echo(given: str | list[int], tokens: tuple[int, ...], body: CompletionBody,
     num_own = len(tokenizer.encode(given))  # special tokens in a text that was given have their text
     num_before = len(tokenizer.before) if len(tokens) > num_own else 0
     return Echo(given, num_before, len(tokens) - num_before - num_own, skip_special_tokens=False)
-
-
-def chat(body: ChatBody, model: ServedModel, tenant: str) -> Generation:
-    """Returns what a chat asks for. Without 'max_tokens' an answer may fill the context."""
-    if body.top_logprobs and not body.logprobs:
-        raise ApiError(400, f"'top_logprobs' = {body.top_logprobs} needs 'logprobs' true")
-    tools = body.tools if body.tool_choice == "auto" else ()
-    _refuse_large("tools", tools)
-    tokens = model.encode_chat(messages_of(body.messages), tools, body.add_special_tokens)
-    limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    if limit == 0:
-        raise ApiError(400, "'max_tokens' = 0 generates nothing; it must be at least 1")
-    max_tokens = max(1, model.context_length - len(tokens)) if limit is None else limit
-    return _generation(body, [tokens], max_tokens, body.top_logprobs if body.logprobs else None, model, tenant)
 
 
 def prompts_of(
@@ -312,7 +287,7 @@ def prompts_of(
         else:
             raise ApiError(
                 400,
-                f"'{key}' is {_shown(value):.100}; it must be a text, a list of texts, or one or more lists of tokens",
+                f"'{key}' is {shown(value):.100}; it must be a text, a list of texts, or one or more lists of tokens",
             )
     return prompts
 
@@ -320,7 +295,7 @@ def prompts_of(
 def text_of(tokens: Any, model: ServedModel) -> str:
     """Returns the text of a list of tokens, with that of special ones. Raises ApiError for another value."""
     if not isinstance(tokens, list) or not set(map(type, tokens)) <= {int}:
-        raise ApiError(400, f"'tokens' is {_shown(tokens):.100}; it must be a list of tokens")
+        raise ApiError(400, f"'tokens' is {shown(tokens):.100}; it must be a list of tokens")
     known = _known_tokens(tokens, model, "tokens") if tokens else ()
     return model.tokenizer.decode(np.array(known, dtype=np.int64), skip_special_tokens=False)
 
@@ -328,13 +303,13 @@ def text_of(tokens: Any, model: ServedModel) -> str:
 def messages_of(value: Any) -> list[dict[str, Any]]:
     """Returns the messages of a chat. Parts of a message are joined, and must be text."""
     messages = read_messages(value)
-    _refuse_large(
+    refuse_large(
         "messages", [[one for one in message.values() if isinstance(one, (list, dict))] for message in messages]
     )
     return messages
 
 
-def _refuse_large(key: str, values: Sequence[Any]) -> None:
+def refuse_large(key: str, values: Sequence[Any]) -> None:
     """Raise ApiError if values are too large, or have too many levels, for a template to write them as JSON."""
     level = list(values)
     for _ in range(MAX_JSON_LEVELS - 1):
@@ -357,7 +332,7 @@ def _values_of(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
-def _generation(
+def generation(
     body: GenerationBody,
     prompts: list[tuple[int, ...]],
     max_tokens: int,
@@ -365,7 +340,9 @@ def _generation(
     model: ServedModel,
     tenant: str,
     best_of: int | None = None,
+    calls: str | None = None,
 ) -> Generation:
+    """Returns what is to be generated for prompts. `calls` is the schema of the tools that answers must call."""
     number = body.n if best_of is None else best_of
     if len(prompts) * number > MAX_CHOICES:
         key = "n" if best_of is None else "best_of"
@@ -373,7 +350,9 @@ def _generation(
     _refuse_stops(body.stops)
     ends = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else model.end_tokens)
     asked = body.structured_outputs
-    forms = (schema_of(body.response_format), asked.schema, asked.regex, asked.choice, asked.grammar)
+    forms = (schema_of(body.response_format) or calls, asked.schema, asked.regex, asked.choice, asked.grammar)
+    if calls is not None and forms[0] != calls:
+        raise ApiError(400, "an answer that calls a tool has no 'response_format'; give one of the two")
     num_forms = sum(form is not None for form in forms)
     if num_forms > 1:
         raise ApiError(400, "an answer matches one form; give one key of 'structured_outputs', or a 'response_format'")
@@ -397,7 +376,8 @@ def _generation(
     )
     num_tokens, stream, usage = sum(map(len, prompts)), body.stream, body.stream_options.include_usage
     stops, skips = StopTable(body.stops), body.skip_special_tokens
-    return Generation(requests, num_tokens, stops, num_logprobs is not None, stream, usage, skips, (), number, body.n)
+    made = Generation(requests, num_tokens, stops, num_logprobs is not None, stream, usage, skips)
+    return replace(made, n=number, num_given=body.n)
 
 
 def _known_tokens(tokens: list[int], model: ServedModel, key: str) -> tuple[int, ...]:
@@ -441,6 +421,6 @@ def _as_list(value: Any) -> list[Any]:
     return [value] if is_one else value if isinstance(value, list) else [value]
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Returns the beginning of a value's repr, all of which may have megabytes."""
     return _REPR.repr(value)

@@ -129,8 +129,9 @@ class RunningAnswer:
             if first is not None:
                 yield first
         async for index, chunk in self._chunks():
-            if chunk.text or chunk.finish is not None or asked.has_logprobs:
-                yield self._chunk([form.chunk(index, chunk, echoes[index].num_echoed)])
+            choice = form.chunk(index, chunk, echoes[index].num_echoed)
+            if choice is not None:
+                yield self._chunk([choice])
         if asked.include_usage:
             yield self._chunk([], usage=self._usage())
 
@@ -169,7 +170,8 @@ class RunningAnswer:
         assert self._stream is not None
         asked, requests = self._asked, self._asked.requests
         index_of = {request.name: index for index, request in enumerate(requests)}
-        texts = [TextStream(self._model.tokenizer, one, asked.stops, asked.skip_special_tokens) for one in requests]
+        tokenizer = self._model.tokenizer.keeping(asked.answer.marks) if asked.answer.marks else self._model.tokenizer
+        texts = [TextStream(tokenizer, one, asked.stops, asked.skip_special_tokens) for one in requests]
         last_seconds = [self._began] * len(requests)
         others_since = self._began  # when other clients had their turn
         async for token in self._stream.tokens():
