@@ -191,3 +191,72 @@ def test_an_answer_goes_on_with_the_last_message() -> None:
         found = client.chat.completions.create(model="tiny", messages=messages, extra_body=more)  # type: ignore[arg-type]
         assert found.choices[0].message.content == " fine."
         assert bytes(engine.requests[-1].tokens).endswith(b"assistant:  It is ")
+
+
+RESPONSE_TOOL: Any = {"type": "function", **WEATHER["function"]}
+
+
+def test_a_response_has_thoughts_text_and_calls_as_items() -> None:
+    with saying(f"<think>\nBonn?\n</think>\n\nOne moment. {CALL}") as (_, client):
+        found = client.responses.create(
+            model="tiny", input="How is it?", instructions="Be kind.", tools=[RESPONSE_TOOL]
+        )
+        assert (found.status, found.output_text, found.error) == ("completed", "One moment.", None)
+        assert [item.type for item in found.output] == ["reasoning", "message", "function_call"]
+        call: Any = found.output[2]
+        assert (call.name, json.loads(call.arguments)) == ("weather", {"place": "Bonn"})
+        assert found.usage is not None
+        assert found.usage.output_tokens_details.reasoning_tokens == len("Bonn?")
+        assert found.usage.total_tokens == found.usage.input_tokens + found.usage.output_tokens
+        events = list(client.responses.create(model="tiny", input="How is it?", tools=[RESPONSE_TOOL], stream=True))
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "One moment."
+        assert "".join(event.delta for event in events if event.type == "response.reasoning_text.delta") == "Bonn?"
+        last = events[-1]
+        assert last.type == "response.completed"
+        told = [(item.type, getattr(item, "arguments", None)) for item in last.response.output]
+        assert told == [(item.type, getattr(item, "arguments", None)) for item in found.output]
+        with client.responses.stream(model="tiny", input="How is it?", tools=[RESPONSE_TOOL]) as stream:
+            assert stream.get_final_response().output_text == "One moment."
+
+
+def test_a_response_reads_what_came_before() -> None:
+    items: Any = [
+        {"role": "developer", "content": "Be kind."},
+        {"role": "user", "content": [{"type": "input_text", "text": "How is it?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Bonn?"}]},
+        {"type": "function_call", "call_id": "a1", "name": "weather", "arguments": '{"place": "Bonn"}'},
+        {"type": "function_call_output", "call_id": "a1", "output": "rain"},
+    ]
+    template = (
+        "{% for m in messages %}{{ m.role }}|{{ m.content }}|{{ m.reasoning_content }}|"
+        "{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments.place }}{% endif %}|"
+        "{{ m.tool_call_id }}\n{% endfor %}"
+    )
+    with saying("a", template) as (engine, client):
+        found = client.responses.create(model="tiny", input=items, max_output_tokens=1)
+        prompt = bytes(engine.requests[-1].tokens).decode()
+        assert prompt == "system|Be kind.|||\nuser|How is it?|||\nassistant||Bonn?|Bonn|\ntool|rain|||a1\n"
+        assert (found.status, found.output_text) == ("incomplete", "a")
+        assert found.incomplete_details is not None
+        assert found.incomplete_details.reason == "max_output_tokens"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({}, "'input' is None"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "'input[0]' is {'id': 'x', 'type': 'item_reference'}"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "is not taken; it must be a text"),
+        ({"input": "x", "previous_response_id": "a"}, "previous_response_id"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "a tool of type 'web_search' is not known"),
+        ({"input": "x", "text": {"format": {"type": "nope"}}}, "'nope' is not known"),
+        ({"input": "x", "reasoning": {"effort": 3}}, "'reasoning.effort' is 3"),
+        ({"input": "x", "max_output_tokens": 0}, "'max_output_tokens' = 0"),
+    ],
+)
+def test_bad_responses_are_refused_in_words(body: dict[str, Any], words: str) -> None:
+    with serving(SayingEngine("a"), template=QWEN) as served:
+        answer = served.post("/v1/responses", body)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]

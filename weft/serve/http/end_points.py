@@ -46,6 +46,7 @@ from weft.serve.http.request_body import (
     refuse_other_model,
     text_of,
 )
+from weft.serve.http.responses import ResponsesBody, RunningResponse
 from weft.serve.http.running_answer import EventStream, RunningAnswer, SchemaQueue
 from weft.serve.spec import ServerLimits
 from weft.serve.text import ServedModel
@@ -99,6 +100,7 @@ class Api:
             Route("/v1/models/{name:path}", self.one_model),
             Route("/v1/completions", self.completions, methods=["POST"], middleware=counted),
             Route("/v1/chat/completions", self.chat_completions, methods=["POST"], middleware=counted),
+            Route("/v1/responses", self.responses, methods=["POST"], middleware=counted),
             Route("/v1/embeddings", self.embeddings, methods=["POST"], middleware=counted),
         ]
 
@@ -179,6 +181,11 @@ class Api:
         asked = await self._beside(request, chat, body, self._model, request.scope["tenant"])
         return await self._respond(request, asked, ChatForm(self._words, asked.has_logprobs, asked.answer))
 
+    async def responses(self, request: HttpRequest) -> Response:
+        body = await self._read(ResponsesBody, request, self._names)
+        asked = await self._beside(request, lambda: chat(body.as_chat(), self._model, request.scope["tenant"]))
+        return await self._respond(request, asked, ChatForm(self._words, False, asked.answer), RunningResponse)
+
     async def embeddings(self, request: HttpRequest) -> Response:
         body = await self._read(EmbeddingsBody, request, (self._model.name,))
         adds = body.add_special_tokens
@@ -210,9 +217,11 @@ class Api:
         threads = self._large if request.scope["large"] else None
         return await asyncio.get_running_loop().run_in_executor(threads, partial(function, *given))
 
-    async def _respond(self, request: HttpRequest, asked: Generation, form: AnswerForm) -> Response:
+    async def _respond(
+        self, request: HttpRequest, asked: Generation, form: AnswerForm, kind: type[RunningAnswer] = RunningAnswer
+    ) -> Response:
         """Give the engine what was asked for, and answer whole or in a stream."""
-        running = RunningAnswer(self._model, self._worker, self.metrics, self.fingerprint, asked, form)
+        running = kind(self._model, self._worker, self.metrics, self.fingerprint, asked, form)
         request.scope["answer"] = running
         seconds = self._limits.request_seconds
         try:

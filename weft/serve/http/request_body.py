@@ -27,7 +27,10 @@ from weft.serve.scheduling.request import Request, Sampling
 from weft.serve.text import ServedModel, StopTable, token_offsets
 
 B = TypeVar("B")
-IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
+IGNORED = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
+    *("truncation", "include"),  # of responses
+)
 MAX_CHOICES = 128  # answers of one HTTP request
 MAX_INPUTS = 2048  # texts that one HTTP request has embedded
 MAX_STOP_CHARACTERS, MAX_LOGPROBS = 1000, 20
@@ -57,6 +60,7 @@ RANGES: dict[str, tuple[int, int]] = {  # smallest and largest values; the engin
     "dimensions": (1, 1 << 20),
     "max_tokens": (0, 1 << 30),
     "max_completion_tokens": (1, 1 << 30),
+    "max_output_tokens": (1, 1 << 30),
     "logprobs": (0, MAX_LOGPROBS),
     "top_logprobs": (0, MAX_LOGPROBS),
 }
