@@ -8,6 +8,7 @@ import runpy
 import shlex
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +83,17 @@ def commands_of_docs() -> list[str]:
         found += re.findall(r"^(?:    )?(weft [a-z].*)$", blocks, re.MULTILINE) + re.findall(
             r"(?m)^    (weft [a-z].*)$", text
         )
-    for command in leaf_commands(typer.main.get_command(cli.app)):
+    for command in leaf_commands(command_line()):
         examples = re.split(r"; (?:or: )?|, then: |, after ", (command.epilog or "").removeprefix("Example: "))
         assert examples[0].startswith("weft "), f"the help of {command.name} has no example"
         found += [example for example in examples if example.startswith("weft ")]
     return found
+
+
+@cache
+def command_line() -> Any:
+    """The parser of all commands, which takes a while to make."""
+    return typer.main.get_command(cli.app)
 
 
 def leaf_commands(command: Any) -> Iterator[Any]:
@@ -96,7 +103,7 @@ def leaf_commands(command: Any) -> Iterator[Any]:
 
 def parsed(line: str) -> tuple[str, dict[str, Any]]:
     """The command's name and its parameters, by the parser that the command line has."""
-    command: Any = typer.main.get_command(cli.app)
+    command = command_line()
     name, *words = shlex.split(line.partition(" | ")[0], comments=True)
     while hasattr(command, "commands"):
         name = words.pop(0)

@@ -239,3 +239,15 @@ def test_prompts_are_shared_under_one_adapter_and_tenant_alone() -> None:
         assert active.held is not None
         assert active.held.num_cached == active.num_cached == num_cached
         blocks.record(active.held, tokens, 5)
+
+
+def test_ends_of_prompts_are_reused_before_their_beginnings() -> None:
+    blocks = PagedBlocks(num_blocks=6, block_size=2)
+    held = blocks.allocate([1, 2, 3, 4, 5, 6, 7], "a")
+    assert held is not None
+    blocks.record(held, [1, 2, 3, 4, 5, 6, 7], 7)
+    blocks.free(held)
+    assert blocks.allocate([9] * 8, "b") is not None  # takes the two free ones, the last one and the end of the prompt
+    again = blocks.allocate([1, 2, 3, 4], "a")
+    assert again is not None
+    assert again.num_cached == 2
