@@ -24,7 +24,7 @@ WORTH = 1.03  # more ranks must be faster by this factor: each of them takes mem
 NUM_READINGS = 5  # of the rate, of which the median counts
 NEAR = 0.85  # of the fastest: slower numbers of ranks are not measured again
 MOST_NEAR = 3  # numbers of ranks that are measured again
-LONGER = 2  # a further round has so many times the steps of the first
+LONGER = 2  # times the steps of the first round, in each further one
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def with_ranks(run: Run, ranks_per_device: int) -> Run:
 
 
 def measure(fork_server: ForkServer, run: Run, ranks_per_device: int, steps: int, warm_up: int) -> Measurement:
-    """Train some steps with so many ranks per device, in a folder that is removed afterwards."""
+    """Train some steps with `ranks_per_device`, in a folder that is removed afterwards."""
     try:
         changed = with_ranks(run, ranks_per_device)
         cluster = run_cluster(changed)

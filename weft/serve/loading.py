@@ -112,11 +112,10 @@ def load_model(
     say: Say = quiet,
     ranks: ServingRanks | None = None,
 ) -> LoadedModel:
-    """Load the model at a path, of a run folder the newest that is not damaged. `say` is told of damaged ones, and of
-    weights in fewer bits that are dequantised. With `ranks`, the model is this rank's part.
-
-    On a GPU that supports it, the model computes in bf16, elsewhere in `spec.precision` or, without one, in that of
-    `computes_in`. Weights that a Hugging Face folder has in fewer bits stay so (`serve/weights/folder_codes.py`). With
+    """Load the model at a path; of a run folder, the newest checkpoint that is not damaged. `say` is told of damaged
+    ones, and of quantised weights that are dequantised. With `ranks`, the model is this rank's part. On a GPU that
+    supports it, the model computes in bf16; elsewhere in `spec.precision` or, without one, in that of `computes_in`.
+    Weights that a Hugging Face folder has quantised stay so (`serve/weights/folder_codes.py`). With
     `spec.stream_weights`, blocks are read to where they stay; but if their weights are changed when all have been read,
     the model stays in host memory.
     """

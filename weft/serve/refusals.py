@@ -32,7 +32,7 @@ class ServingCase:
     draft: Model | None = None  # the model that --speculate names
     device: str | None = None  # cpu or cuda
     cache: CacheFormat | None = None  # the format that --cache names
-    has_codes: bool = False  # some of the model's weights are in fewer bits
+    has_codes: bool = False  # some of the model's weights are quantised
     is_planned: bool = False  # `weft plan --serve` asks
 
     @staticmethod
@@ -71,7 +71,7 @@ class ServingCase:
 
     @property
     def rounds_head(self) -> bool:
-        """Is the head's weight kept in fewer bits?"""
+        """Is the head's weight quantised?"""
         return self.has("head") and not self.searches_head
 
 

@@ -162,7 +162,7 @@ class EngineOptions(EngineSizes):
 
     @staticmethod
     def of_texts(longest: int, cache: CacheFormat | None = None) -> EngineOptions:
-        """Return options for texts of at most so many tokens, one after the other, and no requests."""
+        """Return options for texts of at most `longest` tokens, one after the other, and no requests."""
         num_blocks = -(-longest // 16)
         return EngineOptions(num_blocks=num_blocks, max_running=1, context_length=longest, cache=cache)
 

@@ -73,7 +73,7 @@ class StepLimit:
         self._measured: deque[tuple[int, float]] = deque(maxlen=20)  # tokens and seconds
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """Add the time of a step of so many tokens."""
+        """Add the time of a step of `num_tokens` tokens."""
         self._measured.append((max(1, num_tokens), seconds))
 
     def seconds(self, num_tokens: int) -> float:
@@ -192,7 +192,7 @@ class EngineWorker:
             self.num_clients -= 1
 
     def require_room(self, number: int) -> None:
-        """Raise RequestError unless so many more requests can be held now, or UnavailableError if none ever."""
+        """Raise RequestError unless `number` more requests can be held now, or UnavailableError if none ever can."""
         if self._ended is not None:
             raise UnavailableError(self._ended)
         if number > self._max_requests:
@@ -245,7 +245,7 @@ class EngineWorker:
         return await self._text(lambda: self._engine.score(request), len(request.tokens))
 
     async def _text(self, function: Callable[[], T], num_tokens: int) -> T:
-        """Returns what a function returns that computes a text of so many tokens."""
+        """Returns what a function returns that computes a text of `num_tokens` tokens."""
         self.require_room(0)
         return await asyncio.wrap_future(self._ask(self._texts, function, num_tokens))
 

@@ -139,7 +139,9 @@ def _tokens(answer: LoggedAnswer | None) -> str:
 
 
 async def say_rates(worker: EngineWorker, metrics: ServerMetrics, say: Say, seconds: float = EVERY_SECONDS) -> None:
-    """Say every so many seconds what the server did in them, for ever. Nothing is said while there is no work."""
+    """Say every `seconds` what the server did meanwhile, until it is cancelled. Nothing is said while there is no
+    work.
+    """
     before, began = _counts(worker, metrics), time.monotonic()
     while True:
         await asyncio.sleep(seconds)

@@ -120,7 +120,7 @@ class CompletionBody(GenerationBody):
     prompt: Any = None
     logprobs: int | None = None
     echo: bool = False
-    best_of: int | None = None  # so many answers are generated, and the `n` likeliest by their mean token are given
+    best_of: int | None = None  # generate this many answers, and give the `n` whose mean token is likeliest
     add_special_tokens: bool | None = None  # without it, as the model was trained
 
 
@@ -131,7 +131,7 @@ class EmbeddingsBody:
     input: Any = None
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = None  # the first so many numbers of each, scaled to length 1
+    dimensions: int | None = None  # give the first `dimensions` numbers of each, scaled to length 1
     pool: Literal["mean", "last"] = "mean"
     add_special_tokens: bool | None = None
 

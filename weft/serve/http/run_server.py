@@ -257,7 +257,7 @@ def _as_engine_errors() -> Iterator[None]:
 
 
 def _say_what_is_slow(serving: Serving, model: nn.Module, say: Say) -> None:
-    """Say which weights a CPU decodes for each product or rounds inputs for, and what a GPU has no kernels for."""
+    """Say which weights a CPU dequantises for each product or rounds inputs for, and what a GPU has no kernels for."""
     device, cache = serving.spec.device, cache_format(serving.spec.cache)
     dtype = next(model.parameters()).dtype
     of_cache = why_slow(cache, device, dtype, serving.plan.context.degree > 1)

@@ -40,7 +40,9 @@ class Sampling:
     frequency_penalty: float = 0.0  # subtracted for each time that a token was generated
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
     seed: int | None = None  # equal seeds give equal tokens, whatever else is in the batch; None: any
-    num_logprobs: int | None = None  # report the log-probability of the token and of so many likeliest; None: of none
+    num_logprobs: int | None = (
+        None  # report log-probabilities of the token and of this many likeliest ones; None: of none
+    )
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Request:
 
     name: str  # unique among the requests that the engine holds
     tokens: tuple[int, ...]  # the prompt, at least one token
-    max_tokens: int  # generate at most so many
+    max_tokens: int  # generate at most this many
     sampling: Sampling = Sampling()
     stop_tokens: frozenset[int] = frozenset()  # ends at one of these, which is reported as generated
     tenant: str = ""

@@ -33,7 +33,7 @@ class ActiveRequest:
 
     request: Request
     arrival: int
-    max_length: int  # it ends when it has so many tokens
+    max_length: int  # of its tokens, prompt and answer together, when it ends
     seed: int
     tokens: list[int] = field(default_factory=list)  # the prompt and the generated tokens that were read
     num_unread: int = 0  # tokens that were sampled in steps whose results are not read
