@@ -186,3 +186,12 @@ def wait_for(condition: Any) -> None:
             return
         tick.wait(0.02)
     raise AssertionError("it did not happen within a minute")
+
+
+def is_in_event_loop() -> bool:
+    """Does the caller run in the thread of an event loop?"""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from serve_for_tests import RepeatingEngine, Served, serving
+from serve_for_tests import RepeatingEngine, Served, is_in_event_loop, serving
 
 from weft.data.tokenizer import ByteTokenizer
 from weft.serve.http import answers, end_points, request_body, running_answer
@@ -24,14 +23,6 @@ from weft.serve.text import ServedModel
 def served() -> Iterator[Served]:
     with serving(RepeatingEngine()) as found:
         yield found
-
-
-def is_in_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 class Places:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from serve_for_tests import RepeatingEngine
+from serve_for_tests import RepeatingEngine, is_in_event_loop
 from torch import nn
 
 from weft.checkpoint.folder import latest, step_name
@@ -119,14 +119,6 @@ def test_a_model_that_the_engine_refuses_is_let_go_of_at_once() -> None:
     finally:
         gc.enable()
     assert worker.join(60)
-
-
-def is_in_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 def test_a_folder_that_cannot_be_read_for_a_while_is_followed_on(

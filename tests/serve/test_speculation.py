@@ -236,6 +236,14 @@ def test_drafts_stop_when_they_do_not_pay_and_are_tried_again() -> None:
     assert dear.wanted(request) == 0
 
 
+def test_drafts_behind_a_rejected_one_count_neither_for_nor_against() -> None:
+    lengths, long, short = DraftLengths(most=8), active([1]), active([1])
+    for _ in range(20):
+        lengths.record(long, 8, 1)
+        lengths.record(short, 2, 1)
+    assert lengths.wanted(long) == lengths.wanted(short) == 4  # half of them are right: 1/2 ** 4 is worth its memory
+
+
 def test_lookup_finds_what_followed_and_goes_round() -> None:
     index = NgramIndex()
     index.add([1, 2, 3, 9, 1, 2])
