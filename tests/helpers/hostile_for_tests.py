@@ -12,6 +12,19 @@ from typing import Any
 ANSWER_SECONDS = 120.0
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 ENDLESS = {"allOf": [{"type": "string", "pattern": f".*a.{{{number}}}b"} for number in range(20)]}
+REGEXES = ["(.*a){40}b", "(?:(?:a?){30}){30}", "(", "\x00/é"]
+GRAMMARS = [
+    'start: start start start | "a" |',
+    'start: ("a"?)~50 "b"',
+    'start: "a"~1..1000000',
+    "start: start",
+    "start: @no",
+    "start: <|end|>",
+    "start: /.*/ start /.*/ | /x/",
+    f"start: {'(' * 5000}",
+    "%import common.INT\nstart: INT",
+    "",
+]
 
 
 class HostileClient:
@@ -68,7 +81,11 @@ class HostileClient:
 
     def _schema(self) -> None:
         schema = {"type": "json_schema", "json_schema": {"schema": self.random_schema()}}
-        self._post(COMPLETIONS, {"prompt": "x", "max_tokens": 20, "response_format": schema})
+        forms: list[dict[str, Any]] = [{"response_format": schema}] * 3
+        forms.append({"structured_outputs": {"regex": self._rng.choice(REGEXES)}})
+        forms.append({"structured_outputs": {"choice": ["\ud800", "é"] * self._rng.choice([0, 1, 600])}})
+        forms.append({"structured_outputs": {"grammar": self._rng.choice(GRAMMARS), "json": None}})
+        self._post(COMPLETIONS, {"prompt": "x", "max_tokens": 20, **self._rng.choice(forms)})
 
     def _stops(self) -> None:
         letter = self._rng.choice("aé😀")
@@ -82,6 +99,7 @@ class HostileClient:
     def _numbers(self) -> None:
         values = [-1, 0, 1, 2**63, 1e308, -1e39, 0.5, "1", None, True, [], {}, "\ud800"]
         keys = ["temperature", "top_p", "top_k", "min_p", "n", "seed", "max_tokens", "logprobs", "repetition_penalty"]
+        keys += ["best_of", "structured_outputs"]
         keys += ["stop", "stream", "logit_bias", "stop_token_ids", "echo", "model", "frequency_penalty", "no_such_key"]
         body = {key: self._rng.choice(values) for key in self._rng.sample(keys, 2)}
         self._post(COMPLETIONS, {"prompt": self._rng.choice(["x", [1, 2], [[1]], ["a", "b"]]), "max_tokens": 4, **body})

@@ -6,8 +6,9 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,8 +18,9 @@ from serve_for_tests import LIMIT_SECONDS, NO_CERTIFICATES, RepeatingEngine, Ser
 from weft import __version__
 from weft.serve import worker as worker_module
 from weft.serve.http import request_body
-from weft.serve.http.guard import HttpGuard
+from weft.serve.http.guard import HttpGuard, read_body
 from weft.serve.http.metrics import ServerMetrics
+from weft.serve.http.request_body import ApiError
 from weft.serve.spec import ServerLimits
 from weft.serve.worker import StepLimit
 
@@ -194,6 +196,22 @@ def test_a_body_that_is_too_large_or_too_slow(served: Served) -> None:
         head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer first\r\nContent-Length: 9\r\n"
         slow.sendall(f"{head}Content-Type: application/json\r\n\r\n{{".encode())
         assert slow.recv(100).startswith(b"HTTP/1.1 408 ")
+
+
+def test_bytes_of_a_body_beyond_the_limit_are_not_kept() -> None:
+    class Part:
+        """A part of a body that has a length, and no bytes that could be kept."""
+
+        def __len__(self) -> int:
+            return 5000
+
+    async def parts() -> AsyncIterator[Any]:
+        for _ in range(3):
+            yield Part()
+
+    request: Any = SimpleNamespace(headers={"content-type": "application/json"}, stream=parts)
+    with pytest.raises(ApiError, match="larger than 4096 bytes"):
+        asyncio.run(read_body(request, ServerLimits(body_bytes=4096)))
 
 
 def test_tokenize(served: Served) -> None:
