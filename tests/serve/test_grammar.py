@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from serve_for_tests import Served, serving, wait_for
+from serve_for_tests import LIMIT_SECONDS, Served, serving, wait_for
 from serving_for_tests import GREEDY, MODELS, likeliest, serve_all, tokens_of
 from torch import nn
 
@@ -153,7 +153,7 @@ def served(model: nn.Module) -> Iterator[Served]:
 def test_over_http_whole_streamed_and_with_stop(served: Served) -> None:
     import openai
 
-    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=LIMIT_SECONDS)
     schema = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA, "strict": True}}
     messages = [{"role": "user", "content": "x"}]
     options: dict[str, Any] = {"model": "tiny", "messages": messages, "response_format": schema, "seed": 3}

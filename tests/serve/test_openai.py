@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from serve_for_tests import RepeatingEngine, Served, serving, wait_for
+from serve_for_tests import LIMIT_SECONDS, RepeatingEngine, Served, serving, wait_for
 
 from weft.data.chat_template import ChatTemplate
 from weft.serve.answer_parts import AnswerParts
@@ -42,7 +42,7 @@ def served(engine: RepeatingEngine) -> Iterator[Served]:
 def client(served: Served) -> Iterator[openai.OpenAI]:
     import openai
 
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as found:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=LIMIT_SECONDS) as found:
         yield found
 
 
