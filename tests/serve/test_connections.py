@@ -97,9 +97,10 @@ def test_what_is_not_http_is_refused_as_json(served: Served) -> None:
         assert error_of(read_all(client))[0] == 400
 
 
-def test_a_client_that_asks_and_never_reads_ends(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_asks_and_never_reads_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long before the time of an answer that the engine computes."""
     monkeypatch.setattr(server, "SHORT_SECONDS", 0.5)
-    with connect(served) as client:
+    with serving(RepeatingEngine()) as served, connect(served) as client:
         client.setblocking(False)
 
         def ask() -> bool:
