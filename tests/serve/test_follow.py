@@ -90,6 +90,35 @@ def test_a_model_is_read_beside_the_event_loop_and_let_go_of(tmp_path: Path) -> 
     assert "another model" in said[1]
 
 
+def test_a_checkpoint_older_than_the_weights_in_use_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest is older where a run has gone back and removed what it had saved."""
+    taken, polls, said = list[str](), list[Path](), list[str]()
+    save(tmp_path, 3)
+
+    def polled(folder: Path) -> Path | None:
+        polls.append(folder)
+        return latest(folder)
+
+    async def replace(model: str, weights: str) -> None:
+        taken.append(weights)
+
+    async def watch() -> None:
+        task = asyncio.create_task(follow(tmp_path, step_name(5), lambda path: "", replace, said.append, 0.001))
+        async with asyncio.timeout(60):
+            while len(polls) < 3:
+                await asyncio.sleep(0.01)
+            save(tmp_path, 6)
+            while not said or step_name(6) not in said[-1]:
+                await asyncio.sleep(0.01)
+        task.cancel()
+
+    monkeypatch.setattr(run_server, "latest", polled)
+    asyncio.run(watch())
+    assert taken == [step_name(6)]
+
+
 class RefusingEngine(RepeatingEngine):
     def replace_weights(self, model: nn.Module) -> None:
         raise ConfigError("another model")

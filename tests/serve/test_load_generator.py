@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,6 +15,7 @@ from serve_for_tests import RepeatingEngine, serving
 from weft.commands.bench_serve import _places, bench_serve_command, usual_lengths
 from weft.errors import ConfigError
 from weft.serve.load_generator import LoadOptions, RateResult, open_target, run_load, svg, table_row
+from weft.serve.scheduling.request import Request
 
 
 def test_a_load_counts_what_clients_get(
@@ -60,6 +62,21 @@ def test_the_load_ends_when_the_server_is_saturated_or_refuses() -> None:
     nothing = RateResult(1.0, 2, 0, 0.0, {}, {}, {"unfinished": 2})
     assert "nothing was answered" in svg([nothing], "none")
     assert table_row(nothing).endswith("2 unfinished")
+
+
+class ShortEngine(RepeatingEngine):
+    """Ends each answer after two tokens, however many were asked for."""
+
+    def add(self, request: Request) -> None:
+        super().add(replace(request, max_tokens=2))
+
+
+def test_answers_of_fewer_tokens_than_were_asked_for_are_no_answers() -> None:
+    with serving(ShortEngine()) as served:
+        target = asyncio.run(open_target(served.url, None))
+        options = LoadOptions(first_rate=1000.0, num_requests=5, mean_prompt_tokens=8, mean_answer_tokens=20)
+        (one,) = asyncio.run(run_load(target, options, lambda result: None))
+    assert (one.num_answered, one.errors) == (0, {"cut short": 5})
 
 
 @pytest.mark.parametrize(

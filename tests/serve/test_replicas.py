@@ -141,6 +141,10 @@ def test_a_request_takes_the_place_of_one_cancelled_before_the_same_step(monkeyp
 def test_requests_cancelled_before_a_step_do_not_reach_their_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     with two_replicas(monkeypatch) as (front, _, other, _):
         ask(front, "a", "b")
+        front.cancel("a")
+        front.cancel("b")
+        assert not front.has_work()  # nobody has to be told
+        ask(front, "a", "b")
         front.cancel("b")
         ask(front, "c")
         front.step()
