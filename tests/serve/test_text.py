@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from serving_for_tests import tiny_model
 
@@ -177,6 +177,7 @@ def plain_search(text: str, stops: list[str]) -> int | None:
     st.lists(st.text("ab", min_size=1, max_size=7), max_size=4),
     st.lists(st.integers(0, 5), max_size=15),
 )
+@example("aab", ["ab", "b"], [])  # of two that end together, before the longer one
 def test_text_ends_before_the_first_stop_string_however_it_is_cut(
     text: str, stops: list[str], sizes: list[int]
 ) -> None:
