@@ -45,34 +45,21 @@ def vector_batch(step: int) -> tuple[Tensor, Tensor]:
 # --- the models that weft ships, shrunk
 
 
+def small_config(width: int, inner: int, layers: int, heads: int, keys: int, **more: Any) -> DecoderConfig:
+    """A small decoder, of `keys` heads of keys and values."""
+    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
+    heads_of = {"num_attention_heads": heads, "num_key_value_heads": keys}
+    return DecoderConfig(**{"vocab_size": VOCABULARY, **sizes, **heads_of, **more})
+
+
 def tied_decoder() -> nn.Module:
     """Grouped-query attention, tied head, no size that divides by eight."""
-    return Decoder(
-        DecoderConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=12,
-            intermediate_size=19,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            tie_word_embeddings=True,
-        )
-    )
+    return Decoder(small_config(width=12, inner=19, layers=3, heads=2, keys=1, tie_word_embeddings=True))
 
 
 def qwen_decoder() -> nn.Module:
     """Qwen2: biases on q, k and v, untied."""
-    return Decoder(
-        DecoderConfig(
-            architecture="qwen2",
-            vocab_size=VOCABULARY,
-            hidden_size=12,
-            intermediate_size=19,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-        )
-    )
+    return Decoder(small_config(architecture="qwen2", width=12, inner=19, layers=2, heads=2, keys=2))
 
 
 def gpt2() -> nn.Module:

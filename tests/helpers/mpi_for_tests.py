@@ -19,7 +19,7 @@ from weft.bench.operations import OPERATIONS
 from weft.comm import all_reduce
 from weft.launch.environment import detect, init_process_group, shutdown
 from weft.mesh import Mesh
-from weft.models import Decoder, DecoderConfig
+from weft.models import Decoder
 from weft.plan import Plan, Shard
 from weft.plan import Tensor as TensorPlan
 from weft.proof.prove import _case, _report, plan_to_prove
@@ -33,16 +33,7 @@ PLANS = {
 
 
 def make_model() -> nn.Module:
-    return Decoder(
-        DecoderConfig(
-            vocab_size=models.VOCABULARY,
-            hidden_size=8,
-            intermediate_size=12,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-        )
-    )
+    return Decoder(models.small_config(width=8, inner=12, layers=2, heads=2, keys=2))
 
 
 def prove(plan: Plan) -> dict[str, Any]:

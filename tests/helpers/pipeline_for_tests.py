@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from models_for_tests import small_config
 from torch import Tensor, nn
 
 from weft.mesh import Mesh
-from weft.models import IGNORE, Decoder, DecoderConfig
+from weft.models import IGNORE, Decoder
 from weft.parallel.apply import parallelize
 from weft.pipeline.build import Staging, stage
 from weft.pipeline.runtime import Pipeline
@@ -441,15 +442,7 @@ class ViT(nn.Module):
 def decoder() -> nn.Module:
     """A tied Llama of four layers whose sizes two ranks of x, y and context divide."""
     return Decoder(
-        DecoderConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=8,
-            intermediate_size=12,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=True,
-        )
+        small_config(width=8, inner=12, layers=4, heads=4, keys=2, vocab_size=VOCABULARY, tie_word_embeddings=True)
     )
 
 

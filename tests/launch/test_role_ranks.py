@@ -8,7 +8,7 @@ import pytest
 
 from weft.errors import LaunchError, WeftError
 from weft.health.rank_status import FOLDER_VARIABLE, Status, read_failures, record_failure
-from weft.launch.agent import RoleRestarts
+from weft.launch.agent import Restarts, RoleRestarts
 from weft.launch.environment import RankInfo
 from weft.launch.role_ranks import TRAIN, JobRank, job_rank
 
@@ -79,7 +79,7 @@ def restarts_of(folder: Path, started: list[int]) -> tuple[RoleRestarts, dict[st
         started.append(rank)
         return 100 + rank
 
-    return RoleRestarts(folder, 2, start, limit=1, window_seconds=60.0, end_seconds=5.0), environ
+    return RoleRestarts(folder, 2, start, Restarts(limit=1, window_seconds=60.0)), environ
 
 
 def test_an_error_that_training_goes_on_without_is_not_blamed_later(tmp_path: Path) -> None:

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from models_for_tests import small_config
 from torch import Tensor, nn
 
 import weft
 from weft.architectures.lora import Lora
 from weft.errors import PlanError
-from weft.models import DecoderConfig, build, initialise
+from weft.models import build, initialise
 from weft.models.tuning import Tuning
 from weft.plan import Pipe, Plan, Shard
 from weft.plan import Tensor as TensorSetting
 
 pytestmark = pytest.mark.processes
 
-CONFIG = DecoderConfig(
-    architecture="qwen2",
-    vocab_size=37,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    tie_word_embeddings=True,
+CONFIG = small_config(
+    architecture="qwen2", vocab_size=37, width=16, inner=24, layers=2, heads=4, keys=2, tie_word_embeddings=True
 )
 LORA = Lora(4, 8.0, ("q_proj", "v_proj", "o_proj", "down_proj", "up_proj"))
 LORA_TUNING, FROZEN = Tuning((), LORA), Tuning(("model.embed*", "model.layers.0.*"))

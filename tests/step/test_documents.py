@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from models_for_tests import small_config
 from runs_for_tests import write_run_file
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from weft.comm import Axis, Ledger
 from weft.errors import PlanError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.models import DecoderConfig, GPT2Config, ModelConfig, build, initialise
+from weft.models import GPT2Config, ModelConfig, build, initialise
 from weft.parallel.apply import parallelize
 from weft.parallel.context.axis import own_tokens
 from weft.parallel.model_state import named_pieces
@@ -29,10 +30,7 @@ pytestmark = pytest.mark.processes
 END = 60
 ALONE = Axis("context", 1, 0, None, Ledger())
 CONFIGS: list[ModelConfig] = [
-    DecoderConfig(
-        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2,
-    ),
+    small_config(vocab_size=61, width=16, inner=24, layers=2, heads=4, keys=2),
     GPT2Config(vocab_size=61, n_positions=16, n_embd=16, n_layer=2, n_head=4),
 ]  # fmt: skip
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.train.parts import Schedule, learning_rate
+from weft.run_tables import TrainConfig
+from weft.train.parts import learning_rate
 
 
-def rates(
-    schedule: Schedule, steps: int, warmup: int = 0, decay: int | None = None, final: float = 0.1, peak: float = 2.0
-) -> list[float]:
-    return [
-        learning_rate(step, peak=peak, schedule=schedule, steps=steps, warmup=warmup, decay=decay, final=final)
-        for step in range(steps)
-    ]
+def rates(schedule: Any, steps: int, warmup: int = 0, decay: int | None = None, final: float = 0.1) -> list[float]:
+    """The rates of a run whose peak is 2."""
+    config = TrainConfig(steps, 1, schedule=schedule, warmup_steps=warmup, decay_steps=decay, final_learning_rate=final)
+    return [learning_rate(config, step, 2.0) for step in range(steps)]
 
 
 def test_warmup_rises_in_even_steps_to_the_peak() -> None:
@@ -56,11 +55,9 @@ sizes = st.integers(1, 200).flatmap(
 
 
 @given(sizes, st.floats(0.0, 1.0), st.sampled_from(["cosine", "wsd", "constant"]))
-def test_rates_rise_once_fall_once_and_stay_in_bounds(
-    sizes: tuple[int, int, int], final: float, schedule: Schedule
-) -> None:
+def test_rates_rise_once_fall_once_and_stay_in_bounds(sizes: tuple[int, int, int], final: float, schedule: str) -> None:
     steps, warmup, decay = sizes
-    curve = rates(schedule, steps, warmup, decay, final)
+    curve = rates(schedule, steps, warmup, decay or None if schedule == "wsd" else None, final)
     top = max(warmup - 1, 0)
     assert all(0.0 <= rate <= 2.0 + 1e-12 for rate in curve)
     assert all(a <= b + 1e-12 for a, b in pairwise(curve[: top + 1]))

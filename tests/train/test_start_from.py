@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from chats_for_tests import EOS, write_tokenizer
+from models_for_tests import small_config
 from runs_for_tests import Silent, make_run, train_on_ranks, write_run_file
 from tokenizers_for_tests import write_family
 
@@ -21,21 +22,13 @@ from weft.data.config import ChatConfig, DataConfig
 from weft.errors import CheckpointError, WeftError
 from weft.launch.environment import RankInfo
 from weft.launch.local_ranks import LocalError
-from weft.models import DecoderConfig, build, initialise, save_folder, write_weights
+from weft.models import build, initialise, save_folder, write_weights
 from weft.run_file import Run, load_run
 from weft.saved_run import weights_fingerprint
 from weft.train import loop, resume
 from weft.train.setup import first_values
 
-CONFIG = DecoderConfig(
-    architecture="qwen2",
-    vocab_size=260,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-)
+CONFIG = small_config(architecture="qwen2", vocab_size=260, width=16, inner=24, layers=1, heads=2, keys=2)
 
 
 def run_from(tmp_path: Path, source: Path, *overrides: str) -> Run:

@@ -112,8 +112,7 @@ def start_local(
             pids = fork_server.start(num_ranks, arguments, {**threads, **os.environ, **own, **environ})
             watchdog = Watchdog(Path(name), num_training, Deadline(restarts.hang_seconds, restarts.step_seconds))
             lost_ranks = LostRankTracker(Path(name), num_training, watchdog, shadowed)
-            again = fork_server.start_again
-            roles = RoleRestarts(Path(name), num_training, again, restarts.limit, restarts.window_seconds, _END_SECONDS)
+            roles = RoleRestarts(Path(name), num_training, fork_server.start_again, restarts)
             codes, hang = _watch(fork_server, pids, stop, watchdog, lost_ranks, roles)
             if hang is None and not any(codes.values()):
                 return 0
@@ -328,32 +327,22 @@ class RoleRestarts:
     """Handles the exits of ranks that do not train (from `num_training` on), while the training ranks go on.
 
     A killed one is started again alone and joins the training ranks where they are: `start` starts a rank and returns
-    its process id, at most `limit` times within `window_seconds`. One that fails with an error would fail again, so the
-    training ranks go on without it. Before all training ranks have begun a step the job cannot go on without any rank,
-    and all ranks start again.
+    its process id, as often as `restarts` allows. One that fails with an error would fail again, so the training ranks
+    go on without it. Before all training ranks have begun a step the job cannot go on without any rank, and all ranks
+    start again.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        num_training: int,
-        start: Callable[[int], int],
-        limit: int,
-        window_seconds: float,
-        end_seconds: float,
-    ) -> None:
-        """`end_seconds`: how long these ranks may take to end after the training ranks have."""
-        self._end_seconds, self._ended_at = end_seconds, math.inf
-        self._folder, self._num_training, self._start = folder, num_training, start
-        self._limit, self._window_seconds = limit, window_seconds
+    def __init__(self, folder: Path, num_training: int, start: Callable[[int], int], restarts: Restarts) -> None:
+        self._folder, self._num_training, self._start, self._restarts = folder, num_training, start, restarts
         self._restarted_at: list[float] = []
+        self._ended_at = math.inf  # when all training ranks had ended
         self.num_lost = 0  # the number of ranks that ended and were not started again
 
     def are_overdue(self, codes: dict[int, int]) -> bool:
         """Have all training ranks ended, and other ranks not, for too long?"""
         if self._ended_at == math.inf and all(rank in codes for rank in range(self._num_training)):
             self._ended_at = time.monotonic()
-        return time.monotonic() > self._ended_at + self._end_seconds
+        return time.monotonic() > self._ended_at + _END_SECONDS
 
     def accept_losses(self, codes: dict[int, int], pids: list[int], is_stopping: bool) -> list[str]:
         """Removes ranks that failed from `codes`, and starts those again that were killed. Returns what to say."""
@@ -366,8 +355,8 @@ class RoleRestarts:
         for rank, code in failed.items():
             del codes[rank]
             now, what = time.monotonic(), describe_failures({rank: code})[0]
-            recent = [at for at in self._restarted_at if at > now - self._window_seconds]
-            if code < 0 and not is_stopping and len(recent) < self._limit:
+            recent = [at for at in self._restarted_at if at > now - self._restarts.window_seconds]
+            if code < 0 and not is_stopping and len(recent) < self._restarts.limit:
                 self._restarted_at.append(now)
                 pids[rank] = self._start(rank)
                 messages.append(f"weft: {what}. It does not train, so it starts again alone; no step is lost")

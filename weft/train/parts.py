@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from weft.optim.kfac import KFAC
 from weft.optim.stepper import stepper
 from weft.pipeline.rank_model import pipeline_of, rank_model
 from weft.resilience.faults import Faults
+from weft.run_tables import TrainConfig
 from weft.step.task import task_of
 from weft.step.train_step import evaluate
 from weft.train.early_stopping import EarlyStopping
@@ -108,17 +108,8 @@ class LearningRate(TrainingPart):
         self._config, self._optimizer = state.run.train, state.optimizer
 
     def before_step(self, step: int) -> None:
-        config = self._config
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(
-                step,
-                peak=group.get("peak", config.learning_rate),
-                schedule=config.schedule,
-                steps=config.steps,
-                warmup=config.warmup_steps,
-                decay=config.decay_steps,
-                final=config.final_learning_rate,
-            )
+            group["lr"] = learning_rate(self._config, step, group.get("peak", self._config.learning_rate))
 
 
 class RandomStates(TrainingPart):
@@ -316,23 +307,19 @@ def make_parts(
     )
 
 
-Schedule = Literal["cosine", "wsd", "constant"]
+def learning_rate(config: TrainConfig, step: int, peak: float) -> float:
+    """Returns the rate of step `step` (from 0): warm-up, then cosine, WSD (warm-up, stable, decay) or constant.
 
-
-def learning_rate(
-    step: int, *, peak: float, schedule: Schedule, steps: int, warmup: int, decay: int | None, final: float
-) -> float:
-    """Returns the learning rate of step `step` (from 0). `final` is the last step's rate as a fraction of the peak.
-
-    WSD holds the peak and decays linearly over the last `decay` steps (a tenth of all, unless given).
+    WSD holds the peak and decays linearly over the last `decay_steps` (a tenth of all, unless given).
     """
+    steps, warmup, final = config.steps, config.warmup_steps, config.final_learning_rate
     if step < warmup:
         return peak * (step + 1) / warmup
-    if schedule == "constant":
+    if config.schedule == "constant":
         return peak
-    if schedule == "cosine":
+    if config.schedule == "cosine":
         done = (step - warmup) / max(1, steps - warmup)
         return peak * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
-    length = decay if decay is not None else max(1, steps // 10)
+    length = config.decay_steps or max(1, steps // 10)
     into = step - (steps - length)
     return peak if into < 0 else peak * (1 - (1 - final) * min(1.0, (into + 1) / length))
