@@ -192,6 +192,7 @@ def test_ranks_that_were_all_stopped_for_a_while_do_not_hang(tmp_path: Path, clo
     assert "rank 1 did not enter all_reduce over data (#1); last seen in forward of block 3 of step 1" in hang
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("own", "waits"), [(0.05, 0.25), (0.01, 0.05)])
 def test_a_straggler_is_named_once_after_ten_steps(tmp_path: Path, clock: Clock, own: float, waits: float) -> None:
     """Rank 0 computes so long in each step, and then waits for rank 1. Short steps differ because a machine is busy."""

@@ -209,9 +209,9 @@ def test_expand_hosts() -> None:
 
 host_ranges = st.tuples(st.integers(0, 200), st.integers(1, 5), st.integers(1, 4))  # first, count, width
 host_groups = st.tuples(
-    st.from_regex(r"[a-z][a-z0-9.-]{0,4}[a-z]", fullmatch=True),
+    st.text("abz059.-", max_size=4).map(lambda middle: f"a{middle}z"),
     st.lists(host_ranges, max_size=3),
-    st.from_regex(r"(-[a-z0-9]{1,3})?", fullmatch=True),
+    st.text("abz059", max_size=3).map(lambda end: end and f"-{end}"),
 )
 
 
@@ -551,7 +551,8 @@ def test_a_rank_that_is_killed(start: Start) -> None:
     assert [is_alive(pid) for pid in pids] == [False, False]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
 def test_a_signal_lets_the_ranks_save(start: Start, number: signal.Signals) -> None:
     def before() -> None:
         signal.signal(number, signal.SIG_DFL)

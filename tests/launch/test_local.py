@@ -203,3 +203,9 @@ def test_ranks_compute_where_this_process_has_computed(threads: int) -> None:
     script = f"import torch\ntorch.set_num_threads({threads})\n{COMPUTES}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "2 ranks\n", done.stderr
+
+
+def test_what_a_killed_rank_had_written_so_far_is_no_answer() -> None:
+    child = local._Child(1, 0, 0, b'{"result": [1, ', done=True, status=-signal.SIGKILL)
+    with pytest.raises(LocalError, match="rank 1 died with status -9 and left no answer"):
+        local._result(child)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -183,6 +184,13 @@ def test_sent_results_are_freed_one_by_one() -> None:
     # Before the first gradient comes, 8 micro-batches are saved, two receives are posted, and all results or one held.
     assert peak_held_bytes(schedule, 0, stages, [100, 100]) == 8 * 10 + 2 * 100 + 8 * 100
     assert peak_held_bytes(awaited, 0, stages, [100, 100]) == 8 * 10 + 2 * 100 + 1 * 100
+
+
+def test_a_rank_that_chooses_its_order_has_used_no_more_than_it_answers() -> None:
+    """In a fixed list, a gradient also says that all forwards before it have used what was sent."""
+    chosen, stages = with_messages(make_schedule("message", 3, 8)), {0: StageBytes(10, 10_000, 0)}
+    fixed = replace(chosen, name="1f1b")
+    assert peak_held_bytes(chosen, 0, stages, [100, 100]) > peak_held_bytes(fixed, 0, stages, [100, 100])
 
 
 def test_live_tensors_are_counted_until_they_die() -> None:

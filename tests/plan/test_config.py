@@ -387,3 +387,5 @@ def test_steps_to_record_are_those_that_the_run_has(tmp_path: Path) -> None:
     assert "train.profile = 3:5, scaled from 9:20 of 15 steps, as train.steps = 5" in run.scaled
     assert load_run(file, ["train.steps=1"]).train.profile_steps == range(1)
     assert load_run(file, ["train.steps=30"]).train.profile_steps == range(9, 20)
+    file.write_text(file.read_text().replace("9:20", "9:10"))
+    assert load_run(file, ["train.steps=5"]).train.profile_steps == range(3, 4)  # at least one

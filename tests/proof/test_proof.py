@@ -200,6 +200,7 @@ class Chain(nn.Module):
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(depth))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("names", "depth", "expected"),
     [

@@ -230,6 +230,15 @@ def test_every_flipped_bit_changes_the_hash(numel: int, data: st.DataObject, dty
     assert int(digest_all([other, tensor])) != before[1]
 
 
+def test_the_highest_bit_of_each_place_counts() -> None:
+    """Times an even number it would be lost, in 64 bits."""
+    words = torch.zeros(40, dtype=torch.int64)
+    for place in range(len(words)):
+        flipped = words.clone()
+        flipped[place] = -(2**63)
+        assert int(digest(flipped)) != int(digest(words)), place
+
+
 def test_places_count_and_chunks_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(1000)
     whole = int(digest(tensor))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -31,7 +32,7 @@ from weft.mesh import Mesh
 from weft.optim.update import update
 from weft.plan import Plan
 from weft.resilience import shared_memory
-from weft.resilience.bad_numbers import GOOD, NOT_FINITE, SPIKE, Guard, Policy, join
+from weft.resilience.bad_numbers import GOOD, NOT_FINITE, SPIKE, Bad, Guard, Policy, join
 from weft.run_file import Run, load_run
 from weft.run_tables import NumbersConfig
 from weft.step.objective import Objective
@@ -472,6 +473,15 @@ def test_the_batch_of_a_step_is_the_next_that_is_not_left_out(windows: list[tupl
     policy.left_out = join([(first, first + size) for first, size in windows])
     left_out = {batch for first, size in windows for batch in range(first, first + size)}
     assert policy.batch_of(step) == [batch for batch in range(200) if batch not in left_out][step]
+
+
+def test_a_rollback_leaves_out_no_batch_from_before_its_checkpoint() -> None:
+    """`leave_out` is 8, and the checkpoint that the run goes back to is of step 7."""
+    policy, guard = Policy(NumbersConfig(on_bad="rollback", leave_out=8)), SimpleNamespace(losses=[])
+    bad = Bad(10, NOT_FINITE, math.nan, 1.0, "rollback")
+    policy.went_back(bad, 7, {"losses": [1, 2]}, guard)  # type: ignore[arg-type]
+    assert policy.left_out == [(7, 10)]
+    assert guard.losses == [1.0, 2.0]
 
 
 # --- run files

@@ -100,6 +100,14 @@ def test_a_folder_that_is_removed_while_it_is_claimed_is_made_again(
 # --- who may remove it
 
 
+def test_a_folder_that_was_used_just_now_is_left_for_its_job(tmp_path: Path) -> None:
+    """While torchrun restarts ranks, no process may hold it for a while."""
+    claim(tmp_path / f"{PREFIX}soon").close()
+    idle(tmp_path, "old")
+    with claim(tmp_path / f"{PREFIX}own"):
+        assert left(tmp_path) == {"soon", "own"}
+
+
 @pytest.mark.parametrize("when", ["it is opened", "it is locked", "its age is taken"])
 def test_a_folder_that_another_sweep_removes_first_is_no_error(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

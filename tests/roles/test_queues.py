@@ -93,6 +93,16 @@ def test_batches_come_in_order_and_their_bytes_are_counted(count: int, depth: in
     assert max(len(loader.began) for loader in loaders) - min(len(loader.began) for loader in loaders) <= 1
 
 
+def test_what_a_lost_loader_was_asked_for_is_asked_of_others_at_once() -> None:
+    store = HashStore()
+    loaders = [Loader(store, 0, num_batches=0), Loader(store, 1)]
+    queue, _ = open_queue(store, 2, depth=3)  # loader 0 is asked for batches 0 and 2
+    assert_batches([queue.take([0, 1, 2, 3])], [0])
+    assert loaders[1].began[:3] == [1, 2, 0]
+    assert_batches(take_steps(queue, [1, 2, 3], 4), [1, 2, 3])
+    queue.close()
+
+
 def test_a_training_rank_is_served_before_others_come() -> None:
     """After a loader's return a rank may come late: it is in a collective that waits for one that the loader serves."""
     store, began, said = HashStore(), list[int](), list[str]()

@@ -14,6 +14,7 @@ import tensor_for_tests as shared
 import torch
 from torch import nn
 
+import weft.optim
 import weft.step.layer_drop
 from weft.architectures import DecoderConfig
 from weft.errors import ConfigError, PlanError
@@ -81,11 +82,12 @@ def test_what_is_expected_stays_the_same() -> None:
     assert model[0](value) is value
 
 
-def trained(plan: Plan, theta: float | None, index: int) -> dict[str, Any]:
+def trained(plan: Plan, theta: float | None, index: int, own: bool = False) -> dict[str, Any]:
+    """What training gives by torch's AdamW, or by weft's `own`."""
     torch.manual_seed(0)
     mesh = Mesh(plan)
     model = parallelize(shared.SHIPPED["two key heads"]().double(), plan, mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = weft.optim.AdamW(model, lr=1e-2) if own else torch.optim.AdamW(model.parameters(), lr=1e-2)
     gates = None if theta is None else drop_layers(model, LayerDrop(theta, 0.5), 3, plan, optimizer)
     losses = []
     mesh.ledger.clear()
@@ -120,6 +122,13 @@ def test_every_layout_skips_the_same(plan: Plan) -> None:
     if plan.shard.degree > 1:
         all_kept = run_local(lambda index: trained(plan, 1.0, index), 2, 60)
         assert found[0]["calls"]["shard all_gather"] < all_kept[0]["calls"]["shard all_gather"]
+
+
+def test_wefts_own_optimizer_updates_skipped_blocks_too() -> None:
+    """Their moments decay, as with gradients of zero."""
+    expected = trained(EXACT, 0.3, 0)["losses"]
+    for one in run_local(lambda index: trained(PLANS["data 2"], 0.3, index, own=True), 2, 60):
+        assert one["losses"] == pytest.approx(expected, rel=1e-9)
 
 
 EXPERTS = DecoderConfig(

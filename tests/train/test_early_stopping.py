@@ -81,7 +81,7 @@ def test_evaluations_of_steps_that_the_run_went_back_over_do_not_count(run_file:
     lines: list[dict[str, Any]] = [
         *({"kind": "evaluation", "step": step, "loss": loss} for step, loss in ((2, 3.0), (4, 2.0), (6, 2.5))),
         {"kind": "numbers", "step": 5, "bad": 5},  # skipped
-        {"kind": "numbers", "step": 3, "bad": 7, "left_out": []},
+        {"kind": "numbers", "step": 2, "bad": 7, "left_out": []},  # the evaluation of step 2 counts
         {"kind": "evaluation", "step": 4, "loss": 3.5},
     ]
     run.folder.mkdir()

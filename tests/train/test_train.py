@@ -176,15 +176,17 @@ def test_another_seed_is_another_run(run_file: Path) -> None:
 # --- evaluation
 
 
-def evaluate_on_ranks(run: Run) -> list[float]:
-    data = prepare_data(run)
+def evaluate_on_ranks(runs: list[Run]) -> list[list[float]]:
+    """Each rank's losses of runs that differ in their micro-batches only."""
+    run, data = runs[0], prepare_data(runs[0])
 
-    def rank(index: int) -> float | None:
+    def rank(index: int) -> list[float]:
         mesh = Mesh(run.plan)
         model = parallelize(
             setup.build_model(run), run.plan, mesh, setup.first_values(run), partial(example_inputs, run)
         )
-        return float(evaluate(model, data.evaluation_batches(run, mesh["batch"], mesh.device), mesh))
+        batches = (data.evaluation_batches(one, mesh["batch"], mesh.device) for one in runs)
+        return [float(evaluate(model, own, mesh)) for own in batches]
 
     return run_local(rank, run.plan.num_ranks)
 
@@ -201,10 +203,9 @@ def test_evaluation_is_equal_under_every_layout_and_micro_batch(run_file: Path) 
     with torch.no_grad():
         expected = torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1).double(), labels.flatten()).item()
     for layout in LAYOUTS.values():
-        for micro_batch in (1, 2):
-            other = make_run(run_file, "evaluate", *layout, f"plan.micro_batch={micro_batch}")
-            found = evaluate_on_ranks(other)
-            assert found == pytest.approx([expected] * len(found), rel=1e-6), (layout, micro_batch)
+        runs = [make_run(run_file, "evaluate", *layout, f"plan.micro_batch={size}") for size in (1, 2)]
+        for found in evaluate_on_ranks(runs):
+            assert found == pytest.approx([expected] * 2, rel=1e-6), layout
 
 
 def test_nothing_held_out_means_no_evaluation(run_file: Path) -> None:
@@ -248,6 +249,11 @@ def test_metrics_say_what_a_step_did(run_file: Path) -> None:
     assert last["tokens_per_second"] == pytest.approx(2 * last["tokens_per_second_per_device"])
     assert last["seconds_left"] == 0
     assert last["mfu"] is None
+    mean = 0.0  # of a step's seconds: it moves, because single steps may take far longer or shorter
+    for event in events(run.folder)[1:]:  # the first step also compiles and connects
+        seconds = 16 * 24 / event["tokens_per_second"]
+        mean += (0.1 if mean else 1.0) * (seconds - mean)
+        assert event["seconds_left"] == pytest.approx((15 - event["step"]) * mean)
     assert [event["learning_rate"] for event in events(run.folder)[:3]] == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2])
     evaluations = events(run.folder, "evaluation")
     assert [event["step"] for event in evaluations] == [5, 10, 15]
