@@ -155,11 +155,14 @@ def serving(
     origins: Sequence[str] = (),
     tokenizer: Tokenizer = ByteTokenizer(),  # noqa: B008 (a frozen value)
     special: Mapping[str, str] = MappingProxyType({}),
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[Served]:
-    """Serve an engine from a thread, until the block ends. `special` are variables of the template."""
+    """Serve an engine from a thread, until the block ends. `special` are variables of the template, `defaults` those of
+    a request's keys.
+    """
     chat = None if template is None else ChatTemplate(template, special, "the test")
     ends, sizes = frozenset([tokenizer.end]), (engine.context_length, engine.vocab_size)
-    model = ServedModel("tiny", tokenizer, *sizes, ends, Grammars(tokenizer, ends), chat, adapters)
+    model = ServedModel("tiny", tokenizer, *sizes, ends, Grammars(tokenizer, ends), chat, adapters, defaults)
     worker = EngineWorker(engine, max_requests)
     api = Api(model, worker, limits, "step-00000001")
     ready = threading.Event()

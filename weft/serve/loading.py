@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from weft.checkpoint import Checkpoint
 from weft.cluster.local_gpus import BF16_CAPABILITY
-from weft.data.chat_template import load_template
+from weft.data.chat_template import NOTHING, load_template
 from weft.data.tokenizer import Tokenizer, encode_text, load_tokenizer
 from weft.errors import ConfigError, DataError
 from weft.models import LanguageConfig, RecurrentConfig, read_config
@@ -64,9 +64,13 @@ class LoadedModel:
     @cached_property
     def end_tokens(self) -> frozenset[int]:
         """The tokens that end an answer."""
+        return end_tokens(self.tokenizer, self.tokenizer_folder)
+
+    @property
+    def tokenizer_folder(self) -> Path | None:
+        """Where files beside the tokenizer are; None for bytes."""
         path = Path(self.tokenizer_path)
-        folder = None if self.tokenizer_path == "bytes" else path if path.is_dir() else path.parent
-        return end_tokens(self.tokenizer, folder)
+        return None if self.tokenizer_path == "bytes" else path if path.is_dir() else path.parent
 
     @cached_property
     def grammars(self) -> Grammars:
@@ -74,15 +78,23 @@ class LoadedModel:
         return Grammars(self.tokenizer, self.end_tokens)
 
     def served(
-        self, name: str, template: str | None, context_length: int, vocab_size: int, adapters: Iterable[str] = ()
+        self,
+        name: str,
+        template: str | None,
+        context_length: int,
+        vocab_size: int,
+        adapters: Iterable[str] = (),
+        defaults: Mapping[str, Any] = NOTHING,
     ) -> ServedModel:
-        """Returns how clients see the model. `template` is the path of a template that replaces the model's own."""
+        """Returns how clients see the model. `template` is the path of a template that replaces the model's own;
+        `defaults` are those of a request's keys.
+        """
         chat = load_template(template or self.template_path, self.tokenizer_path)
         names = tuple(adapters)
         if name in names:
             raise ConfigError(f"an adapter is named '{name}', as the model is; give one of them another name")
         sizes = (context_length, vocab_size)
-        return ServedModel(name, self.tokenizer, *sizes, self.end_tokens, self.grammars, chat, names)
+        return ServedModel(name, self.tokenizer, *sizes, self.end_tokens, self.grammars, chat, names, defaults)
 
 
 @dataclass(frozen=True)

@@ -199,6 +199,7 @@ class ServingSpec(ServerLimits, EngineSizes):
     follow: bool = option(False, "take newer checkpoints of a run that trains", recurrent=False)
     tokenizer: str | None = option(None, "bytes or a tokenizer.json, for HF folders without one", commands=RUNNING)
     chat_template: str | None = option(None, "a Jinja file; the model's own if not given")
+    generation_config: bool = option(True, "take defaults of requests from the model's generation_config.json")
     adapters: tuple[str, ...] = option(
         (),
         "NAME=FOLDER of a PEFT adapter; a request selects it by giving NAME as its model",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ import numpy as np
 
 from weft.data.chat_template import ChatTemplate
 from weft.data.messages import Messages
-from weft.data.special_tokens import stated_end_tokens
+from weft.data.special_tokens import read_object, stated_end_tokens
 from weft.data.tokenizer import REPLACEMENT, Tokenizer, encode_text
 from weft.errors import DataError
+from weft.models.hf_config import GENERATION_FILE
 from weft.serve.scheduling.grammar import Grammars
-from weft.serve.scheduling.request import Finish, GeneratedToken, Request
+from weft.serve.scheduling.request import Finish, GeneratedToken, Request, RequestError, Sampling, check_sampling
 
 MAX_CHARACTER_BYTES = 4  # of UTF-8; a token has at least one byte
 CONTEXT_TOKENS = 8  # decoded before new tokens
@@ -253,6 +254,7 @@ class ServedModel:
     grammars: Grammars
     template: ChatTemplate | None = None
     adapters: tuple[str, ...] = ()  # names that a request may give as its model, beside `name`
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of the keys of a request that the model's folder states
 
     def encode(self, text: str, add_special_tokens: bool | None = None) -> tuple[int, ...]:
         """Returns the tokens of a text, with those that the tokenizer puts around it unless `add_special_tokens` is
@@ -276,6 +278,38 @@ class ServedModel:
                 f"'{self.name}' has no chat template; use /v1/completions, or start the server with --chat-template"
             )
         return self.template
+
+
+# Keys of a request by those of generation_config.json.
+STATED = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+def stated_defaults(folder: Path | None) -> dict[str, Any]:
+    """Returns the defaults of a request's keys that a model's folder states in generation_config.json. Raises DataError
+    for values that no request may have.
+    """
+    path = None if folder is None else folder / GENERATION_FILE
+    table = {} if path is None else read_object(path)
+    found = {STATED[key]: table[key] for key in STATED if table.get(key) is not None}
+    if table.get("do_sample") is False:
+        found["temperature"] = 0.0  # the likeliest token
+    max_tokens = found.get("max_tokens", 1)
+    try:
+        check_sampling(Sampling(**{key: found[key] for key in found if key != "max_tokens"}), num_tokens=1)
+        if type(max_tokens) is not int or max_tokens < 1:
+            raise RequestError(
+                "invalid", f"max_new_tokens = {max_tokens!r:.100} is no number of tokens; give 1 or more"
+            )
+    except RequestError as error:
+        raise DataError(f"{path}: {error}; correct it, or serve with --no-generation-config") from None
+    return found
 
 
 def end_tokens(tokenizer: Tokenizer, folder: Path | None) -> frozenset[int]:

@@ -51,6 +51,7 @@ def chat(body: ChatBody, model: ServedModel, tenant: str) -> Generation:
     form = FORCED if called else format_of(model.chat_template.source)
     answer = AnswerParts(form, names if tools else (), not called and form.thinks_after(text))
     limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    limit = model.defaults.get("max_tokens") if limit is None else limit
     if limit == 0:
         raise ApiError(400, "'max_tokens' = 0 generates nothing; it must be at least 1")
     max_tokens = max(1, model.context_length - len(tokens)) if limit is None else limit

@@ -83,14 +83,16 @@ class StreamOptions:
 
 @dataclass(frozen=True)
 class GenerationBody:
-    """What completions and chats have in common. Keys that OpenAI does not have are named as in other servers."""
+    """What completions and chats have in common. Keys that OpenAI does not have are named as in other servers. Of None,
+    the model's own default is taken.
+    """
 
     model: str | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[str, float] | None = None
@@ -254,7 +256,7 @@ def completion(body: CompletionBody, model: ServedModel, tenant: str) -> Generat
     if body.best_of is not None and (body.best_of < body.n or body.stream):
         raise ApiError(400, f"'best_of' = {body.best_of} needs 'n' of at most as many answers, and no 'stream'")
     prompts = prompts_of(body.prompt, model, "prompt", body.add_special_tokens)
-    max_tokens = 16 if body.max_tokens is None else body.max_tokens
+    max_tokens = model.defaults.get("max_tokens", 16) if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
         raise ApiError(400, "'max_tokens' = 0 generates nothing; it must be at least 1, or 'echo' true")
     made = generation(body, prompts, max_tokens, body.logprobs, model, tenant, body.best_of)
@@ -362,7 +364,10 @@ def generation(
         raise ApiError(400, "an answer matches one form; give one key of 'structured_outputs', or a 'response_format'")
     if num_forms:
         ends |= {model.tokenizer.end}
-    sampling, name = _sampling(body, 0 if num_logprobs is None and number > body.n else num_logprobs), uuid.uuid4().hex
+    sampling, name = (
+        _sampling(body, model, 0 if num_logprobs is None and number > body.n else num_logprobs),
+        uuid.uuid4().hex,
+    )
     requests = tuple(
         Request(
             name=f"{name}-{prompt}-{choice}",
@@ -392,16 +397,16 @@ def _known_tokens(tokens: list[int], model: ServedModel, key: str) -> tuple[int,
     return tuple(tokens)
 
 
-def _sampling(body: GenerationBody, num_logprobs: int | None) -> Sampling:
+def _sampling(body: GenerationBody, model: ServedModel, num_logprobs: int | None) -> Sampling:
     bias = body.logit_bias or {}
     if not all(key.isascii() and key.isdigit() and len(key) < 10 and math.isfinite(bias[key]) for key in bias):
         raise ApiError(400, "'logit_bias' must be an object of tokens and finite numbers, such as {\"50256\": -100}")
+    asked = {key: getattr(body, key) for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    stated = {key: model.defaults.get(key) if asked[key] is None else asked[key] for key in asked}
+    if stated["top_k"] == -1:
+        stated["top_k"] = 0  # as other servers write "all"
     return Sampling(
-        temperature=body.temperature,
-        top_k=0 if body.top_k == -1 else body.top_k,  # as other servers write "all"
-        top_p=body.top_p,
-        min_p=body.min_p,
-        repetition_penalty=body.repetition_penalty,
+        **{key: value for key, value in stated.items() if value is not None},
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         logit_bias={int(key): value for key, value in bias.items()},

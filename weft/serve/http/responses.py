@@ -30,8 +30,8 @@ class ResponsesBody:
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float | None = None
+    top_p: float | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     tool_choice: Any = "auto"
     text: Mapping[str, Any] | None = None  # the form of the answer

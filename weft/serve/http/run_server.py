@@ -52,6 +52,7 @@ from weft.serve.parallel.rank_part import refuse_plan
 from weft.serve.refusals import ServingCase, kind_of, refuse
 from weft.serve.replicas import ReplicaFront, serve_replica
 from weft.serve.spec import EngineOptions, ServingSpec, named_adapters
+from weft.serve.text import stated_defaults
 from weft.serve.warm_up import warm_up
 from weft.serve.weights.packed_linear import what_cpus_do
 from weft.serve.weights.streamed_weights import refuse_resident
@@ -283,7 +284,11 @@ def _serve_engine(
             f"memory holds the keys and values of {longest} tokens: prompts and answers have at most so many, not the "
             f"{engine.context_length} of the model's context"
         )
-    served = loaded.served(name, spec.chat_template, longest, engine.vocab_size, named_adapters(spec.adapters))
+    defaults = stated_defaults(loaded.tokenizer_folder) if spec.generation_config else {}
+    if defaults:
+        say(f"requests have these defaults: {', '.join(f'{key} = {value:g}' for key, value in defaults.items())}")
+    adapters = named_adapters(spec.adapters)
+    served = loaded.served(name, spec.chat_template, longest, engine.vocab_size, adapters, defaults)
     worker = EngineWorker(engine, serving.plan.data * (spec.max_running + spec.max_waiting))
     seconds = {"warm_up_seconds": warm()}
     engine.idle()  # other replicas answer when they are warm

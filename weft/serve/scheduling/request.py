@@ -129,7 +129,7 @@ def check_request(request: Request, context_length: int, num_tokens: int) -> Non
     if not is_right or min(request.tokens) < 0 or max(request.tokens) >= num_tokens:
         wrong = [one for one in request.tokens if not _is_integer(one) or not 0 <= one < num_tokens]
         raise RequestError("invalid", f"token {wrong[0]!r:.100} does not exist; the model has 0 to {num_tokens - 1}")
-    _check_sampling(request.sampling, num_tokens)
+    check_sampling(request.sampling, num_tokens)
 
 
 def _check_kinds(request: Request) -> None:
@@ -155,7 +155,8 @@ def _check_kinds(request: Request) -> None:
             raise RequestError("invalid", f"{key} = {value!r:.100} is no value for a request; give {wanted}")
 
 
-def _check_sampling(sampling: Sampling, num_tokens: int) -> None:
+def check_sampling(sampling: Sampling, num_tokens: int) -> None:
+    """Raise RequestError unless tokens of `num_tokens` ids can be sampled so."""
     limits = {
         "temperature": (0.0, 100.0),
         "top_k": (0, 1 << 30),
