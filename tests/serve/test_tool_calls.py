@@ -202,6 +202,7 @@ def test_a_response_has_thoughts_text_and_calls_as_items() -> None:
             model="tiny", input="How is it?", instructions="Be kind.", tools=[RESPONSE_TOOL]
         )
         assert (found.status, found.output_text, found.error) == ("completed", "One moment.", None)
+        assert found.id.startswith("resp-")
         assert [item.type for item in found.output] == ["reasoning", "message", "function_call"]
         call: Any = found.output[2]
         assert (call.name, json.loads(call.arguments)) == ("weather", {"place": "Bonn"})

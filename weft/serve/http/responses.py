@@ -195,6 +195,8 @@ def _text_kind(kind: str) -> str:
 class RunningResponse(RunningAnswer):
     """The answer to a request for a response."""
 
+    prefix = "resp"
+
     def _body(self, answers: Sequence[GeneratedAnswer]) -> bytes:
         items, reader = _Items(), self._asked.answer.reader()
         for part in [*reader.push(answers[0].text), *reader.end()]:

@@ -284,7 +284,8 @@ def _serve_engine(
             f"memory holds the keys and values of {longest} tokens: prompts and answers have at most so many, not the "
             f"{engine.context_length} of the model's context"
         )
-    defaults = stated_defaults(loaded.tokenizer_folder) if spec.generation_config else {}
+    folders = (serving.source, loaded.tokenizer_folder) if spec.generation_config else ()
+    defaults = next(filter(None, map(stated_defaults, folders)), {})
     if defaults:
         say(f"requests have these defaults: {', '.join(f'{key} = {value:g}' for key, value in defaults.items())}")
     adapters = named_adapters(spec.adapters)

@@ -63,6 +63,8 @@ class SchemaQueue:
 class RunningAnswer:
     """The answers to one HTTP request. `close` cancels those that are not finished."""
 
+    prefix = ""  # of its id; without one, the form's
+
     def __init__(
         self,
         model: ServedModel,
@@ -74,7 +76,7 @@ class RunningAnswer:
     ) -> None:
         self._model, self._worker, self._metrics = model, worker, metrics
         self._fingerprint, self._asked, self._form = fingerprint, asked, form
-        self._name = f"{form.prefix}-{uuid.uuid4().hex}"
+        self._name = f"{self.prefix or form.prefix}-{uuid.uuid4().hex}"
         self._stream: TokenStream | None = None
         self._began, self._created = time.monotonic(), int(time.time())
         self.num_prompt_tokens, self.num_tokens = asked.num_prompt_tokens, 0
