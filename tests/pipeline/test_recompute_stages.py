@@ -14,6 +14,7 @@ from weft.plan import Memory, Pipe, Plan, Recompute, split_batch
 from weft.plan import Tensor as TensorPlan
 from weft.profiling import profile
 from weft.proof.prove import verify
+from weft.sharding.layout import STAGING
 
 SHARDED = TensorPlan(2, sequence=True, regather=True)  # the stages without recompute gather again
 PLANS = {
@@ -88,3 +89,16 @@ def test_only_the_first_stages_compute_again() -> None:
     assert some == [full[0], none[1]]
     assert none[0] < some[0]
     assert some[1] < full[1]
+
+
+def test_stages_of_a_rank_share_the_room_through_which_state_is_moved() -> None:
+    """Rank 0 of two has the stages that ranks 0 and 2 of four have, and as much room as the larger of them needs."""
+    batch = models.tokens(4)(0)
+    whole = profile(models.decoder(), lambda: (batch[0][:1],))
+
+    def room(pipe: Pipe, rank: int) -> int:
+        plan = Plan(pipe=pipe, memory=Memory(offload=1.0), micro_batch=1)
+        at = {**dict.fromkeys(plan.degrees, 0), "pipe": rank}
+        return cost(whole, plan, split_batch(plan, 4, models.SEQUENCE), at).state_bytes[STAGING]
+
+    assert room(Pipe(2, "interleaved"), 0) == max(room(Pipe(4), 0), room(Pipe(4), 2)) > 0

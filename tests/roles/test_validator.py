@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ def test_the_best_snapshot_may_be_of_a_lower_step(run_file: Path, tmp_path: Path
     def consider(best: BestSnapshot, step: int, loss: float) -> None:
         best.consider(step, {"loss": loss}, {("weight", "parameter"): torch.full((2,), loss)})
 
+    consider(best, 4, math.nan)  # no number is better than any
+    assert steps(folder) == []
     losses = [(8, 3.0, (8, 3.0)), (12, 2.0, (12, 2.0)), (8, 2.5, (12, 2.0)), (10, 1.9, (10, 1.9)), (10, 1.8, (10, 1.8))]
     for step, loss, (kept, lowest) in losses:
         consider(best, step, loss)
