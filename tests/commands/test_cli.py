@@ -23,12 +23,14 @@ from weft.checkpoint import steps
 from weft.cluster.local_gpus import Gpu, hide_gpus
 from weft.commands import app as cli
 from weft.commands import train as train_command
-from weft.commands.console import LiveReporter, format_bytes, format_seconds, step_line
+from weft.commands.console import LiveReporter, format_bytes, format_seconds, show_report, step_line
 from weft.commands.jobs import prove
 from weft.commands.output import print_text
 from weft.launch.folder_lock import locked
+from weft.plan import Plan
 from weft.planner.predict import run_cluster
 from weft.proof.prove import Check
+from weft.proof.report import ProofReport
 from weft.run_file import load_run
 from weft.train.metrics import StepMetrics
 
@@ -234,9 +236,10 @@ def test_a_log_of_slow_steps_has_a_line_a_minute() -> None:
 
 
 def test_every_summary_of_a_command_is_whole_at_80_columns(weft: Weft, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the command itself: two columns of a terminal stay free, and none of those of typer's runner for tests."""
     monkeypatch.setenv("COLUMNS", "80")
     for command in ([], ["bench"], ["tune"]):
-        shown = CliRunner().invoke(cli.app, [*command, "--help"]).output
+        shown = weft(*command, "--help").out
         assert not [line for line in shown.splitlines()[1:] if line.endswith("...")], shown
 
 
@@ -269,6 +272,19 @@ def test_a_terminal_of_80_columns_breaks_no_word_and_a_log_has_no_escapes() -> N
         else:
             assert plain == shown.getvalue()
             assert lines[0] == text
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_a_proofs_table_breaks_names_at_dots(width: int) -> None:
+    name = "model.layers.11.self_attn.q_proj.weight"
+    check = Check("worst parameter after the steps", "≤ 1e-09", "9.9e-14", f"rank 0, {name}", True)
+    shown = io.StringIO()
+    report = ProofReport(Plan(), (check,))
+    show_report(Console(file=shown, width=width), report, "1 process")
+    lines = [line.rstrip() for line in shown.getvalue().splitlines()]
+    pieces = [piece for line in lines for piece in line.split() if piece in name and "." in piece]
+    assert "".join(pieces) == name
+    assert all(piece.endswith(".") for piece in pieces[:-1])
 
 
 # --- verify

@@ -52,6 +52,15 @@ def test_a_folder_in_fewer_bits_is_priced_with_the_bytes_that_are_loaded(name: s
         assert weft(*given, "--weights", "int4").json["plans"][0]["weight_bytes"] < found["weight_bytes"]
 
 
+def test_the_table_is_whole_at_80_columns(weft: Weft, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = weft("plan", "--serve", "--model", "llama3-70b", "--cluster", "h100:2x8", "--requests", 8).out
+    table = shown.partition("tokens a step")[0].splitlines()
+    assert "…" not in shown
+    assert max(map(len, table)) <= 80
+    assert any("data 2 × pipe 2 × x 4" in line for line in table), "layouts are not broken"
+
+
 def test_groups_of_neighbours_are_not_decoded(tmp_path: Path) -> None:
     about = table(replace(CASES["gptq-order"], group=128))
     weights = table(replace(CASES["packed-order"], is_symmetric=True))["config_groups"]["group_0"]["weights"]

@@ -139,6 +139,8 @@ def test_a_key_that_nobody_knows_is_refused_unless_it_is_null(tmp_path: Path) ->
         own_logits(write_own(tmp_path / "three", use_newest=3))
     with pytest.raises(ConfigError, match=r"leaves model\.layers\.0\.self_attn\.q_proj out, which has an update"):
         own_logits(write_own(tmp_path / "less", layers_to_transform=[1]))
+    with pytest.raises(ConfigError, match=r"peft_type = 'LOHA' is not supported, only"):
+        own_logits(write_own(tmp_path / "loha", alpha=8, peft_type="LOHA"))
     with pytest.raises(ConfigError, match="target_modules = None is neither a list of names nor"):
         own_logits(write_own(tmp_path / "none", target_modules=None))
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from published_configs_for_tests import READ, REFUSED, llama, qwen
+import torch
+from published_configs_for_tests import READ, REFUSED, gpt2, llama, qwen
 
 from weft.errors import ConfigError
 from weft.models import LanguageConfig, read_config
@@ -74,3 +75,15 @@ def test_a_window_of_no_layer_and_a_factor_of_one_are_no_other_network(tmp_path:
     plain = read(tmp_path, qwen("Qwen2", *SIZES))
     assert read(tmp_path, qwen("Qwen2", *SIZES, use_sliding_window=True, max_window_layers=4)) == plain
     assert read(tmp_path, qwen("Qwen2", *SIZES, rope_scaling={"type": "linear", "factor": 1.0})) == plain
+
+
+def test_another_name_of_the_same_function_is_no_other_network(tmp_path: Path) -> None:
+    from transformers.activations import ACT2FN
+
+    values = torch.linspace(-4, 4, 33)
+    for name, usual, table in (
+        ("swish", "silu", {**qwen("Qwen2", *SIZES), "hidden_act": "swish"}),
+        ("gelu_pytorch_tanh", "gelu_new", gpt2(768, 10, 12, activation_function="gelu_pytorch_tanh")),
+    ):
+        torch.testing.assert_close(ACT2FN[name](values), ACT2FN[usual](values))
+        read(tmp_path, table)

@@ -191,7 +191,7 @@ def evaluate_command(
     sequence: Annotated[int | None, typer.Option(help="tokens of a sequence, if not as the run", min=1)] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure a model on data: loss, accuracy, of text also perplexity."""
+    """Measure a model on data: loss, accuracy, perplexity of text."""
     from weft.commands.console import make_console, print_json
     from weft.commands.evaluate import evaluate_folder, in_words
 

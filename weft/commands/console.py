@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -192,15 +193,28 @@ def show_report(console: Console, report: ProofReport, what: str) -> None:
     )
     for name in ("check", "expected", "found"):
         table.add_column(name)
-    table.add_column("where", overflow="fold")  # names of parameters are whole
+    table.add_column("where", overflow="fold")
     table.add_column("", no_wrap=True)
     for check in report.checks:
         mark = "[green]equal[/]" if check.passed else "[bold red]DIFFERS[/]"
-        table.add_row(check.what, check.expected, check.found, check.where, mark)
+        table.add_row(check.what, check.expected, check.found, cut_at_dots(check.where, console.width - 58), mark)
     if report.checks:
         console.print(table)
     for one in report.not_proved:
         say(console, f"[bold]not proved[/]  {escape(one)}")
+
+
+def cut_at_dots(words: str, width: int) -> str:
+    """Returns a text whose names of parameters that are wider than a column have their lines end after dots."""
+    lines = [""]
+    for word in words.split(" "):
+        pieces = re.findall(r"[^.]*\.|[^.]+", word) if len(word) > width else [word]
+        lines[-1] += " " if lines[-1] else ""
+        for piece in pieces:
+            if len(word) > width and lines[-1] and len(lines[-1] + piece) > width:
+                lines.append("")
+            lines[-1] += piece
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def show_table(console: Console, rows: Mapping[str, Any]) -> None:

@@ -71,6 +71,8 @@ def main() -> None:
     """Run the command. An error that a user may meet is printed as one line. docs/commands.md lists the statuses."""
     try:
         with stopping_early():
+            if sys.argv[-1:] == ["--like"]:
+                sys.argv.append("list")
             _refuse_empty(sys.argv[1:])
             _tell_of_torch(sys.argv[1:])
             _check_run_file(sys.argv[1:])
@@ -104,8 +106,6 @@ def _tell_of_torch(arguments: Sequence[str]) -> None:
 
 def _refuse_empty(arguments: Sequence[str]) -> None:
     """Raise ConfigError for an option or argument that is given as empty text, which would count as not given."""
-    if arguments[-1:] == ["--like"]:
-        raise ConfigError("--like needs the name of a famous run; weft plan --like list prints them")
     for before, argument in zip(("", *arguments), arguments, strict=False):
         option, equals, value = argument.partition("=") if argument.startswith("--") else (before, "=", argument)
         if equals and not value and option not in MAY_BE_EMPTY:

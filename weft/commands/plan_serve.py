@@ -212,8 +212,8 @@ def _show(name: str, cluster: str, found: list[ServingPrediction], workload: Ser
     prompt, output = workload.lengths[0]
     title = f"{name} on {cluster}: {len(workload.lengths)} requests of {prompt} tokens in, {output} out"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for column in ("layout", "weights", "held", "first token", "tokens/s", "floor", "first alone", "per s alone"):
-        table.add_column(column, justify="left" if column == "layout" else "right", no_wrap=column == "layout")
+    for column in ("layout", "weights", "held", "first\ntoken", "tokens/s", "floor", "first\nalone", "per s\nalone"):
+        table.add_column(column, justify="left" if column == "layout" else "right", no_wrap=True)
     for one in found[:NUM_SHOWN]:
         table.add_row(
             _layout(one),

@@ -76,7 +76,8 @@ def read_adapter_table(folder: Path) -> dict[str, Any]:
     """Returns what an adapter's config says, as keys of the table `[lora]`."""
     path = folder / CONFIG_FILE
     raw = read_json(path, f"a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
-    for key, value in raw.items():
+    for key in sorted(raw, key=lambda name: name != "peft_type"):  # another kind of adapter is refused as such
+        value = raw[key]
         if value is None or key in _USED or key in _HARMLESS:
             continue
         if key not in _FIXED:

@@ -96,6 +96,9 @@ UNWRITTEN_FIXED: dict[str, dict[str, Any]] = {
     "qwen2": {"qkv_bias": True, "use_qk_norm": False},
     "qwen3_moe": {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0},
 }
+# Other names of transformers for the same function.
+ACTIVATIONS = ("hidden_act", "activation_function")
+OTHER_FUNCTIONS = {"swish": "silu", "gelu_pytorch_tanh": "gelu_new"}
 # Keys that do not affect the network: provenance, tokens, dtype, the cache, heads that a causal model does not have.
 HARMLESS_KEYS = {
     *("architectures", "model_type", "transformers_version", "_name_or_path", "_attn_implementation_autoset"),
@@ -134,6 +137,9 @@ def read_config(folder: Path) -> LanguageConfig:
                 f"{QUANTISATION} of architecture 'gpt2' is not read; give the model that is not quantised"
             )
         raw.pop(QUANTISATION, None)
+        for key in ACTIVATIONS:
+            if isinstance(raw.get(key), str):
+                raw[key] = OTHER_FUNCTIONS.get(raw[key], raw[key])
         values = _mapped_values({OTHER_NAMES.get(key, key): value for key, value in raw.items()}, architecture)
         if architecture == "gpt2":
             return build_dataclass(GPT2Config, values)
