@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -188,3 +189,28 @@ def test_texts_of_a_request_are_computed_though_the_server_stops(path: str, body
         assert len(found.json()["data" if "input" in body else "choices"]) == len(body.get("input") or body["prompt"])
         wait_for(lambda: served.server.should_exit)
         assert served.worker.num_clients == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_lets_requests_end(number: signal.Signals) -> None:
+    """SIGHUP comes when a terminal is closed. It ended the server's loop by an error."""
+    engine = RepeatingEngine()
+    engine.go_on.clear()
+    with ThreadPoolExecutor() as pool, serving(engine) as served, served.server.capture_signals():
+        answer = pool.submit(served.post, "/v1/completions", {"prompt": "ab", "max_tokens": 2})
+        wait_for(lambda: served.server._worker.num_clients == 1)
+        signal.raise_signal(number)
+        assert served.post("/v1/completions", {"prompt": "ab"}).status_code == 503
+        engine.go_on.set()
+        assert answer.result(LIMIT_SECONDS).status_code == 200
+        wait_for(lambda: served.server.should_exit)
+
+
+def test_a_hangup_that_nohup_has_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with serving(RepeatingEngine()) as served, served.server.capture_signals():
+            signal.raise_signal(signal.SIGHUP)
+            assert served.post("/v1/completions", {"prompt": "ab", "max_tokens": 2}).status_code == 200
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -14,7 +14,7 @@ from serve_for_tests import RepeatingEngine, serving
 
 from weft.commands.bench_serve import _places, bench_serve_command, usual_lengths
 from weft.errors import ConfigError
-from weft.serve.load_generator import LoadOptions, RateResult, open_target, run_load, svg, table_row
+from weft.serve.load_generator import HEAD, LoadOptions, RateResult, open_target, run_load, svg, table_row
 from weft.serve.scheduling.request import Request
 
 
@@ -62,6 +62,8 @@ def test_the_load_ends_when_the_server_is_saturated_or_refuses() -> None:
     nothing = RateResult(1.0, 2, 0, 0.0, {}, {}, {"unfinished": 2})
     assert "nothing was answered" in svg([nothing], "none")
     assert table_row(nothing).endswith("2 unfinished")
+    times = {"p50": 0.0123, "p90": 9.9, "p99": 99.0}
+    assert max(map(len, (HEAD, table_row(RateResult(512.0, 9999, 9999, 99999.0, times, times, {}))))) <= 80
 
 
 class ShortEngine(RepeatingEngine):

@@ -21,9 +21,8 @@ from weft.errors import ConfigError
 GROWTH = 1.1  # a server is saturated when twice the rate gives less than this factor of tokens
 EXAMPLE_URL = "http://127.0.0.1:8000"
 ANSWER_BYTES = 1 << 20  # a line of an answer is shorter
-HEAD = (
-    f"{'requests/s':>10}{'answered':>12}{'tokens/s':>10}   {'first token p50, p90, p99':<32}{'per token p50, p90, p99'}"
-).rstrip()
+TIMES_WIDTH = 24  # columns of three times in ms
+HEAD = f"{'requests/s':>10}{'answered':>12}{'tokens/s':>9}  {'first token: p50 p90 p99':<{TIMES_WIDTH}}  per token, ms"
 COLOURS = {"p50": "#2a78d6", "p90": "#eda100", "p99": "#b3261e"}
 WIDTH, PANEL_HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 220, 90, 70, 46, 30
 Line = tuple[str, str, list[float]]  # a name, a colour, and a value for each rate
@@ -223,8 +222,8 @@ def table_row(one: RateResult) -> str:
     """Returns a line of the table below `HEAD`."""
     errors = ", ".join(f"{count} {word}" for word, count in one.errors.items())
     counts = f"{one.num_answered} of {one.num_requests}"
-    times = f"{_times(one.first_token):<32}{_times(one.per_token):<32}"
-    return f"{one.rate:>10g}{counts:>12}{one.tokens_per_second:>10.0f}   {times}{errors}".rstrip()
+    times = f"{_times(one.first_token)}  {_times(one.per_token)}"
+    return f"{one.rate:>10g}{counts:>12}{one.tokens_per_second:>9.0f}  {times}  {errors}".rstrip()
 
 
 def svg(results: Sequence[RateResult], title: str) -> str:
@@ -296,8 +295,5 @@ def _ticks(smallest: float, largest: float) -> list[float]:
 
 
 def _times(by_percentile: dict[str, float]) -> str:
-    return ", ".join(_words(seconds) for seconds in by_percentile.values()) or "–"
-
-
-def _words(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+    found = "".join(f"{seconds * 1e3:>8,.{0 if seconds >= 1 else 1}f}" for seconds in by_percentile.values())
+    return f"{found or '–':<{TIMES_WIDTH}}"

@@ -233,7 +233,7 @@ def _record_of_launcher(rank_info: RankInfo, say: Say) -> ServedRecord:
 def _join(rank_info: RankInfo, spec: ServingSpec, plan: Plan) -> Mesh:
     """Join the other ranks, with a status page by which hangs are found."""
     if rank_info.rank > 0:
-        for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 tells when to end
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # rank 0 tells when to end
             signal.signal(number, signal.SIG_IGN)
     kind = cast(Literal["cpu", "cuda"], spec.device)
     device = init_process_group(rank_info, kind, RANK_TIMEOUT, spec.share_gpus)

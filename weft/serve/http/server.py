@@ -1,8 +1,8 @@
 """The HTTP server: listens, and stops without losing what it has begun.
 
-On SIGTERM or Ctrl-C it takes no more requests (503) and finishes those that it has, for at most `drain_seconds`: an
-HTTP request may ask for several answers, one after the other. A second signal stops it at once. If the engine fails, it
-tells those who wait, and stops.
+On SIGTERM, SIGHUP or Ctrl-C it takes no more requests (503) and finishes those that it has, for at most
+`drain_seconds`: an HTTP request may ask for several answers, one after the other. A second signal stops it at once. If
+the engine fails, it tells those who wait, and stops.
 
 uvicorn waits for a request's head for ever. Here a connection that waits longer than `WAIT_SECONDS` for a whole head is
 closed, however it sends its bytes, and so is one that reads no answer. When all places are taken, the connection that
@@ -15,10 +15,12 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -171,6 +173,21 @@ class HttpServer(uvicorn.Server):
             task.cancel()
         self._worker.close()
         await super().shutdown(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """A terminal that is closed stops the server too, unless nohup has SIGHUP ignored."""
+        is_main = threading.current_thread() is threading.main_thread()
+        before = signal.getsignal(signal.SIGHUP)
+        heeds = is_main and before is not signal.SIG_IGN
+        if heeds:
+            signal.signal(signal.SIGHUP, self.handle_exit)
+        try:
+            with super().capture_signals():
+                yield
+        finally:
+            if heeds:
+                signal.signal(signal.SIGHUP, before)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """On a signal."""
