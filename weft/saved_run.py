@@ -22,8 +22,9 @@ from weft.checkpoint import Checkpoint, latest, steps
 from weft.checkpoint.file_hashes import file_hashes
 from weft.checkpoint.folder import step_name
 from weft.checkpoint.manifest import MANIFEST
+from weft.data.chat_template import load_template
 from weft.data.config import ChatConfig, Data, DataConfig, as_saved, data_class, data_from_table, is_of_earlier_tokens
-from weft.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
+from weft.data.tokenizer import FileTokenizer, Tokenizer, identity_of, load_tokenizer
 from weft.errors import CheckpointError, ConfigError, DamagedError, DataError, NumbersError, WeftError
 from weft.inspection.model_tensors import saved_buffers
 from weft.models import LanguageConfig, ModelConfig, config_from_table, read_config, weight_reader
@@ -55,6 +56,7 @@ class Source:
     data: Mapping[str, Any]
     read: Callable[[str], Tensor]
     files: tuple[Path, ...]
+    checkpoint: Checkpoint | None = None  # None for a Hugging Face folder
 
 
 def open_source(folder: Path) -> Source:
@@ -74,7 +76,7 @@ def open_source(folder: Path) -> Source:
         )
     checkpoint = open_checkpoint(folder)
     config, read = saved_model(checkpoint), saved_values(checkpoint)
-    return Source(folder, config, _tokens_of(checkpoint), read, (checkpoint.path / MANIFEST,))
+    return Source(folder, config, _tokens_of(checkpoint), read, (checkpoint.path / MANIFEST,), checkpoint)
 
 
 def _tokens_of(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -100,6 +102,10 @@ def with_tokenizer(table: Mapping[str, Any], source: Source) -> Mapping[str, Any
         return table
     if not source.data:
         raise ConfigError(f"model.from = '{source.folder}' has no {TOKENIZER_FILE}; give data.tokenizer")
+    if source.checkpoint is not None:
+        load_saved_tokenizer(source.checkpoint)  # refuses another one
+        if "template" not in table:
+            refuse_other_template(source.checkpoint)
     keys = {field.name for field in fields(kind)}
     return {**{key: value for key, value in source.data.items() if key in keys}, **table}
 
@@ -220,7 +226,22 @@ def saved_end_token(checkpoint: Checkpoint) -> str | None:
 def load_saved_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     """Returns the tokenizer of a checkpoint's run, with the run's special tokens."""
     adds, spec = saved_data(checkpoint).add_special_tokens, saved_tokenizer(checkpoint)
-    return load_tokenizer(spec, end_token=saved_end_token(checkpoint), adds_special_tokens=adds)
+    found = load_tokenizer(spec, end_token=saved_end_token(checkpoint), adds_special_tokens=adds)
+    _refuse_other(checkpoint, "tokenizer", spec, identity_of(found))
+    return found
+
+
+def _refuse_other(checkpoint: Checkpoint, kind: str, path: str, found: str) -> None:
+    """Raises DataError if a file is not the one that made the texts of a checkpoint's run. An earlier weft did not say
+    which one that was.
+    """
+    samples = checkpoint.state.get("data")
+    wanted = samples.get(kind) if isinstance(samples, dict) else None
+    if wanted is not None and wanted != found:
+        raise DataError(
+            f"{path} is another {kind} than that with which {checkpoint.path} was trained; put that one there again, "
+            f"or name it"
+        )
 
 
 def saved_template(checkpoint: Checkpoint) -> str | None:
@@ -229,6 +250,29 @@ def saved_template(checkpoint: Checkpoint) -> str | None:
     if not isinstance(data, ChatConfig) or data.template is None:
         return None
     return _place(checkpoint, data.template)
+
+
+def refuse_other_template(checkpoint: Checkpoint) -> None:
+    """Raises DataError if the chat template that a checkpoint's run names is there, and is not the one that wrote the
+    run's texts.
+    """
+    path = saved_template(checkpoint)
+    template = load_template(path, "bytes") if path is not None and Path(path).is_file() else None
+    if template is not None:
+        _refuse_other(checkpoint, "template", str(path), template.identity)
+
+
+def refuse_changed_data(checkpoint: Checkpoint, fingerprint: str) -> None:
+    """Raises DataError if the data of a checkpoint's run is not what it was trained on: what is held out of it now may
+    have been trained on. Runs of an earlier weft had other tokens of the same texts, and do not say which.
+    """
+    found = checkpoint.stated("data", dict)
+    is_comparable = "tokenizer" in found or not isinstance(saved_samples(checkpoint), DataConfig)
+    if is_comparable and found.get("fingerprint") != fingerprint:
+        raise DataError(
+            f"the data of {checkpoint.path} is not what it was trained on, and what is held out of it now may have "
+            f"been trained on; put that data there again, or give --data"
+        )
 
 
 def places_of(checkpoint: Checkpoint) -> dict[str, str]:

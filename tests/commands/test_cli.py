@@ -392,7 +392,7 @@ def test_a_run_from_its_start_to_fresh(run_file: Path, weft: Weft, monkeypatch: 
     assert left.out.count("per device (predicted): ") == 1
     assert "predicted memory per device" not in left.out  # the tables are those of weft plan
     assert "not done under a launcher" not in left.out
-    assert re.search(r"saved step 5 in \d s\n[^a-z]*the model continues 'def ' \(in \d+ s\):", left.out)
+    assert re.search(r"saved step 5 in \d s\n[^a-z]*the model continues '[^']+' \(in \d+ s\):", left.out)
     assert left.out.index("held out") < left.out.index("step 1/5")
     first = losses(Path("run"))
 

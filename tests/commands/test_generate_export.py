@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from chats_for_tests import BOS, EOS, write_tokenizer
+from chats_for_tests import BOS, EOS, TEMPLATE, write_tokenizer
 from runs_for_tests import losses, make_run, train_on_ranks, write_run_file
 from safetensors.torch import load_file
 from tokenizers_for_tests import theirs, write_family
@@ -27,6 +29,9 @@ from weft.saved_run import open_checkpoint, places_of
 from weft.schema import to_table
 from weft.serve.generate import generate
 from weft.serve.loading import load_for_generation, load_model
+from weft.serve.spec import ServingSpec
+from weft.train.batches import prepare_data
+from weft.train.checkpoints import checkpoint_values
 
 pytestmark = pytest.mark.processes
 
@@ -404,3 +409,40 @@ def test_a_relative_template_is_that_of_the_run_from_anywhere(tmp_path: Path, mo
     given = run_from_tables({**tables, "data": {**data, "template": "chat.jinja"}}, {}, "again").data
     assert isinstance(given, ChatConfig)
     assert given.template == "chat.jinja", "what a run file says is meant from where it is read"
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "template"])
+def test_another_file_where_the_runs_was_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """As after a run was moved, when the current folder has a file of that name. It made other texts, silently."""
+    monkeypatch.chdir(tmp_path)
+    Path("own").mkdir()
+    write_tokenizer(Path("own"))
+    Path("chat.jinja").write_text(TEMPLATE)
+    Path("rows.jsonl").write_text((json.dumps({"prompt": "a", "completion": "b"}) + "\n") * 9)
+    data = {"kind": "chat", "source": "rows.jsonl", "sequence": 8, "tokenizer": "own", "template": "chat.jinja"}
+    tables = {"model": to_table(CONFIG), "data": {**data, "cache": "cache"}, "train": {"steps": 1, "batch": 1}}
+    run = run_from_tables(tables, {}, "first")
+    state = checkpoint_values(run, "id", prepare_data(run), 1, "", {})
+    named = build(CONFIG).named_parameters()
+    pieces = [Piece(name, "parameter", Region.whole(tuple(p.shape)), p.detach().fill_(0.5)) for name, p in named]
+    Saver(Path("runs/first/checkpoints"), 0, 1, "abcd").save(1, pieces, state, asynchronous=False)
+
+    folder = Path("runs/first")
+    again = {**tables, "model": {"from": str(folder)}}
+    without = {key: value for key, value in data.items() if key != kind}
+    started = {**again, "data": {key: without[key] for key in ("kind", "source", "sequence")}}
+    uses: list[Callable[[], object]] = [
+        lambda: load_model(folder),
+        lambda: run_from_tables(started, {}, "again"),
+        lambda: export(folder, tmp_path / f"model-{len(list(tmp_path.iterdir()))}"),
+    ]
+    for use in uses:
+        use()
+    changed = Path("own/tokenizer.json" if kind == "tokenizer" else "chat.jinja")
+    changed.write_text(changed.read_text() + " ")
+    for use in uses:
+        with pytest.raises(DataError, match=rf"(own|chat.jinja) is another {kind} than that with which .* was trained"):
+            use()
+    given = {"tokenizer": "own"} if kind == "tokenizer" else {"chat_template": "chat.jinja"}
+    load_model(folder, ServingSpec(**given))
+    run_from_tables({**again, "data": data}, {}, "again")

@@ -43,3 +43,36 @@ def test_the_sample_continues_a_prompt_of_the_data(
     assert isinstance(tokens, list)
     shown = ["serve"] if suggested is None else ["generate", "--prompt", suggested]
     assert [word for word in command if word != "runs/sample"] == ["weft", *shown]
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "own"])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("roses are red, violets blue\n", "roses are red,"), ("数数数数数数数\n", "数数数数"), ("\x00\n", None)],
+)
+def test_the_sample_of_texts_continues_held_out_words(
+    tmp_path: Path, tokenizer: str, text: str, words: str | None
+) -> None:
+    """`def ` was continued whatever the texts were; it stays for Python's library, and where there are no words."""
+    folder = write_family(tmp_path / "own", "llama3", TEMPLATE)
+    (tmp_path / "texts").mkdir()
+    for number in range(20):
+        (tmp_path / "texts" / f"{number}.txt").write_text(text * 9)
+    data = {
+        "source": str(tmp_path / "texts"),
+        "sequence": 31,
+        "tokenizer": str(folder) if tokenizer == "own" else "bytes",
+    }
+    tables = {
+        "model": {"architecture": "llama", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
+        "data": {**data, "cache": str(tmp_path / "cache"), "held_out": 0.5},
+        "train": {"steps": 1, "batch": 1},
+    }
+    tables["model"]["intermediate_size"] = 8
+    prompt, shown, command = _sample_prompt(run_from_tables(tables, {}, "sample"))
+    if words is None:
+        assert (prompt, shown, command[-1]) == ("def ", "def ", "import ")
+    else:
+        assert prompt == shown == command[-1]
+        assert words.startswith(prompt[:4])
+        assert prompt in text

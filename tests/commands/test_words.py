@@ -131,6 +131,11 @@ def test_a_run_is_measured_on_what_it_held_out(run_file: Path, weft: Weft) -> No
     assert found["loss"] == pytest.approx(trained["loss"], rel=1e-5)
     assert found["targets"] == 11 * 24
     assert "--kind and --sequence say how --data is read" in weft("evaluate", "run", "--sequence", 8).err
+    text = run_file.with_name("text.txt")
+    text.write_text(text.read_text()[::-1])
+    changed = weft("evaluate", "run")
+    assert "is not what it was trained on, and what is held out of it now may have been trained on" in changed.err
+    assert weft("evaluate", "run", "--data", text, "--json").json["targets"] > 0
 
 
 @pytest.fixture

@@ -156,7 +156,7 @@ WRONG_REQUESTS: list[tuple[str, Any]] = [
     *(("max_tokens", value) for value in (None, 1.5, "1", math.nan, True)),
     *(("tokens", value) for value in (None, "ab", [1], (1.0,), ("1",), (None,), (True,))),
     *(("stop_tokens", value) for value in (None, [1], frozenset(["a"]), frozenset([1.0]))),
-    *((key, value) for key in ("name", "tenant", "adapter") for value in (None, 1)),
+    *((key, value) for key in ("name", "tenant", "adapter") for value in (None, 1, "half a pair: \ud800")),
     *(("json_schema", value) for value in (1, {"type": "object"})),
     ("grammar", 1),
     ("sampling", None),

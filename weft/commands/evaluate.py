@@ -16,7 +16,7 @@ from weft.errors import ConfigError
 from weft.mesh import Mesh
 from weft.models.hf_config import CONFIG_FILE
 from weft.run_file import Run, run_from_tables
-from weft.saved_run import open_checkpoint, places_of, saved_data, saved_samples
+from weft.saved_run import open_checkpoint, places_of, refuse_changed_data, saved_data, saved_samples
 from weft.schema import parse_toml, to_table
 from weft.step.objective import CLASSIFICATION
 from weft.step.train_step import evaluate
@@ -50,6 +50,7 @@ def evaluate_folder(
     if source is None:
         if data.held_out is None:
             raise ConfigError(f"{folder} has held out nothing of its data; give --data")
+        refuse_changed_data(open_checkpoint(folder), data.fingerprint)
         samples, number = data.held_out, min(run.train.evaluate_sequences, len(data.held_out))
     rows = [np.arange(begin, min(begin + ROWS, number)) for begin in range(0, number, ROWS)]
     batches = [tuple(tensor.to(device) for tensor in samples.get(row)) for row in rows]

@@ -23,6 +23,7 @@ from weft.models.hf_config import GENERATION_FILE, generation_config
 from weft.models.lora import is_adapter
 from weft.saved_run import (
     load_saved_tokenizer,
+    refuse_other_template,
     saved_data,
     saved_end_token,
     saved_model,
@@ -109,6 +110,7 @@ def _files(checkpoint: Checkpoint) -> dict[str, Path | str]:
         assert isinstance(data, ChatConfig)
         _refuse_missing("chat template", str(data.template), Path(template))
         files[TEMPLATE_FILE] = Path(template)
+    refuse_other_template(checkpoint)
     tokenizer = load_saved_tokenizer(checkpoint)
     if (
         isinstance(tokenizer, FileTokenizer)

@@ -19,7 +19,7 @@ from weft.mesh import Mesh
 from weft.models.hf import new_folder
 from weft.parallel.apply import parallelize
 from weft.run_file import Run, run_from_tables
-from weft.saved_run import places_of, saved_config, saved_samples
+from weft.saved_run import places_of, refuse_changed_data, saved_config, saved_samples
 from weft.schema import parse_toml, to_table
 from weft.step.task import task_of
 from weft.step.train_step import evaluate
@@ -40,6 +40,8 @@ def evaluate_images(checkpoint: Checkpoint, source: Path | None) -> dict[str, An
     data = prepare_data(run)
     if source is not None:
         data = replace(data, held_out=data.train)
+    else:
+        refuse_changed_data(checkpoint, data.fingerprint)
     if data.held_out is None:
         raise ConfigError(f"{checkpoint.path} has held out nothing of its data; give --data")
     batches = data.evaluation_batches(run, mesh["batch"], mesh.device)

@@ -32,7 +32,8 @@ from weft.commands.jobs import prove
 from weft.commands.out_of_memory import out_of_memory, refuse_if_too_large
 from weft.commands.output import byte_progress, print_text
 from weft.commands.run_planning import ask_for, fit_to_ranks, has_layout, planning_cluster, with_plan
-from weft.data.tokenizer import encode_text
+from weft.data.config import DataConfig
+from weft.data.tokenizer import REPLACEMENT, encode_text
 from weft.errors import UNFINISHED, ConfigError, DamagedError, LocalError
 from weft.launch.environment import RankInfo, is_elastic, take_device
 from weft.launch.folder_lock import locked, refuse_if_used
@@ -54,6 +55,7 @@ from weft.train.timeline import refuse_timeline
 
 MAX_VERIFIED_RANKS = 8
 MAX_PROMPT_CHARACTERS = 200  # of a command that is suggested
+SAMPLE_TOKENS = 32  # of a text that a sample continues, at most
 SAMPLE_SECONDS = 5.0  # at most, once the model is loaded
 
 
@@ -337,15 +339,30 @@ def _show_sample(
 def _sample_prompt(run: Run) -> tuple[str | list[int], str, list[str]]:
     """Returns what a sample continues, for `generate`, and as a text; and a command that gives more text."""
     generate = ["weft", "generate", str(run.folder), "--prompt"]
-    tokens = sample_prompt(run, prepare_data(run))
+    data = prepare_data(run)
+    tokens = sample_prompt(run, data)
     if tokens is None:
-        return PROMPT, PROMPT, [*generate, "import "]
+        words = _first_words(run, data)
+        return (PROMPT, PROMPT, [*generate, "import "]) if words is None else (words, words, [*generate, words])
     tokenizer = run.tokenizer
     texts = [tokenizer.decode(np.array(tokens), skip_special_tokens=skips) for skips in (True, False)]
     for text in texts:
         if len(text) <= MAX_PROMPT_CHARACTERS and encode_text(tokenizer, text) == tokens:
             return tokens, texts[1], [*generate, text]
     return tokens, texts[1], ["weft", "serve", str(run.folder)]  # chats, which its template writes
+
+
+def _first_words(run: Run, data: TrainingData) -> str | None:
+    """Returns the first words of held-out text; None for the text of Python's library, and for what cannot be typed."""
+    assert isinstance(run.data, DataConfig)
+    if run.data.source == "stdlib":
+        return None
+    samples = data.train if data.held_out is None else data.held_out
+    tokens = samples.get(np.arange(1))[0][0][: min(SAMPLE_TOKENS, run.data.sequence // 2)].numpy()
+    lines = run.tokenizer.decode(tokens).strip().splitlines()
+    whole = lines[0].partition(REPLACEMENT)[0] if lines else ""
+    words = whole.rpartition(" ")[0] or whole
+    return words if words and words.isprintable() else None
 
 
 def _other_plan_to_price(run: Run) -> tuple[str, ...]:

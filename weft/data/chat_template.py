@@ -103,6 +103,11 @@ class ChatTemplate:
         return "".join(recording.texts)
 
     @property
+    def identity(self) -> str:
+        """A hash of the template's text."""
+        return hashlib.sha256(self.source.encode()).hexdigest()
+
+    @property
     def marks_answers(self) -> bool:
         """Does the template have `{% generation %}`?"""
         return "endgeneration" in self.source

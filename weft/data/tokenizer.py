@@ -296,6 +296,11 @@ def marks_in_words(tokenizer: Tokenizer) -> str:
     return f"each text is between {before} and {after}" if before else f"each text ends with {after}"
 
 
+def identity_of(tokenizer: Tokenizer) -> str:
+    """Returns a text that differs if the tokenizer's file does, or the token that ends a document."""
+    return tokenizer.fingerprint.partition(" ends a document")[0]
+
+
 def load_tokenizer(
     spec: str | Path, *, end_token: str | None = None, adds_special_tokens: bool = True
 ) -> ByteTokenizer | FileTokenizer:

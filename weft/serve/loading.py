@@ -21,6 +21,7 @@ from weft.models.hf import FolderWeights
 from weft.saved_run import (
     load_saved_tokenizer,
     open_checkpoint,
+    refuse_other_template,
     saved_data,
     saved_model,
     saved_template,
@@ -227,6 +228,8 @@ def _saved_folder(path: Path, spec: ServingSpec, say: Say, ranks: ServingRanks |
 
 def _saved_checkpoint(checkpoint: Checkpoint, spec: ServingSpec) -> _Saved:
     """Reads what a checkpoint of a run has, but for the values of its weights."""
+    if spec.tokenizer is None and spec.chat_template is None:
+        refuse_other_template(checkpoint)
     return _Saved(
         checkpoint.path,
         saved_model(checkpoint),

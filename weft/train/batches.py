@@ -23,7 +23,7 @@ from weft.data.images import ImageRegion, Images, can_hash, contents_hash, open_
 from weft.data.order import batch_indices, coin, epochs_of, local_indices
 from weft.data.slides import slide_folder
 from weft.data.sources import documents
-from weft.data.tokenizer import marks_in_words
+from weft.data.tokenizer import identity_of, marks_in_words
 from weft.data.tokens import Sequences, token_cache
 from weft.errors import DataError
 from weft.inspection.parameter_cut import share
@@ -64,6 +64,7 @@ class TrainingData:
     skipped: Mapping[str, str] = field(default_factory=dict)
     files: tuple[Path, ...] = ()
     contents: str = ""
+    made_with: Mapping[str, str] = field(default_factory=dict)  # what the tokenizer and the chat template are known by
 
     def with_contents(self, folder: Path) -> TrainingData:
         """Returns the data with the hash of its files, which the run in `folder` compares when it resumes."""
@@ -173,7 +174,10 @@ def _prepare_chats(run: Run, data: ChatConfig, progress: Progress | None) -> Tra
     found = packed_chats(source, renderer, packer, data.sequence, data.held_out, Path(data.cache), progress)
     held_out = found.held_out if len(found.held_out) else None
     about = _joined(source.description, found.note, marks_in_words(renderer.tokenizer))
-    return TrainingData(found.train, held_out, found.fingerprint, about)
+    made_with = {"tokenizer": identity_of(renderer.tokenizer)}
+    if renderer.template is not None:
+        made_with["template"] = renderer.template.identity
+    return TrainingData(found.train, held_out, found.fingerprint, about, made_with=made_with)
 
 
 def _prepare_text(run: Run, data: DataConfig, progress: Progress | None) -> TrainingData:
@@ -184,7 +188,7 @@ def _prepare_text(run: Run, data: DataConfig, progress: Progress | None) -> Trai
     if data.held_out > 0:
         held_out = Sequences(tokens.held_out, data.sequence, name="held-out data")
     about = _joined(source.description, marks_in_words(tokenizer))
-    return TrainingData(train, held_out, tokens.fingerprint, about)
+    return TrainingData(train, held_out, tokens.fingerprint, about, made_with={"tokenizer": identity_of(tokenizer)})
 
 
 def _joined(*texts: str) -> str:

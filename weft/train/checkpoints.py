@@ -130,7 +130,12 @@ def checkpoint_values(
     """Returns the values of a checkpoint other than its tensors. `numbers` is the state of the policy on bad steps."""
     return {
         "run_id": run_id,
-        "data": {"fingerprint": data.fingerprint, "contents": data.contents, "samples": step * run.split.batch},
+        "data": {
+            "fingerprint": data.fingerprint,
+            "contents": data.contents,
+            "samples": step * run.split.batch,
+            **data.made_with,
+        },
         "numbers": dict(numbers),
         "seed": run.train.seed,
         "model": to_table(run.model),

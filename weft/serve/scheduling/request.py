@@ -135,7 +135,7 @@ def check_request(request: Request, context_length: int, num_tokens: int) -> Non
 def _check_kinds(request: Request) -> None:
     """Raise RequestError for a value of another kind, which would fail in the step of all requests."""
     rules: list[tuple[str, Any, bool, str]] = [
-        (key, value, isinstance(value, str), "a text")
+        (key, value, _is_text(value), "a text")
         for key, value in (("name", request.name), ("tenant", request.tenant), ("adapter", request.adapter))
     ]
     schema, grammar = request.json_schema, request.grammar
@@ -188,6 +188,11 @@ def check_sampling(sampling: Sampling, num_tokens: int) -> None:
                 f"logit_bias of token {token!r:.100} is {value!r:.100}; give numbers from {-MAX_BIAS:g} to "
                 f"{MAX_BIAS:g}, or minus infinity, for tokens 0 to {num_tokens - 1}",
             )
+
+
+def _is_text(value: Any) -> bool:
+    """Is a value a text that has bytes, without half of a surrogate pair? A tenant's are hashed."""
+    return isinstance(value, str) and value == value.encode(errors="ignore").decode()
 
 
 def _are_integers(values: Any) -> bool:
