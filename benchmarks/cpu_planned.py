@@ -48,6 +48,7 @@ from weft.models import DecoderConfig, build
 from weft.models.recurrent import RecurrentModel
 from weft.planner.serving_cpu import predict_decode
 from weft.schema import build_dataclass
+from weft.serve.cpu_costs import CpuCosts
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.head.graph_head import GraphHead
 from weft.serve.head.vocabulary_graph import build_graph
@@ -132,8 +133,8 @@ def decodes(name: str, config: LanguageConfig, ways: Sequence[Any], timed: Calla
         measured = median(found)
         what = f"{name}, {weights or dtype}" + (f", head {head}" if head else "")
 
-        def predict(rates: DecodeRates, given: Any = (dtype, length, weights, head)) -> float:
-            return predict_decode(config, rates, *given).seconds
+        def predict(rates: DecodeRates, given: Any = (config, dtype, weights, head)) -> float:
+            return predict_decode(CpuCosts(*given), rates, length).seconds
 
         yield what, measured, predict
 

@@ -23,11 +23,13 @@ from weft.cluster.hardware import load
 from weft.models.catalog import load_model
 from weft.plan import Plan
 from weft.planner.kernels import LAUNCH_SECONDS
-from weft.planner.lean_kernels import MORE_KERNELS, decode_reads
+from weft.planner.lean_kernels import cache_seconds
 from weft.planner.serving import ServingModel
 from weft.planner.serving_speculation import price_speculation
 from weft.serve.attention.formats import CacheFormat, Loki
 from weft.serve.attention.four_bits import FourBitStorage
+from weft.serve.attention.reads import cache_reads
+from weft.serve.costs import MORE_KERNELS
 from weft.serve.spec import ServingSpec
 
 RESULTS = Path(__file__).parent / "results"
@@ -74,7 +76,7 @@ def attention(lean: dict[str, Any]) -> Iterator[Row]:
         (CacheFormat(loki=Loki(torch.zeros(1))), lean["loki"]["seconds"]),
     )
     for form, measured in formats:
-        seconds, _ = decode_reads(kernels, form, number, number * each, (32, 8, 128))
+        seconds = cache_seconds(kernels, cache_reads(form, number, number * each, (32, 8, 128), 2))
         seconds += MORE_KERNELS[form.name] * LAUNCH_SECONDS
         yield f"attention of {number} × {each:,} tokens, {form.name}: ms", 1e3 * seconds, 1e3 * measured
 

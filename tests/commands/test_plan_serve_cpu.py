@@ -17,6 +17,7 @@ from weft.models import RecurrentModel, save_folder, write_config
 from weft.models.catalog import load_model
 from weft.planner.serving_cpu import predict_decode
 from weft.serve.attention.formats import Loki, save_loki
+from weft.serve.cpu_costs import CpuCosts
 from weft.serve.head import graph_head
 from weft.serve.head.graph_head import GraphHead
 from weft.serve.head.vocabulary_graph import VocabularyGraph
@@ -33,7 +34,8 @@ def machine(tmp_path: Path) -> Path:
 def test_a_preset_is_priced_in_json_and_in_words(weft: Weft, machine: Path) -> None:
     given = ("plan", "--serve", "--model", MODEL, "--cluster", machine, "--prompt", 100, "--output", 40)
     found = weft(*given, "--weights", "int4", "--head", "int8", "--json").json
-    expected = predict_decode(load_model(MODEL), made_up_rates(), "float32", 120, "int4", "int8")  # type: ignore[arg-type]
+    costs = CpuCosts(load_model(MODEL), "float32", "int4", "int8")  # type: ignore[arg-type]
+    expected = predict_decode(costs, made_up_rates(), 120)
     assert found["tokens_per_second"] == pytest.approx(expected.tokens_per_second)
     assert found["seconds_by_cause"] == pytest.approx(dict(expected.seconds_by_cause))
     assert (found["weights"], found["head"], found["threads"], found["tokens"]) == ("int4", "int8", 1, 120)
@@ -77,14 +79,15 @@ def test_folders_are_priced_by_their_config_alone(
     given = ("plan", "--serve", "--cluster", machine, "--json", "--model")
     found = weft(*given, tmp_path / "gru").json
     assert found["tokens_per_second"] == pytest.approx(
-        predict_decode(model.config, made_up_rates(), "float32", 640).tokens_per_second
+        predict_decode(CpuCosts(model.config, "float32"), made_up_rates(), 640).tokens_per_second
     )
     (tmp_path / "llama").mkdir()
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     about = {"architectures": ["LlamaForCausalLM"], "vocab_size": 300, "max_position_embeddings": 768, **sizes}
     about |= {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False, "hidden_act": "silu"}
     (tmp_path / "llama" / "config.json").write_text(json.dumps(about))
-    expected = predict_decode(DecoderConfig(vocab_size=300, **sizes), made_up_rates(), "float32", 640)  # type: ignore[arg-type]
+    costs = CpuCosts(DecoderConfig(vocab_size=300, **sizes), "float32")  # type: ignore[arg-type]
+    expected = predict_decode(costs, made_up_rates(), 640)
     assert weft(*given, tmp_path / "llama").json["tokens_per_second"] == pytest.approx(expected.tokens_per_second)
     monkeypatch.setattr("weft.serve.loading.computes_in", lambda folder: torch.bfloat16)  # as a run may have saved it
     assert weft(*given, tmp_path / "llama").json["precision"] == "bf16"
@@ -210,7 +213,7 @@ def test_bench_machine_measures_decodes_if_asked(monkeypatch: pytest.MonkeyPatch
 
 
 def test_options_that_a_plan_would_ignore_are_refused(weft: Weft) -> None:
-    for given in (("--report", "a"), ("--where", "pipe=1"), ("--write", "a"), ("--timeline",), ("--what-if",)):
+    for given in (("--best", "cost"), ("--where", "pipe=1"), ("--write", "a"), ("--timeline",), ("--what-if",)):
         refused = weft("plan", "--model", MODEL, "--serve", *given)
         assert refused.status == 2
         assert f"{given[0]} is about training, and --serve plans to serve" in refused.err
@@ -224,3 +227,10 @@ def test_the_folder_of_a_machine_file_is_there_before_anything_is_measured(tmp_p
     refused = weft("bench", "machine", "--write", tmp_path / "none" / "machine.toml")
     assert refused.status == 2
     assert f"the folder {tmp_path / 'none'} does not exist; make it" in refused.err
+
+
+def test_a_service_on_a_cpu_is_refused(weft: Weft, machine: Path) -> None:
+    for given in (("--rate", 1), ("--report", "a"), ("--first-token", 1)):
+        refused = weft("plan", "--model", MODEL, "--serve", "--cluster", machine, *given)
+        assert refused.status == 2
+        assert "a CPU has prices of one request, and none of a service" in " ".join(refused.err.split())

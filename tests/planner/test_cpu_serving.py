@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +22,12 @@ from decode_rates_for_tests import (
 
 from weft.architectures import GPT2Config
 from weft.architectures.recurrent import RecurrentConfig
-from weft.cluster.decode_rates import AttentionTimes, LayerTimes, ProductRates
+from weft.cluster.decode_rates import AttentionTimes, DecodeRates, LayerTimes, ProductRates
 from weft.errors import ConfigError, PlanError
 from weft.models import DecoderConfig
-from weft.planner.serving_cpu import held_bytes, kept_bytes, predict_decode, refuse_size
+from weft.planner import serving_cpu
+from weft.planner.serving_cpu import CpuDecode
+from weft.serve.cpu_costs import CpuCosts, kept_bytes
 from weft.serve.head.graph_head import GraphHead
 from weft.serve.head.vocabulary_graph import VocabularyGraph
 from weft.serve.model.recurrent import TABLE_BYTES
@@ -50,6 +53,16 @@ GRAPH = GraphHead(
     3.0,
     80.0,
 )
+
+
+def predict_decode(
+    config: Any, rates: DecodeRates, dtype: str, length: int, weights: str | None = None, head: Any = None
+) -> CpuDecode:
+    return serving_cpu.predict_decode(CpuCosts(config, dtype, weights, head), rates, length)
+
+
+def held_bytes(config: Any, dtype: str, length: int, *given: Any) -> int:
+    return CpuCosts(config, dtype, *given).held_bytes(length)
 
 
 def test_a_decode_of_a_llama_is_the_sum_of_its_parts() -> None:
@@ -244,9 +257,9 @@ def test_what_has_no_price_and_what_does_not_fit_is_refused() -> None:
             ConfigError, match="int4 keeps weights with 240 inputs in groups of 16, which a CPU decodes"
         ):
             predict_decode(odd, rates, "float32", 10, *given)
-    refuse_size(LLAMA, "float32", held_bytes(LLAMA, "float32", 10), 10)
+    CpuCosts(LLAMA, "float32").refuse_size(held_bytes(LLAMA, "float32", 10), 10)
     with pytest.raises(PlanError, match=r"of weights and cache do not fit the machine's 0\.0 GB; take a smaller model"):
-        refuse_size(LLAMA, "float32", 10**6, 10)
+        CpuCosts(LLAMA, "float32").refuse_size(10**6, 10)
 
 
 def test_codes_are_held_twice_and_the_head_stays_beside_a_graph() -> None:

@@ -11,8 +11,9 @@ from weft.cluster.hardware import load
 from weft.models import DecoderConfig
 from weft.plan import Plan
 from weft.planner.kernels import LAUNCH_SECONDS
-from weft.planner.lean_kernels import expert_products, routing_seconds
+from weft.planner.lean_kernels import product_seconds, routing_seconds
 from weft.planner.serving import ServingModel
+from weft.serve.costs import expert_product, routing
 from weft.serve.spec import ServingSpec
 from weft.serve.weights.weight_formats import FORMATS, weight_bytes
 
@@ -47,13 +48,13 @@ def test_decodes_of_experts_are_predicted_as_measured_on_an_h200(shape: str, num
 def test_the_router_and_the_order_of_rows_of_few_tokens_have_prices() -> None:
     config = DecoderConfig(vocab_size=32000, **EXPERTS["64 experts of 1408, 6 used, 16 layers"])  # type: ignore[arg-type]
     model = ServingModel(config, load("h200:1x1"), Plan(), "bf16")
-    kernels, form = model.kernels, FORMATS["int4"]
-    one, few, many, most = (routing_seconds(kernels, form, number, model.sizes) for number in (1, 16, 22, 65))
+    kernels, form, sizes = model.kernels, FORMATS["int4"], model.costs.sizes
+    one, few, many, most = (routing_seconds(kernels, routing(form, number, sizes, 2)) for number in (1, 16, 22, 65))
     assert one == pytest.approx(2 * 64 * 2048 / (kernels.bytes_per_second / 132) + 2e-6)
     assert few == pytest.approx(one + 1e-6 + 1.3e-10 * 128 * (128 + 64))
     assert many == pytest.approx(one + 8 * LAUNCH_SECONDS)  # 132 pairs are more than one program orders
     assert most == 14 * LAUNCH_SECONDS
-    assert routing_seconds(kernels, None, 1, model.sizes) == 15 * LAUNCH_SECONDS
+    assert routing_seconds(kernels, routing(None, 1, sizes, 2)) == 15 * LAUNCH_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -76,6 +77,7 @@ def test_experts_are_priced_by_the_kernel_that_reads_them(
         FORMATS[kind] if kind else None,
     )
     rows = 4.0 if tokens == 16 else 1.0
-    seconds, stored = expert_products(kernels, form, tokens, rows, inner, 1024, 3.0)
+    found = expert_product(form, 2, tokens, rows, inner, 1024, 3.0)
+    seconds, stored = product_seconds(kernels, found), 3 * found.weight_bytes
     assert stored == 3 * (2 * inner * 1024 if form is None else weight_bytes(form, 1024, inner))
     assert seconds == pytest.approx(stored / (rate * kernels.bytes_per_second) + start)

@@ -16,14 +16,17 @@ from weft.models import DecoderConfig, write_config
 from weft.models.catalog import load_model
 from weft.plan import Context, Pipe, Plan, Tensor
 from weft.planner.kernels import LAUNCH_SECONDS
-from weft.planner.lean_kernels import MORE_KERNELS, decode_reads, packed_product, prompt_attention
+from weft.planner.lean_kernels import cache_seconds, product_seconds
 from weft.planner.serving import ServingModel, ServingWorkload
 from weft.planner.serving_search import predict_serving, search_serving, serving_plans
 from weft.planner.serving_speculation import price_speculation
 from weft.serve.attention.formats import CacheFormat, Loki, save_loki
 from weft.serve.attention.four_bits import FourBitStorage
+from weft.serve.attention.reads import cache_reads, prompt_part
+from weft.serve.costs import MORE_KERNELS, linear_product
 from weft.serve.scheduling.speculation import MAX_DRAFTS
 from weft.serve.spec import ServingSpec
+from weft.serve.weights.fast_path import Place
 from weft.serve.weights.weight_formats import weight_format
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -76,7 +79,8 @@ def test_attention_over_lean_caches_is_predicted_as_measured_on_an_h200() -> Non
     found = {}
     for name, form in formats.items():
         num_cached = four_bits["requests"] * four_bits["tokens_each"]
-        seconds, read = decode_reads(kernels, form, four_bits["requests"], num_cached, (32, 8, 128))
+        reads = cache_reads(form, four_bits["requests"], num_cached, (32, 8, 128), 2)
+        seconds, read = cache_seconds(kernels, reads), reads.page_bytes
         found[name] = seconds + MORE_KERNELS[name] * LAUNCH_SECONDS
         assert found[name] == pytest.approx(measured[name], rel=0.1), name
         assert read == num_cached * 8 * {"plain": 512, "int4": 144, "loki": 192}[name]  # the page's table
@@ -85,11 +89,12 @@ def test_attention_over_lean_caches_is_predicted_as_measured_on_an_h200() -> Non
         (CacheFormat(FourBitStorage(32)), 152, 0.223),
         (CacheFormat(FourBitStorage(128)), 136, 0.190),
     ):
-        seconds, read = decode_reads(kernels, form, four_bits["requests"], num_cached, (32, 8, 128))
+        reads = cache_reads(form, four_bits["requests"], num_cached, (32, 8, 128), 2)
+        seconds, read = cache_seconds(kernels, reads), reads.page_bytes
         assert read == num_cached * 8 * of_token
         seconds += MORE_KERNELS["int4"] * LAUNCH_SECONDS
         assert 1e3 * seconds == pytest.approx(measured_ms, rel=0.1)  # docs/measured/serving_gpu.md
-    short = [decode_reads(kernels, form, 1, 500, (32, 8, 128))[0] for form in formats.values()]
+    short = [cache_seconds(kernels, cache_reads(form, 1, 500, (32, 8, 128), 2)) for form in formats.values()]
     assert short[2] > short[0]  # all of a short request's tokens are chosen, after they are scored
 
 
@@ -101,9 +106,9 @@ def test_drafts_over_chosen_tokens_are_decodes_without_a_graph(tmp_path: Path) -
         for one in (None, f"loki={path}")
     )
     assert loki.draft_check_seconds(4, 8000) > loki.decode_seconds(8000)
-    assert loki.cache_bytes(0) == 32 * 8 * 576
-    assert loki.bytes_beside_pages(0) == 32 * 8 * 128 * 128 * 4
-    assert plain.bytes_beside_pages(0) == 0
+    assert loki.costs.cache_bytes(0) == 32 * 8 * 576
+    assert loki.costs.bytes_beside_pages(0) == 32 * 8 * 128 * 128 * 4
+    assert plain.costs.bytes_beside_pages(0) == 0
     assert plain.cache_tokens > loki.cache_tokens
 
 
@@ -177,7 +182,7 @@ def test_ranks_of_context_hold_a_share_of_each_request() -> None:
     )
     assert [any(line.startswith(words) for line in explain([given], cluster)) for given in (one, two)] == [False, True]
     plans = (Plan(), Plan(context=Context(2)))
-    steps = [ServingModel(LLAMA_8B, cluster, plan, "bf16")._step(0, 1, 10**6, (), 1) for plan in plans]
+    steps = [ServingModel(LLAMA_8B, cluster, plan, "bf16").step(0, 1, 10**6, (), 1) for plan in plans]
     whole, half = (step.by_cause["attention and its cache"] for step in steps)
     assert half == pytest.approx(whole / 2)
 
@@ -215,7 +220,7 @@ def test_weights_in_fewer_bits_are_decoded_for_each_step_without_bf16() -> None:
     )
     kernels, shape = plain.kernels, (4096, 14336)
     for count in (1, 16, 65):
-        times = [one._product(count, *shape)[0] for one in (plain, lean, rows)]
+        times = [product_seconds(kernels, one.costs.linear(count, *shape)) for one in (plain, lean, rows)]
         assert times[1] - times[0] == pytest.approx((24 + 9 / 16) * 4096 * 14336 / kernels.bytes_per_second)
         assert times[2] - times[0] == pytest.approx(5 * 4096 * 14336 / kernels.bytes_per_second, rel=1e-3)
     assert lean.decode_seconds(100) > plain.decode_seconds(100)
@@ -241,7 +246,7 @@ def test_experts_in_fewer_bits_are_priced_by_the_bytes_of_the_chosen_ones() -> N
     plain = ServingModel(config, cluster, Plan(), "bf16")  # type: ignore[arg-type]
     lean = ServingModel(config, cluster, Plan(), "bf16", ServingSpec(weights="int4"))  # type: ignore[arg-type]
     read = 32 * 2 * 3 * 4096 * 14336  # by one token, of two experts a layer
-    saved = [model._step(0, 1, 0, (), 1).floor_seconds for model in (plain, lean)]
+    saved = [model.step(0, 1, 0, (), 1).floor_seconds for model in (plain, lean)]
     bandwidth = cluster.node.device.memory_bandwidth_bytes_per_second
     assert bandwidth is not None
     attention = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024)
@@ -413,7 +418,6 @@ def test_prompts_are_predicted_as_measured_on_an_h200_also_over_a_cache_of_four_
 
 def test_tokens_outside_of_a_sliding_window_are_not_priced() -> None:
     whole = replace(LLAMA_8B, architecture="mistral", max_position_embeddings=1 << 16)
-    kernels = ServingModel(whole, load("h200:1x1"), Plan(), "bf16").kernels
     models = [
         ServingModel(replace(whole, sliding_window=window), load("h200:1x1"), Plan(), "bf16") for window in (None, 1024)
     ]
@@ -423,25 +427,27 @@ def test_tokens_outside_of_a_sliding_window_are_not_priced() -> None:
     loaded = [one.simulate([(8192, 8)], one.cache_tokens) for one in models]
     assert loaded[1].seconds < loaded[0].seconds
     assert loaded[1].floor_seconds < loaded[0].floor_seconds
-    scores = [prompt_attention(kernels, CacheFormat(), 5, 12, window, (1, 2))[1] / 8 for window in (None, 9, 3, 12)]
+    scores = [prompt_part(CacheFormat(), 5, 12, window, (1, 1, 2)).num_scores for window in (None, 9, 3, 12)]
     assert scores == [7 * 5 + 12.5, 7 * 2 + 2 + 9 * 3, 15, 7 * 5 + 12.5]
 
 
+def linear_seconds(kind: str, rows: int, inner: int, cluster: str = "h200:1x1") -> float:
+    """Of a linear with 4,096 outputs."""
+    kernels = ServingModel(LLAMA_8B, load(cluster), Plan(), "bf16").kernels
+    place = Place("cuda", torch.bfloat16, (9, 0) if kernels.device.is_newer else (8, 0))
+    return product_seconds(kernels, linear_product(weight_format(kind), place, rows, inner, 4096))
+
+
 def test_groups_without_a_kernel_are_priced_as_decoded() -> None:
-    kernels = ServingModel(LLAMA_8B, load("h200:1x1"), Plan(), "bf16").kernels
-    int4 = weight_format("int4")
-    with_kernel, without = (packed_product(kernels, int4, 1, inner, 4096)[0] for inner in (704, 688))
-    assert without > 3 * with_kernel  # groups of 16 inputs
-    float8 = weight_format("fp8")
-    assert packed_product(kernels, float8, 1, 344, 4096)[0] > packed_product(kernels, float8, 1, 352, 4096)[0]
+    assert linear_seconds("int4", 1, 688) > 3 * linear_seconds("int4", 1, 704)  # groups of 16 inputs
+    assert linear_seconds("fp8", 1, 344) > linear_seconds("fp8", 1, 352)
 
 
 def test_products_of_float8_are_priced_on_gpus_that_have_them() -> None:
-    """Others widen the weights of prompts, and multiply in bf16 (`has_fp8_products`)."""
+    """Others widen the weights of prompts, and multiply in bf16 (`fast_path`)."""
     for cluster, has_products in (("h200:1x1", True), ("a100-80:1x1", False)):
-        kernels = ServingModel(LLAMA_8B, load(cluster), Plan(), "bf16").kernels
-        seconds = packed_product(kernels, weight_format("fp8"), 2048, 4096, 4096)[0]
-        assert (seconds < kernels.product(2048, 4096, 4096)) is has_products, cluster
+        plain = ServingModel(LLAMA_8B, load(cluster), Plan(), "bf16").kernels.product(2048, 4096, 4096)
+        assert (linear_seconds("fp8", 2048, 4096, cluster) < plain) is has_products, cluster
 
 
 def test_experts_that_are_not_priced_are_refused_and_those_of_several_ranks_have_plain_routers() -> None:
@@ -454,7 +460,7 @@ def test_experts_that_are_not_priced_are_refused_and_those_of_several_ranks_have
             ServingModel(replace(mixtral, **more), load("h200:1x1"), Plan(), "bf16")  # type: ignore[arg-type]
     one, two = (
         ServingModel(mixtral, load("h200:1x2"), Plan(expert=number), "bf16", ServingSpec(weights="int4"))
-        ._step(0, 1, 16, (), 1)
+        .step(0, 1, 16, (), 1)
         .by_cause
         for number in (1, 2)
     )
@@ -463,13 +469,80 @@ def test_experts_that_are_not_priced_are_refused_and_those_of_several_ranks_have
 
 def test_drafts_over_a_cache_of_four_bits_attend_as_decodes() -> None:
     model = ServingModel(LLAMA_8B, load("h200:1x1"), Plan(), "bf16", spec=ServingSpec(cache="int4"))
-    five = model._step(0, 5, 5 * 8000, (), 5, may_be_graph=False).seconds
+    five = model.step(0, 5, 5 * 8000, (), 5, may_be_graph=False).seconds
     assert model.draft_check_seconds(4, 8000) == five > model.decode_seconds(8000)
 
 
 def test_decodes_in_float32_are_no_graphs() -> None:
     causes = [
-        ServingModel(LLAMA_8B, load("h200:1x1"), Plan(), precision)._step(0, 1, 16, (), 1).by_cause
+        ServingModel(LLAMA_8B, load("h200:1x1"), Plan(), precision).step(0, 1, 16, (), 1).by_cause
         for precision in ("bf16", "fp32")
     ]
     assert ["waiting for the host" in one for one in causes] == [False, True]
+
+
+# gpt-fast (pytorch-labs/gpt-fast, README at 32971d31): tokens a second of one request on A100-80GB at 330 W, by
+# (hidden, MLP, layers, key heads, vocabulary) and ranks of x.
+SHAPES = {
+    "Llama-2-7B": (4096, 11008, 32, 32, 32000),
+    "Llama-3.1-8B": (4096, 14336, 32, 8, 128256),
+    "Llama-2-70B": (8192, 28672, 80, 8, 32000),
+}
+GPT_FAST = {
+    "Llama-2-7B": {1: 104.9, 2: 168.84, 4: 254.02, 8: 328.43},
+    "Llama-3.1-8B": {1: 93.89, 2: 149.1, 4: 217.21, 8: 276.01},
+    "Llama-2-70B": {2: 21.32, 4: 38.01, 8: 62.5},
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_decodes_over_ranks_of_x_are_near_published_ones(name: str) -> None:
+    """Gpt-fast's steps are CUDA graphs, and weft's over ranks are not, so waiting for the host is left out."""
+    hidden, inner, layers, key_heads, vocab = SHAPES[name]
+    config = DecoderConfig(
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=hidden // 128, num_key_value_heads=key_heads, max_position_embeddings=4096,
+    )  # fmt: skip
+    for x, measured in GPT_FAST[name].items():
+        model = ServingModel(config, load(f"a100-80:1x{x}"), Plan(tensor=Tensor(x)), "bf16")
+        causes = model.step(0, 1, 100, (), 1).by_cause
+        seconds = sum(value for cause, value in causes.items() if cause != "waiting for the host")
+        assert 1 / seconds == pytest.approx(measured, rel=0.2), x
+
+
+def test_few_bytes_are_sent_by_a_low_latency_protocol_and_many_are_not() -> None:
+    model = ServingModel(LLAMA_8B, load("a100-80:1x8"), Plan(tensor=Tensor(8)), "bf16")
+    few, many = (model._call_seconds("x", "all_reduce", size) for size in (8192, 1 << 25))
+    assert few == pytest.approx(15e-6, rel=0.1)
+    link = load("a100-80:1x8").node.intra
+    ring = 2 * (7 * link.latency_seconds + (1 << 25) * 7 / 8 / (0.78 * link.bandwidth_bytes_per_second))
+    assert many == pytest.approx(ring + link.start_seconds)
+    sizes = [1 << power for power in range(10, 28)]
+    times = [model._call_seconds("x", "all_reduce", size) for size in sizes]
+    assert times == sorted(times)
+
+
+def test_a_search_runs_each_stretch_of_steps_once() -> None:
+    """All answers are those of every step run alone, at a twentieth of the steps."""
+    config, lengths = replace(LLAMA_8B, num_hidden_layers=4), [(100 + 37 * number % 900, 64) for number in range(80)]
+    for plan, cluster in ((Plan(), "h200:1x1"), (Plan(pipe=Pipe(4)), "h200:1x4"), (Plan(tensor=Tensor(2)), "h200:1x2")):
+        model = ServingModel(config, load(cluster), plan, "bf16", ServingSpec(device="cuda", max_running=48))
+        for cache_tokens in (1 << 20, 6000):
+            fast, slow = (model.simulate(lengths, cache_tokens, given) for given in (True, False))
+            assert fast.seconds == pytest.approx(slow.seconds, rel=1e-9)
+            assert fast.floor_seconds == pytest.approx(slow.floor_seconds, rel=1e-9)
+            assert fast.first_token_seconds == pytest.approx(slow.first_token_seconds, rel=1e-9)
+            assert fast.shares == pytest.approx(slow.shares, rel=1e-9)
+
+
+def test_more_requests_may_run_at_once_than_a_server_takes_by_itself() -> None:
+    """As measured with --max-running 1024 and --token-budget 8192 on an H200."""
+    usual, many = (
+        ServingModel(LLAMA_8B, load("h200:1x1"), Plan(), "bf16", spec)
+        for spec in (ServingSpec(), ServingSpec(device="cuda", max_running=1024, token_budget=8192))
+    )
+    assert (usual.costs.max_running, many.costs.max_running) == (256, 1024)
+    assert many.cache_tokens < usual.cache_tokens  # logits of more requests
+    lengths = [(300, 100)] * 1000
+    found = [one.simulate(lengths, one.cache_tokens).tokens_per_second for one in (usual, many)]
+    assert found[1] > found[0]

@@ -17,17 +17,16 @@ from parallel_serving_for_tests import LIMIT_SECONDS, part_of, requests, tokens_
 from serving_for_tests import CONFIGS, draft_always, make_engine, serve_all, tiny_model, tokens_of
 from torch import nn
 
-from weft.cluster.hardware import load as load_cluster
 from weft.errors import ConfigError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, build
 from weft.plan import Pipe, Plan, Tensor
-from weft.planner.serving import ServingModel
 from weft.serve.attention.choice import LokiChoice
 from weft.serve.attention.formats import CacheFormat, Loki, cache_format, save_loki
 from weft.serve.attention.model_identity import model_identity
 from weft.serve.calibration.loki_calibration import calibrate
+from weft.serve.costs import ServedCosts
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.model.model_part import ModelPart
 from weft.serve.model.ranks import ServingRanks
@@ -217,10 +216,8 @@ def test_axes_of_other_heads_and_files_of_other_models_are_noticed_and_bytes_are
         assert len(refusals) == 2
         assert all("is of another model; run weft calibrate" in words for words in refusals)
         for case, num_bytes in zip((plan, staged), held, strict=True):
-            model = ServingModel(
-                CONFIGS["llama"], load_cluster("h200:1x2"), case, "fp32", spec=ServingSpec(cache=f"loki={path}")
-            )
-            assert num_bytes == 8 * 16 * model.cache_bytes(0)  # seven blocks, and that of padding
+            costs = ServedCosts(CONFIGS["llama"], case, 4, ServingSpec(cache=f"loki={path}"))
+            assert num_bytes == 8 * 16 * costs.cache_bytes(0)  # seven blocks, and that of padding
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weft.commands.arguments import Json, Overrides
 from weft.commands.serving_options import Given, takes_options
 from weft.errors import ConfigError
-from weft.serve.spec import ServingSpec, options_of
+from weft.serve.spec import options_of
 
-ALWAYS = ("run_file", "overrides", "model", "cluster", "serve", "as_json")  # options of both kinds of planning
-TO_SERVE = (*(one.name for one in options_of("plan")), "requests", "prompt", "output", "accepted")
+if TYPE_CHECKING:  # these import torch
+    from weft.planner.serving_load import ServiceQuestion
+
+ALWAYS = ("run_file", "overrides", "model", "cluster", "serve", "report", "as_json")  # of both kinds of planning
+OF_SERVICE = ("rate", "trace", "first_token", "next_token", "price", "shared_prompt", "formats")
+AT_ONCE = ("requests", "accepted", "speculate")  # what questions about a service do not take
+TO_SERVE = (*(one.name for one in options_of("plan")), *AT_ONCE[:2], "prompt", "output", *OF_SERVICE)
 WhereOption = Annotated[
     list[str] | None, typer.Option(help="what must hold: 'pipe=4', 'tensor.x<=8', 'no recompute', 'exact only'")
 ]
@@ -56,8 +61,27 @@ def plan_command(
     roles: RolesOption = False,
     serve: Annotated[bool, typer.Option("--serve", help="plan to serve the model, not to train it")] = False,
     requests: Annotated[int, typer.Option(help="with --serve: how many arrive at once", min=1, max=4096)] = 256,
-    prompt: Annotated[int, typer.Option(help="with --serve: tokens of a prompt", min=1, max=1 << 20)] = 512,
-    output: Annotated[int, typer.Option(help="with --serve: tokens of an answer", min=1, max=1 << 16)] = 256,
+    prompt: Annotated[
+        str, typer.Option(help="with --serve: tokens of a prompt: 512, 100-1024, or ~220 (the mean of log-normal ones)")
+    ] = "512",
+    output: Annotated[str, typer.Option(help="with --serve: tokens of an answer, in the same way")] = "256",
+    rate: Annotated[float | None, typer.Option(help="with --serve: requests a second that arrive at random")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="with --serve: requests as CSV or JSON lines with seconds, prompt and output")
+    ] = None,
+    first_token: Annotated[
+        float | None, typer.Option(help="with --serve: seconds in which 99 % of requests get their first token")
+    ] = None,
+    next_token: Annotated[
+        float | None, typer.Option(help="with --serve: seconds for each following token, in 99 % of requests")
+    ] = None,
+    price: Annotated[float | None, typer.Option(help="with --serve: dollars of a device for an hour")] = None,
+    shared_prompt: Annotated[
+        int, typer.Option(help="with --serve: tokens with which all prompts begin, which the cache keeps", min=0)
+    ] = 0,
+    formats: Annotated[
+        bool, typer.Option("--formats", help="with --serve --rate: try fp8, int8 and int4 weights too")
+    ] = False,
     *,
     given: Given,
     accepted: Annotated[float, typer.Option(help="with --speculate: the share of drafts that are accepted")] = 0.7,
@@ -66,8 +90,15 @@ def plan_command(
     """Find the best plans, and why; or predict a run file's plan."""
     _refuse_ignored(context, serve)
     if serve:
-        workload = (requests, prompt, output)
-        _plan_serving(model, run_file, overrides or [], cluster, workload, given(), accepted, as_json)
+        from weft.planner.serving_load import Lengths, Limits, ServiceQuestion
+
+        lengths = Lengths.of(prompt, "prompt"), Lengths.of(output, "output")
+        limits = Limits(first_token, next_token)
+        service = ServiceQuestion(*lengths, rate, trace, limits, price, shared_prompt, formats, report)
+        is_service = _is_service(context)
+        _plan_serving(
+            model, run_file, overrides or [], cluster, requests, service, is_service, given, accepted, as_json
+        )
         return
     if like is None:
         _refuse_options(model, run_file, cluster, tokens_per_step, sequence, images_per_step, size)
@@ -116,6 +147,21 @@ def _refuse_ignored(context: typer.Context, serve: bool) -> None:
         raise ConfigError(f"{option} is about serving the model; give --serve too, or leave it out")
 
 
+def _is_service(context: typer.Context) -> bool:
+    """Is a question about a service asked? Raises ConfigError for options that go with requests at once alone."""
+    names = [
+        name for name in context.params if (one := context.get_parameter_source(name)) and one.name == "COMMANDLINE"
+    ]
+    asked = [f"--{name.replace('_', '-')}" for name in names if name in (*OF_SERVICE, "report")]
+    others = [f"--{name.replace('_', '-')}" for name in names if name in AT_ONCE]
+    if asked and others:
+        raise ConfigError(
+            f"{others[0]} is for requests that arrive at once, and {asked[0]} asks about a service; leave out one of "
+            f"them"
+        )
+    return bool(asked)
+
+
 def _changes(
     overrides: list[str], cluster: str | None, timeline: bool, run_file: Path | None
 ) -> tuple[list[str], Path | None]:
@@ -136,8 +182,10 @@ def _plan_serving(
     run_file: Path | None,
     overrides: list[str],
     cluster: str | None,
-    sizes: tuple[int, int, int],
-    spec: ServingSpec,
+    num_requests: int,
+    service: ServiceQuestion,
+    is_service: bool,
+    given: Given,
     accepted: float,
     as_json: bool,
 ) -> None:
@@ -145,19 +193,22 @@ def _plan_serving(
     _refuse_two_models(model, run_file, ())
     import torch
 
+    from weft.cluster.cpu_rates import is_cpu
+    from weft.cluster.hardware import load
     from weft.commands.console import make_console
     from weft.commands.plan_serve import plan_serving
     from weft.commands.plan_serve_cpu import ModelToServe
     from weft.models.catalog import load_model
-    from weft.planner.serving import ServingWorkload
     from weft.run_file import load_run
     from weft.serve.loading import computes_in, model_config
     from weft.serve.weights.folder_codes import folder_format
 
-    if run_file is not None:
-        run = load_run(run_file, overrides)
+    run = None if run_file is None else load_run(run_file, overrides)
+    cluster = cluster or (run.cluster if run else "local")
+    spec = given("cpu" if is_cpu(load(cluster)) else "cuda")
+    if run is not None:
         saved = "bf16" if run.plan.precision == "bf16" and not run.plan.memory.master else "fp32"
-        planned, cluster = ModelToServe(run.name, run.model, saved), cluster or run.cluster
+        planned = ModelToServe(run.name, run.model, saved)
     else:
         assert model is not None
         folder = Path(model)
@@ -168,9 +219,8 @@ def _plan_serving(
             spec = replace(spec, weights=spec.weights or own)
         else:
             planned = ModelToServe(model, load_model(model))
-        cluster = cluster or "local"
-    workload = ServingWorkload.of(*sizes)
-    plan_serving(planned, cluster, workload, spec, accepted, make_console(as_json), as_json)
+    question = service if is_service else service.at_once(num_requests, planned.config)
+    plan_serving(planned, cluster, question, spec, accepted, make_console(as_json), as_json)
 
 
 def _refuse_two_models(model: str | None, run_file: Path | None, sizes: tuple[object, ...]) -> None:

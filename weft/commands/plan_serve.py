@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -13,19 +14,13 @@ from weft.cluster.cpu_rates import is_cpu
 from weft.cluster.hardware import Cluster, load
 from weft.commands.console import print_json, say
 from weft.commands.plan_serve_cpu import ModelToServe, plan_cpu_serving
+from weft.commands.plan_service import plan_service
 from weft.errors import ConfigError, PlanError
 from weft.planner.predict import is_known
-from weft.planner.serving import (
-    MAX_RUNNING,
-    TOKEN_BUDGET,
-    ServingModel,
-    ServingPrediction,
-    ServingTimes,
-    ServingWorkload,
-)
+from weft.planner.serving import ServingModel, ServingPrediction, ServingTimes, ServingWorkload, StreamingPrice
+from weft.planner.serving_load import ServiceQuestion
 from weft.planner.serving_search import search_serving
 from weft.planner.serving_speculation import SpeculationPrice, price_speculation
-from weft.planner.serving_streaming import StreamingPrice
 from weft.serve.attention.formats import cache_format
 from weft.serve.parallel.traffic import ServedSizes
 from weft.serve.refusals import ServingCase, kind_of, refuse
@@ -38,22 +33,28 @@ NOT_PRICED = "Not priced on GPUs: --sums (sums over ranks are the library's), --
 def plan_serving(
     model: ModelToServe,
     cluster_name: str,
-    workload: ServingWorkload,
+    question: ServingWorkload | ServiceQuestion,
     spec: ServingSpec,
     accepted: float,
     console: Console,
     as_json: bool,
 ) -> None:
-    """Find the best layout to serve a model, and show it with others. `accepted` is the share of drafts that are
-    accepted. Raises PlanError if none fits.
+    """Find the best layout to serve a model, for requests that arrive at once or for a service, and show it with
+    others. `accepted` is the share of drafts that are accepted. Raises PlanError if none fits.
     """
     name, config = model.name, model.config
     if not isinstance(config, LanguageConfig):
         raise ConfigError(f"--serve is for models of text; {name} is a model of images")
-    _refuse_lengths(name, config, workload)
     cluster = load(cluster_name)
     device, cache = "cpu" if is_cpu(cluster) else "cuda", cache_format(spec.cache)
     refuse(ServingCase.of(spec, model=kind_of(config), device=device, cache=cache, is_planned=True))
+    if isinstance(question, ServiceQuestion) and is_cpu(cluster):
+        raise ConfigError(
+            "a CPU has prices of one request, and none of a service; leave out --rate, limits and --report, or plan "
+            "for a GPU"
+        )
+    workload = question if isinstance(question, ServingWorkload) else ServingWorkload.of(1, 1, 1)
+    _refuse_lengths(name, config, workload)
     prompt, output = workload.lengths[0]
     if is_cpu(cluster):
         plan_cpu_serving(model, cluster, prompt + output // 2, spec, console, as_json)
@@ -62,6 +63,9 @@ def plan_serving(
     _refuse_axes(name, config, spec.cache)
     precision = "bf16" if "bf16" in cluster.node.device.peak_flops else "fp32"
     _refuse_unknown_rates(cluster, precision)
+    if isinstance(question, ServiceQuestion):
+        plan_service(model, cluster, question, precision, spec, console, as_json)
+        return
     with console.status("planning"):
         found, refused = search_serving(config, cluster, workload, precision, spec, model.has_codes)
     if not found:
@@ -77,7 +81,7 @@ def plan_serving(
         about |= {} if price is None else {"speculation": {**asdict(price), "times_as_fast": price.times_as_fast}}
         print_json({**about, "requests": len(workload.lengths), "why": explain(found, cluster), "plans": plans})
         return
-    _show(name, cluster_name, found, workload, console)
+    _show(name, cluster_name, found, workload, spec, console)
     lines = explain(found, cluster)
     lines[-1] += replace(spec, weights=None if model.has_codes else spec.weights).arguments("plan")
     if price is not None:
@@ -208,9 +212,16 @@ def _share(one: ServingPrediction) -> float:
     return one.loaded.tokens_per_second / one.loaded.floor_tokens_per_second
 
 
-def _show(name: str, cluster: str, found: list[ServingPrediction], workload: ServingWorkload, console: Console) -> None:
-    prompt, output = workload.lengths[0]
-    title = f"{name} on {cluster}: {len(workload.lengths)} requests of {prompt} tokens in, {output} out"
+def _show(
+    name: str,
+    cluster: str,
+    found: list[ServingPrediction],
+    workload: ServingWorkload,
+    spec: ServingSpec,
+    console: Console,
+) -> None:
+    prompt, output = (fmean(column) for column in zip(*workload.lengths, strict=True))
+    title = f"{name} on {cluster}: {len(workload.lengths)} requests of {prompt:.0f} tokens in, {output:.0f} out"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in ("layout", "weights", "held", "first\ntoken", "tokens/s", "floor", "first\nalone", "per s\nalone"):
         table.add_column(column, justify="left" if column == "layout" else "right", no_wrap=True)
@@ -226,7 +237,7 @@ def _show(name: str, cluster: str, found: list[ServingPrediction], workload: Ser
             _rate(one.alone),
         )
     console.print(table)
-    say(console, f"{TOKEN_BUDGET} tokens a step, {MAX_RUNNING} requests at once in each replica")
+    say(console, f"{spec.token_budget} tokens a step, {spec.max_running} requests at once in each replica")
 
 
 def _as_json(one: ServingPrediction) -> dict[str, Any]:

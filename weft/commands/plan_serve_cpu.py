@@ -13,7 +13,8 @@ from weft.cluster.decode_rates import HOW_TO_MEASURE, DecodeRates
 from weft.cluster.hardware import Cluster
 from weft.commands.console import print_json, say
 from weft.errors import ConfigError
-from weft.planner.serving_cpu import CpuDecode, predict_decode, refuse_size
+from weft.planner.serving_cpu import CpuDecode, predict_decode
+from weft.serve.cpu_costs import CpuCosts
 from weft.serve.head.graph_head import GraphHead, graph_head
 from weft.serve.spec import ServingSpec
 
@@ -53,9 +54,9 @@ def plan_cpu_serving(
     """Predict a decode of one request that has `length` tokens, and show it."""
     assert isinstance(model.config, LanguageConfig)
     rates, precision, graph = measured_rates(cluster), spec.precision or model.saved, graph_head(spec.head)
-    dtype, head = DTYPES[precision], graph or spec.head
-    found = predict_decode(model.config, rates, dtype, length, spec.weights, head)
-    refuse_size(model.config, dtype, cluster.node.host_memory_bytes, length, spec.weights, head)
+    costs = CpuCosts(model.config, DTYPES[precision], spec.weights, graph or spec.head)
+    found = predict_decode(costs, rates, length)
+    costs.refuse_size(cluster.node.host_memory_bytes, length)
     if as_json:
         about = {"model": model.name, "cluster": cluster.name, "precision": precision, "tokens": length}
         about |= {"weights": spec.weights or precision, "head": spec.head or precision}

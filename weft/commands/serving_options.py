@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from weft.commands.arguments import chosen_device
-from weft.serve.spec import Command, ServingSpec, default_on, flag_of, option_of, options_of
+from weft.serve.spec import Command, Device, ServingSpec, default_on, flag_of, option_of, options_of
 
 PAGE = """# Options of serving
 
@@ -34,12 +34,12 @@ class Given:
         found = self.values.get(name)
         return default_on(name, "cpu") if found is None else found
 
-    def __call__(self) -> ServingSpec:
-        """Return all options, with the defaults of the device. Looks for a GPU, which imports torch, if --device is
-        auto.
+    def __call__(self, device: Device | None = None) -> ServingSpec:
+        """Return all options, with the defaults of a device: the one that is named, or that of --device. Looks for a
+        GPU, which imports torch, if that is auto.
         """
         values = dict(self.values)
-        device = chosen_device(values["device"] or "auto") if "device" in values else "cpu"
+        device = device or (chosen_device(values["device"] or "auto") if "device" in values else "cpu")
         given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         defaults = {name: default_on(name, device) for name, value in given.items() if value is None}
         return ServingSpec(**{**given, **defaults, "device": device})

@@ -1,58 +1,44 @@
 """Predicts how a model is served on a cluster: memory, requests held, time to the first token, tokens per second.
 
-A workload is simulated by the engine's own scheduler (`serve/scheduling/scheduler.py`): for each step that it
-schedules, the time of every stage is the sum of its kernels (`kernels.py`), its reads of the key-value cache and its
-collectives (`serve/parallel/traffic.py`). The floor of a step is what no kernel can beat: weights and cache read once
-at the printed bandwidth, or the FLOPs at the printed peak, whichever takes longer.
+The engine's own scheduler runs a workload (`serve/scheduling/scheduler_run.py`). `serve/costs.py` says what each step
+does on each stage; its time is the sum of its kernels (`lean_kernels.py`) and collectives. The floor of a step is what
+no kernel can beat: weights and cache read once at the printed bandwidth, or the FLOPs at the printed peak, whichever
+takes longer.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from statistics import median
+from typing import Any
 
 from weft.architectures import TransformerConfig
-from weft.cluster.cpu_rates import is_cpu
 from weft.cluster.hardware import Cluster, ring_seconds
+from weft.comm import Key
 from weft.errors import PlanError
 from weft.plan import Plan
 from weft.planner.kernels import LAUNCH_SECONDS, Kernels
-from weft.planner.lean_kernels import (
-    SPLIT_KERNELS,
-    decode_reads,
-    expert_products,
-    packed_product,
-    prompt_attention,
-    refuse_experts,
-    routing_seconds,
-    small_kernels,
-)
+from weft.planner.lean_kernels import cache_seconds, product_seconds, prompt_seconds, refuse_precision, routing_seconds
 from weft.planner.micro_batch import LINK_SHARE
-from weft.planner.serving_streaming import StreamedStage, StreamingPrice, streamed_stage
+from weft.planner.step import HOST_LINK_SHARE
 from weft.profiling.software import software_for_text
-from weft.serve.attention.attend import merge_bytes
-from weft.serve.attention.formats import cache_format
-from weft.serve.model.mixed_graph import MAX_TOKENS
-from weft.serve.model.model_part import GPU_SHARE
-from weft.serve.parallel.rank_part import RankPlace, part_bytes, refuse_model, stage_of
-from weft.serve.parallel.traffic import ServedSizes, step_calls
-from weft.serve.scheduling.blocks import PagedBlocks
-from weft.serve.scheduling.request import Request
-from weft.serve.scheduling.scheduler import ActiveRequest, ScheduledChunk, Scheduler
-from weft.serve.spec import ServingSpec, default_on
-from weft.serve.weights.weight_formats import weight_format
+from weft.serve.costs import ServedCosts, StepWork
+from weft.serve.scheduling.scheduler_run import RequestArrival, RunTimes
+from weft.serve.spec import ServingSpec
+from weft.sharding.host_memory import KEPT_FREE_BYTES
 
-BLOCK_SIZE = 16
-TOKEN_BUDGET, MAX_RUNNING = (int(default_on(name, "cuda")) for name in ("token_budget", "max_running"))
-# Kernels and copies of a step outside of its layers: two arrays of inputs are copied to the device and to their places,
-# seven kernels find tokens and their embeddings, two choose new tokens and keep them, one copy gives them to the host.
-STEP_KERNELS = 14
 # Host time of a step that is not a CUDA graph: torch issues about so many operations for each layer.
 OPERATIONS_PER_LAYER, HOST_SECONDS = 14, 10e-6
-SAMPLING_PASSES = 4  # over the logits, in float32
+# What the time of a step is for; the last two not in all steps.
+ALWAYS = ("weights and matmuls", "attention and its cache", "other kernels", "communication")
+CAUSES = (*ALWAYS, "waiting for the host", "copies from host memory")
+# NCCL sends few bytes by its low-latency protocol (LL): the start of a collective, and hops and rates as shares of
+# those of its usual one, for which the catalog's latencies are (src/graph/tuning.cc of NCCL 2.18 to 2.27: 6.6 us; 0.6
+# of 3.4 us over NVLink and 2.7 of 14 over a network; a quarter of the rate).
+LOW_LATENCY_START, LOW_LATENCY_HOP, LOW_LATENCY_RATE = 6.6e-6, 0.18, 0.25
 
 
 @dataclass(frozen=True)
@@ -87,6 +73,23 @@ class ServingTimes:
     @property
     def floor_tokens_per_second(self) -> float:
         return self.num_tokens / self.floor_seconds
+
+
+@dataclass(frozen=True)
+class StreamingPrice:
+    """What weights in host memory cost: bytes of a step that a device copies, and that replicas gather; the seconds of
+    both; and with how many tokens of a step its products take as long. Of a rank's blocks, `resident_blocks` stay on
+    the device, `fitting_blocks` would fit it beside the cache of the load, and the others take `host_bytes`.
+    """
+
+    copied_bytes: int
+    gathered_bytes: int
+    copy_seconds: float
+    break_even_tokens: int
+    host_bytes: int
+    num_blocks: int
+    resident_blocks: int
+    fitting_blocks: int
 
 
 @dataclass(frozen=True)
@@ -129,141 +132,89 @@ class ServingModel:
         spec: ServingSpec = ServingSpec(),  # noqa: B008 (a frozen value)
         has_codes: bool = False,
     ) -> None:
-        """`has_codes`: the format `spec.weights` is that of the model's folder, whose experts are decoded."""
-        refuse_model(config)
-        self.config, self.cluster, self.plan = config, cluster, plan
-        self.sizes = ServedSizes.of(config)
+        """`has_codes`: the format `spec.weights` is that of the model's folder, whose experts are dequantised."""
+        self.cluster, self.plan, self._device = cluster, plan, cluster.node.device
         software = software_for_text(cluster)
         if software.attention == "flash3":  # of training: the engine has FlashAttention-2, and kernels of its own
             software = replace(software, attention="flash2")
-        self.kernels = Kernels(cluster.node.device, software, precision)
-        stages = [dict.fromkeys(plan.degrees, 0) | {"pipe": index} for index in range(plan.pipe.degree)]
-        places = {stage_of(RankPlace(plan, one)): RankPlace(plan, one) for one in stages}
-        self._layer_kinds = [
-            Counter(self.sizes.expert_layers[layer] for layer in self.sizes.stage_layers(plan, stage))
-            for stage in range(plan.pipe.degree)
+        self.kernels = Kernels(self._device, software, precision)
+        self.costs = ServedCosts(config, plan, self.kernels.item_bytes, spec, has_codes, self._device.is_newer)
+        refuse_precision(self.kernels, self.costs)
+        self._streamed_seconds = [
+            self._copy_seconds(one.host_bytes, one.copied_bytes, one.calls) if one else 0.0
+            for one in self.costs.streamed
         ]
-        self._cache_format = cache_format(spec.cache)
-        device = "cpu" if is_cpu(cluster) else "cuda"
-        self._format = None if spec.weights is None else weight_format(spec.weights, device)
-        self._expert_format = None if has_codes else self._format
-        refuse_experts(config, self.kernels, self._expert_format, self.sizes)
-        self._weight_bytes = [
-            part_bytes(config, places[stage], self.kernels.item_bytes, self._format, not has_codes)
-            for stage in range(plan.pipe.degree)
-        ]
-        self._streamed: list[StreamedStage] = []  # if weights are in host memory
-        if spec.stream_weights:
-            self._streamed = [
-                streamed_stage(
-                    config,
-                    cluster,
-                    one,
-                    self.kernels.item_bytes,
-                    self._format,
-                    spec,
-                    self._call_seconds,
-                    not has_codes,
-                )
-                for _, one in sorted(places.items())
-            ]
-            for stage, streamed in enumerate(self._streamed):
-                self._weight_bytes[stage] -= streamed.saved_bytes
-
-    @property
-    def merged_bytes(self) -> int:
-        """Bytes that ranks of `context` gather in a layer for each token; 0 if each has all tokens."""
-        sizes, context = self.sizes, self.plan.context.degree
-        heads = (sizes.num_heads // self.plan.tensor.x, sizes.head_dim)
-        return merge_bytes(1, *heads, context, self.kernels.item_bytes) if context > 1 else 0
-
-    def streaming_price(self, num_cached: float = 0.0) -> StreamingPrice | None:
-        """That of the stage that copies most, with room for so many tokens in the cache; None if weights stay on the
-        device.
-        """
-        if not self._streamed:
-            return None
-        most = max(range(len(self._streamed)), key=lambda stage: self._streamed[stage].copied_bytes)
-        flops, one = 0.0, self._streamed[most]  # of a token
-        for has_experts, number in self._layer_kinds[most].items():
-            for rows, inner, columns, times, _ in self._products(1, has_experts):
-                flops += 2 * number * times * rows * inner * columns
-        tokens = math.ceil(one.seconds * self.kernels.peak / flops)
-        fitting = min(self._fitting_blocks(stage, num_cached) for stage in range(len(self._streamed)))
-        sizes = (one.host_bytes, len(one.block_bytes), one.num_resident, fitting)
-        return StreamingPrice(one.copied_bytes, one.gathered_bytes, one.seconds, tokens, *sizes)
-
-    def _fitting_blocks(self, stage: int, num_cached: float) -> int:
-        """How many blocks of a stage fit its device beside so many tokens of the cache."""
-        streamed = self._streamed[stage]
-        needed = self._bytes_beside(stage) + num_cached * self.cache_bytes(stage)
-        others = self._weight_bytes[stage] - streamed.resident_bytes
-        return streamed.fitting_blocks(self.cluster.node.device.memory_bytes - others - needed / GPU_SHARE)
 
     @property
     def weight_bytes(self) -> int:
-        return max(self._weight_bytes)
-
-    def cache_bytes(self, stage: int) -> float:
-        """Bytes of a token's keys and values on one rank of a stage; the mean over ranks that hold pages together."""
-        of_layer = self._cache_format.bytes_per_token(*self._heads) / self.plan.context.degree
-        return of_layer * len(self.sizes.stage_layers(self.plan, stage))
-
-    def bytes_beside_pages(self, stage: int) -> int:
-        """Bytes of the cache on one rank of a stage beside pages, for as many requests as may run."""
-        form, num_layers = self._cache_format, len(self.sizes.stage_layers(self.plan, stage))
-        return num_layers * ((MAX_RUNNING + 1) * form.bytes_per_row(*self._heads) + form.bytes_of_layer(*self._heads))
-
-    @property
-    def _heads(self) -> tuple[int, int, int]:
-        """Key heads of a rank, their size, and the bytes of a number."""
-        return self.sizes.key_heads(self.plan.tensor.x), self.sizes.head_dim, self.kernels.item_bytes
+        return max(self.costs.weight_bytes)
 
     @property
     def cache_tokens(self) -> int:
         """Tokens whose keys and values fit beside the weights; negative if the weights do not fit."""
-        fits = []
-        for stage, own_bytes in enumerate(self._weight_bytes):
-            free = self.cluster.node.device.memory_bytes - own_bytes
-            fits.append((GPU_SHARE * free - self._bytes_beside(stage)) / self.cache_bytes(stage))
-        return math.floor(min(fits))
+        return math.floor(self.costs.cache_tokens(self._device.memory_bytes))
 
-    def _bytes_beside(self, stage: int) -> int:
-        """Bytes of a step's tensors, and of the cache beside its pages, on one rank of a stage."""
-        sizes, x = self.sizes, self.plan.tensor.x
-        widest = max(sizes.projected(x), 2 * sizes.inner // x, sizes.hidden)
-        beside = 16 * TOKEN_BUDGET * widest + 24 * MAX_RUNNING * sizes.vocab
-        return beside + self.bytes_beside_pages(stage)
+    # --- weights in host memory: each device reads them over a link of its own
 
-    def step(self, chunks: Sequence[ScheduledChunk], stage: int) -> _StageStep:
-        decodes = [chunk for chunk in chunks if chunk.end - chunk.start == 1]
-        prompts = tuple((chunk.end - chunk.start, chunk.end) for chunk in chunks if chunk.end - chunk.start > 1)
-        num_sampled = sum(chunk.samples for chunk in chunks)
-        num_cached = sum(self._num_seen(chunk.end) for chunk in decodes)
-        return self._step(stage, len(decodes), num_cached, prompts, num_sampled)
+    def _copy_seconds(self, host_bytes: int, copied_bytes: int, calls: Iterable[tuple[Key, int]]) -> float:
+        """Return the seconds of a step's copies and gathers, which go on at the same time. Raises PlanError."""
+        node = self.cluster.node
+        if node.host_link_bytes_per_second is None:
+            raise PlanError(
+                "the cluster's file does not say how fast devices read host memory, which --stream-weights needs; give "
+                "node.host_link_bytes_per_second"
+            )
+        num_devices = min(self.plan.num_ranks, node.num_devices)
+        if host_bytes * num_devices > node.host_memory_bytes - KEPT_FREE_BYTES:
+            raise PlanError(
+                f"{host_bytes / 1e9:.1f} GB of streamed weights for each of {num_devices} devices of a node do not "
+                f"fit its {node.host_memory_bytes / 1e9:.0f} GB of host memory; raise --resident-blocks, or keep "
+                f"weights in fewer bits (--weights)"
+            )
+        gathers = sum(self._call_seconds(*key, size) for key, size in calls)
+        return max(copied_bytes / (node.host_link_bytes_per_second * HOST_LINK_SHARE), gathers)
 
-    def _num_seen(self, length: int) -> int:
-        """The tokens that a decode of a request with so many tokens attends to."""
-        return length if self.sizes.window is None else min(length, self.sizes.window)
+    def streaming_price(self, num_cached: float = 0.0) -> StreamingPrice | None:
+        """Return that of the stage that copies most, with room for so many tokens in the cache; None if weights stay
+        on the device.
+        """
+        streamed = [one for one in self.costs.streamed if one]
+        if not streamed:
+            return None
+        most = max(range(len(streamed)), key=lambda stage: streamed[stage].copied_bytes)
+        one, seconds = streamed[most], self._streamed_seconds[most]
+        flops = _flops(self.costs.step(most, 1, 0, (), 0))
+        fitting = min(
+            self.costs.fitting_blocks(stage, num_cached, self._device.memory_bytes) for stage in range(len(streamed))
+        )
+        sizes = (one.host_bytes, len(one.block_bytes), one.num_resident, fitting)
+        gathered, tokens = sum(size for _, size in one.calls), math.ceil(seconds * self.kernels.peak / flops)
+        return StreamingPrice(one.copied_bytes, gathered, seconds, tokens, *sizes)
+
+    # --- steps
 
     def decode_seconds(self, length: int, num_layers: int | None = None) -> float:
-        """Seconds of a decode of one request with so many tokens, by all layers or the first of them and the head."""
-        seconds = self._step(0, 1, self._num_seen(length), (), 1).seconds
+        """Return the seconds of a decode of one request with so many tokens, by all layers or the first of them and
+        the head.
+        """
+        seconds = self.step(0, 1, self.costs.num_seen(length), (), 1).seconds
         if num_layers is None:
             return seconds
-        head = self.kernels.product(1, self.sizes.hidden, self.sizes.vocab)
-        return head + (seconds - head) * num_layers / self.sizes.num_layers
+        head = self.kernels.product(1, self.costs.sizes.hidden, self.costs.sizes.vocab)
+        return head + (seconds - head) * num_layers / self.costs.sizes.num_layers
 
     def draft_check_seconds(self, num_drafts: int, length: int) -> float:
-        """Seconds of a step of one request that computes a token and so many drafts, and samples after each."""
+        """Return the seconds of a step of one request that computes a token and so many drafts, and samples after
+        each.
+        """
         if num_drafts == 0:
             return self.decode_seconds(length)
-        if self._cache_format.name != "plain":  # each attends as a decode of its own, and the step is no CUDA graph
+        if self.costs.cache.name != "plain":  # each attends as a decode of its own, and the step is no CUDA graph
             number = 1 + num_drafts
-            return self._step(0, number, number * self._num_seen(length), (), number, may_be_graph=False).seconds
-        return self._step(0, 0, 0, ((1 + num_drafts, length + num_drafts),), 1 + num_drafts).seconds
+            return self.step(0, number, number * self.costs.num_seen(length), (), number, may_be_graph=False).seconds
+        return self.step(0, 0, 0, ((1 + num_drafts, length + num_drafts),), 1 + num_drafts).seconds
 
-    def _step(
+    def step(
         self,
         stage: int,
         num_decodes: int,
@@ -272,158 +223,74 @@ class ServingModel:
         num_sampled: int,
         may_be_graph: bool = True,
     ) -> _StageStep:
-        """Decodes read `num_cached` tokens of the cache; prompts are (tokens computed, tokens up to their end)."""
-        sizes, kernels, plan, x = self.sizes, self.kernels, self.plan, self.plan.tensor.x
-        num_tokens = num_decodes + sum(computed for computed, _ in prompts)
-        layers = sizes.stage_layers(plan, stage)
-        is_last = stage == plan.pipe.degree - 1
-        matmul, flops, num_read = self._matmuls(stage, num_tokens, num_sampled * is_last)
-        routing = self._expert_format if plan.expert == 1 else None  # among several ranks, by plain functions
-        small = self._layer_kinds[stage][True] * routing_seconds(kernels, routing, num_tokens, sizes)
-        heads = (sizes.num_heads // x, sizes.key_heads(x), sizes.head_dim)
-        attention, cache = (
-            len(layers) * one / plan.context.degree
-            for one in decode_reads(kernels, self._cache_format, num_decodes, num_cached, heads)
+        """Return the time of a step. Decodes read `num_cached` tokens of the cache; prompts are (tokens computed,
+        tokens up to their end).
+        """
+        work, kernels = (
+            self.costs.step(stage, num_decodes, num_cached, prompts, num_sampled, may_be_graph),
+            self.kernels,
         )
-        for chunk in prompts:
-            given = (*chunk, sizes.window, (sizes.num_heads // x, sizes.head_dim))
-            seconds, own = prompt_attention(kernels, self._cache_format, *given)
-            attention += len(layers) * seconds / plan.context.degree
-            flops += len(layers) * own / plan.context.degree
-        moved = num_tokens * len(layers) * kernels.item_bytes * (4 * sizes.hidden + 3 * sizes.inner // x)
-        moved += SAMPLING_PASSES * 4 * num_sampled * sizes.vocab * is_last
-        of_context = SPLIT_KERNELS * (plan.context.degree > 1)
-        launches = small_kernels(self._cache_format, num_tokens, num_decodes) + of_context
-        small += moved / kernels.bytes_per_second + (launches * len(layers) + STEP_KERNELS) * LAUNCH_SECONDS
-        by_cause = {
-            "weights and matmuls": matmul,
-            "attention and its cache": attention,
-            "other kernels": small,
-            "communication": self._communication(stage, num_tokens, num_sampled),
-        }
-        if not (may_be_graph and self._is_graph(num_tokens, bool(prompts))):
-            host = (max(OPERATIONS_PER_LAYER, launches) + of_context) * len(layers) * HOST_SECONDS
+        num_layers, launches = work.num_layers, work.layer_kernels
+        attention = cache_seconds(kernels, work.cache) + sum(prompt_seconds(kernels, one) for one in work.prompts)
+        routing = 0.0 if work.routing is None else work.routing[0] * routing_seconds(kernels, work.routing[1])
+        small = (
+            work.moved_bytes / kernels.bytes_per_second + (launches * num_layers + work.step_kernels) * LAUNCH_SECONDS
+        )
+        calls = sum(number * self._call_seconds(*key, size) for (key, size), number in work.calls.items())
+        products = sum(number * product_seconds(kernels, one) for number, one in work.products)
+        by_cause = dict(
+            zip(ALWAYS, (products, num_layers * attention * work.share, routing + small, calls), strict=True)
+        )
+        if not work.is_graph:
+            host = (max(OPERATIONS_PER_LAYER, launches) + work.extra_calls) * num_layers * HOST_SECONDS
             by_cause["waiting for the host"] = max(0.0, host - sum(by_cause.values()))
-        assert self.cluster.node.device.memory_bandwidth_bytes_per_second is not None
-        read = (num_read + cache) / self.cluster.node.device.memory_bandwidth_bytes_per_second
-        if self._streamed:  # while blocks compute
-            streamed = self._streamed[stage]
-            by_cause["copies from host memory"] = max(0.0, streamed.seconds - sum(by_cause.values()))
-            read = max(read, streamed.floor_seconds)
-        return _StageStep(by_cause, max(read, flops / kernels.peak))
+        assert self._device.memory_bandwidth_bytes_per_second is not None
+        read = num_layers * work.cache.page_bytes * work.share
+        read += sum(number * one.number * one.weight_bytes for number, one in work.products)
+        floor = max(read / self._device.memory_bandwidth_bytes_per_second, _flops(work) / kernels.peak)
+        if (streamed := self.costs.streamed[stage]) is not None:  # copied while blocks compute
+            rate = self.cluster.node.host_link_bytes_per_second
+            assert rate is not None
+            by_cause["copies from host memory"] = max(0.0, self._streamed_seconds[stage] - sum(by_cause.values()))
+            floor = max(floor, streamed.copied_bytes / rate)
+        return _StageStep(by_cause, floor)
 
-    def _matmuls(self, stage: int, num_tokens: int, num_sampled: int) -> tuple[float, float, float]:
-        """Seconds and FLOPs of a stage's products, and the bytes of weights that they read."""
-        sizes, kernels = self.sizes, self.kernels
-        total, flops, num_read = 0.0, 0.0, 0.0
-        for has_experts, number in self._layer_kinds[stage].items():
-            for rows, inner, columns, times, are_experts in self._products(num_tokens, has_experts):
-                if are_experts:
-                    given = (self._expert_format, num_tokens, rows, inner, columns, times)
-                    seconds, stored = expert_products(kernels, *given)
-                else:
-                    seconds, stored = self._product(max(1, round(rows)), inner, columns)
-                total, num_read = total + number * seconds, num_read + number * stored
-                flops += 2 * number * times * rows * inner * columns
-        if num_sampled:
-            inner, columns = sizes.hidden // self.plan.tensor.y, -(-sizes.vocab // self.plan.tensor.x)
-            total += kernels.product(num_sampled, inner, columns)
-            flops += 2 * num_sampled * sizes.hidden * columns
-            num_read += kernels.item_bytes * inner * columns
-        return total, flops, num_read
-
-    def _is_graph(self, num_tokens: int, has_prompts: bool) -> bool:
-        """Is a step without drafts a CUDA graph?"""
-        form, has_ranks = self._cache_format, self.plan.num_ranks > self.plan.data
-        has_kernel = form.has_kernel(self.plan.context.degree > 1)
-        is_recorded = form.kind == "plain" and num_tokens <= MAX_TOKENS if has_prompts else has_kernel
-        is_recorded = is_recorded and self.kernels.item_bytes == 2
-        return is_recorded and not has_ranks and not self._streamed
-
-    def _product(self, rows: int, inner: int, columns: int) -> tuple[float, int]:
-        """Seconds of a matmul, and the bytes of its weight."""
-        kernels = self.kernels
-        if self._format is None:
-            seconds, stored = kernels.product(rows, inner, columns), kernels.item_bytes * inner * columns
-            starts_early = rows == 1 and kernels.device.is_newer  # while the kernel before it ends
-            return seconds - LAUNCH_SECONDS * starts_early, stored
-        return packed_product(kernels, self._format, rows, inner, columns)
-
-    def _products(self, num_tokens: int, has_experts: bool) -> Iterable[tuple[float, int, int, float, bool]]:
-        """The matmuls of a layer on one rank: (rows, inner, columns, how many, are they those of experts)."""
-        sizes, x, y = self.sizes, self.plan.tensor.x, self.plan.tensor.y
-        yield num_tokens, sizes.hidden // y, sizes.projected(x), 1, False
-        yield num_tokens, sizes.num_heads // x * sizes.head_dim, sizes.hidden // y, 1, False
-        if not has_experts:
-            yield num_tokens, sizes.hidden // y, (1 + sizes.is_gated) * sizes.inner // x, 1, False
-            yield num_tokens, sizes.inner // x, sizes.hidden // y, 1, False
-            return
-        missed = (1 - sizes.num_experts_per_tok / sizes.num_experts) ** num_tokens
-        used = max(1.0, sizes.num_experts * (1 - missed) / self.plan.expert)  # experts that get a token
-        rows = num_tokens * sizes.num_experts_per_tok / self.plan.expert / used
-        inner = self._expert_inner
-        yield rows, sizes.hidden, 2 * inner, used, True
-        yield rows, inner, sizes.hidden, used, True
-        if sizes.shared_inner:
-            yield num_tokens, sizes.hidden, 2 * sizes.shared_inner // x, 1, False
-            yield num_tokens, sizes.shared_inner // x, sizes.hidden, 1, False
-
-    @property
-    def _expert_inner(self) -> int:
-        return int(getattr(self.config, "moe_intermediate_size", self.sizes.inner))
-
-    def _communication(self, stage: int, num_tokens: int, num_sampled: int) -> float:
-        if self.plan.num_ranks == self.plan.data:
-            return 0.0
-        total = 0.0
-        calls = step_calls(self.sizes, self.plan, stage, num_tokens, num_sampled, self.kernels.item_bytes)
-        for ((axis, operation), num_bytes), number in Counter(calls).items():
-            total += number * self._call_seconds(axis, operation, num_bytes)
-        return total
-
+    @lru_cache(maxsize=4096)  # noqa: B019 (a model lives as long as its search)
     def _call_seconds(self, axis: str, operation: str, num_bytes: int) -> float:
         inner, degree = self.plan.place(axis)
         link = self.cluster.axis_link(inner, degree, operation == "send")
         wire, where = (self.cluster.node.inter, "inter") if link.crosses_nodes else (self.cluster.node.intra, "intra")
         bandwidth = link.bandwidth_bytes_per_second * (wire.share or LINK_SHARE[where])
-        return ring_seconds(operation, num_bytes, degree, bandwidth, link.latency_seconds) + wire.start_seconds
+        usual = ring_seconds(operation, num_bytes, degree, bandwidth, link.latency_seconds) + wire.start_seconds
+        hop, rate = LOW_LATENCY_HOP * link.latency_seconds, LOW_LATENCY_RATE * bandwidth
+        return min(usual, ring_seconds(operation, num_bytes, degree, rate, hop) + LOW_LATENCY_START)
 
-    def simulate(self, lengths: Sequence[tuple[int, int]], cache_tokens: int) -> ServingTimes:
+    # --- requests
+
+    def simulate(
+        self, lengths: Sequence[tuple[int, int]], cache_tokens: int, has_stretches: bool = True
+    ) -> ServingTimes:
         """Serve requests that arrive at once on one replica, by the engine's scheduler."""
-        num_stages = self.plan.pipe.degree
-        block_size = BLOCK_SIZE * self.plan.context.degree
-        policy = PagedBlocks(min(cache_tokens // block_size, 1 << 20), block_size, prefix_cache=False)
-        scheduler = Scheduler(policy, TOKEN_BUDGET, MAX_RUNNING, num_stages)
-        for index, (prompt, output) in enumerate(lengths):
-            request = Request(str(index), (0,), output)
-            scheduler.add(ActiveRequest(request, index, prompt + output, 0, [0] * prompt))
-        now, floor, free = 0.0, 0.0, [0.0] * num_stages
-        first: dict[str, float] = {}
-        causes: dict[str, float] = {}
-        begun: deque[tuple[list[ScheduledChunk], float]] = deque()
-        while scheduler.running or scheduler.waiting:
-            chunks = scheduler.schedule()
-            if chunks:
-                ready = now
-                steps = [self.step(chunks, stage) for stage in range(num_stages)]
-                for stage, step in enumerate(steps):
-                    ready = free[stage] = max(ready, free[stage]) + step.seconds
-                slowest = max(steps, key=lambda step: step.seconds)
-                floor += max(step.floor_seconds for step in steps)
-                for cause, seconds in slowest.by_cause.items():
-                    causes[cause] = causes.get(cause, 0.0) + seconds
-                begun.append((chunks, ready))
-            elif not begun:
-                raise PlanError(f"a request of {max(map(sum, lengths))} tokens does not fit a cache of {cache_tokens}")
-            if len(begun) == num_stages or not chunks:
-                done, ready = begun.popleft()
-                now = max(now, ready)
-                for active in (chunk.active for chunk in done if chunk.samples):
-                    active.tokens.append(0)
-                    active.num_unread -= 1
-                    first.setdefault(active.request.name, now)
-                    if len(active.tokens) == active.max_length:
-                        scheduler.end(active)
-        total = sum(causes.values())
-        shares = {cause: seconds / total for cause, seconds in causes.items()}
-        return ServingTimes(now, floor, sum(output for _, output in lengths), median(first.values()), shares)
+        times = self.run([RequestArrival(*one) for one in lengths], cache_tokens, has_stretches)
+        shares = dict(zip(CAUSES, (seconds / sum(times.by_cause) for seconds in times.by_cause), strict=True))
+        shares = {cause: share for cause, share in shares.items() if share or cause in ALWAYS}
+        num_tokens = sum(output for _, output in lengths)
+        return ServingTimes(times.seconds, times.floor_seconds, num_tokens, median(times.first), shares)
+
+    def run(self, arrivals: Sequence[RequestArrival], cache_tokens: int, has_stretches: bool = True) -> RunTimes:
+        """Serve requests that arrive at given times on one replica. Raises PlanError if the cache does not hold one."""
+        found = self.costs.run(arrivals, cache_tokens, self._price, has_stretches)
+        if found is None:
+            longest = max(one.prompt + one.output for one in arrivals)
+            raise PlanError(f"a request of {longest} tokens does not fit a cache of {cache_tokens}")
+        return found
+
+    def _price(self, *step: Any) -> tuple[float, float, tuple[float, ...]]:
+        found = self.step(*step)
+        return found.seconds, found.floor_seconds, tuple(found.by_cause.get(cause, 0.0) for cause in CAUSES)
+
+
+def _flops(work: StepWork) -> float:
+    """Return the FLOPs of a step's products, and of the attention of its prompts."""
+    products = sum(2 * number * one.number * one.rows * one.inner * one.columns for number, one in work.products)
+    return products + work.num_layers * work.share * sum(4 * one.head_dim * one.num_scores for one in work.prompts)

@@ -8,16 +8,11 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
-from weft.architectures import TransformerConfig
+from weft.architectures import DecoderConfig, TransformerConfig
 from weft.cluster.hardware import Cluster
 from weft.errors import PlanError
 from weft.plan import Context, Pipe, Plan, Tensor
-from weft.planner.lean_kernels import refuse_cache
-from weft.planner.serving import MAX_RUNNING, ServingModel, ServingPrediction, ServingTimes, ServingWorkload
-from weft.serve.attention.formats import cache_format
-from weft.serve.parallel.rank_part import refuse_plan
-from weft.serve.parallel.traffic import ServedSizes
-from weft.serve.refusals import ServingCase, refuse
+from weft.planner.serving import ServingModel, ServingPrediction, ServingTimes, ServingWorkload
 from weft.serve.spec import ServingSpec
 
 ALONE_OUTPUT = 32  # tokens for which one request alone is predicted
@@ -26,12 +21,13 @@ LONG_SHARE = 0.1  # of the weights' bytes, that the cache of one request takes f
 
 def serving_plans(config: TransformerConfig, num_devices: int, with_context: bool = False) -> Iterable[Plan]:
     """Yields layouts over all devices: data, pipe, expert, x, and context if it is asked for."""
-    sizes = ServedSizes.of(config)
+    num_layers = config.num_layers
+    has_experts = isinstance(config, DecoderConfig) and any(config.has_experts(index) for index in range(num_layers))
     for x, context in product(_divisors(num_devices), _divisors(num_devices) if with_context else (1,)):
-        for expert in _divisors(num_devices // (x * context)) if sizes.num_experts else (1,):
+        for expert in _divisors(num_devices // (x * context)) if has_experts else (1,):
             for pipe in _divisors(num_devices // (x * context) // expert):
                 data = num_devices // (x * context) // expert // pipe
-                if pipe <= sizes.num_layers and data * pipe * expert * context * x == num_devices:
+                if pipe <= num_layers and data * pipe * expert * context * x == num_devices:
                     parts = {"expert": expert, "context": Context(context), "tensor": Tensor(x)}
                     yield Plan(data=data, pipe=Pipe(pipe), **parts)  # type: ignore[arg-type]
 
@@ -52,8 +48,8 @@ def search_serving(
     found, refused = list[ServingPrediction](), list[str]()
     whole = ServingModel(config, cluster, Plan(), precision, replace(spec, stream_weights=0), has_codes)
     longest = max(map(sum, workload.lengths))
-    is_long = longest * whole.cache_bytes(0) > LONG_SHARE * whole.weight_bytes
-    for plan in serving_plans(config, cluster.num_devices, is_long and cache_format(spec.cache).kind == "plain"):
+    is_long = longest * whole.costs.cache_bytes(0) > LONG_SHARE * whole.weight_bytes
+    for plan in serving_plans(config, cluster.num_devices, is_long and whole.costs.cache.kind == "plain"):
         try:
             found.append(predict_serving(config, cluster, plan, workload, precision, spec, has_codes))
         except PlanError as error:
@@ -74,11 +70,7 @@ def predict_serving(
 
     `has_codes`: the weights are those of a folder (`ServingModel`).
     """
-    refuse_plan(config, plan)
-    without_drafts = replace(spec, speculate=None)  # drafts are priced for the best layout (`price_speculation`)
-    refuse(ServingCase.of(without_drafts, plan=plan, cache=cache_format(spec.cache)))
     model = ServingModel(config, cluster, plan, precision, spec, has_codes)
-    refuse_cache(model.kernels, cache_format(spec.cache))
     cache_tokens = model.cache_tokens
     longest = max(map(sum, workload.lengths))
     if cache_tokens < longest:
@@ -98,13 +90,13 @@ def predict_serving(
         loaded.first_token_seconds,
         loaded.shares,
     )
-    held = plan.data * min(MAX_RUNNING, int(cache_tokens / workload.mean_tokens))
-    per_token = max(model.cache_bytes(stage) for stage in range(plan.pipe.degree))
-    beside = max(model.bytes_beside_pages(stage) for stage in range(plan.pipe.degree))
+    held = plan.data * min(model.costs.max_running, int(cache_tokens / workload.mean_tokens))
+    per_token = max(model.costs.cache_bytes(stage) for stage in range(plan.pipe.degree))
+    beside = max(model.costs.bytes_beside_pages(stage) for stage in range(plan.pipe.degree))
     memory = math.ceil(model.weight_bytes + cache_tokens * per_token + beside)
     sizes = (model.weight_bytes, per_token, memory, cache_tokens, held)
-    num_cached = max(longest, min(MAX_RUNNING, len(per_replica)) * workload.mean_tokens)
-    return ServingPrediction(plan, *sizes, alone, every, model.streaming_price(num_cached), model.merged_bytes)
+    num_cached = max(longest, min(model.costs.max_running, len(per_replica)) * workload.mean_tokens)
+    return ServingPrediction(plan, *sizes, alone, every, model.streaming_price(num_cached), model.costs.merged_bytes)
 
 
 @lru_cache

@@ -10,18 +10,11 @@ them; the folder needs no weights to be priced.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from pathlib import Path
 
-from weft.architectures import RecurrentConfig
 from weft.errors import ConfigError
-from weft.plan import Plan
 from weft.planner.serving import HOST_SECONDS, OPERATIONS_PER_LAYER, ServingModel
-from weft.serve.loading import model_config
-from weft.serve.refusals import ServingCase, kind_of, refuse
-from weft.serve.scheduling.speculation import LAYERS, MAX_DRAFTS, early_layers
-from weft.serve.spec import ServingSpec
-from weft.serve.weights.folder_codes import folder_format
 
 # What the host does for a step that is replayed as a CUDA graph takes 1.3 ms: of a decode of 4.35 ms without drafts,
 # the host of an H200 waited for 3.0 (benchmarks/serve_profile.py). The device waits for the half before the launch:
@@ -57,9 +50,9 @@ def price_speculation(model: ServingModel, kind: str, chance: float, length: int
     if model.plan.num_ranks > 1:
         raise ConfigError("--speculate is priced on one device; plan for one, as --cluster h200:1x1")
     without = 1 / model.decode_seconds(length)
-    of_draft = _draft_seconds(model, kind, length)
+    of_draft, most = _draft_seconds(model, kind, length)
     found = []
-    for number in range(MAX_DRAFTS + 1):
+    for number in range(most + 1):
         tokens = sum(chance**index for index in range(number + 1))
         seconds = model.draft_check_seconds(number, length) + HOST_STEP_SECONDS
         seconds += number * of_draft
@@ -67,39 +60,24 @@ def price_speculation(model: ServingModel, kind: str, chance: float, length: int
     return max(found, key=lambda one: one.tokens_per_second)
 
 
-def _draft_seconds(model: ServingModel, kind: str, length: int) -> float:
-    """Seconds of one draft. It is not a CUDA graph, so the host's calls may take longer than the device."""
-    if kind == "ngram":
-        return 0.0  # a lookup, in the host's time of the step
-    if kind.startswith(LAYERS):
-        number, whole = early_layers(kind).number, model.sizes.num_layers
-        if not 1 <= number < whole:
-            raise ConfigError(f"--speculate {kind}: drafts need at least 1 layer, and fewer than the model's {whole}")
-        seconds = model.decode_seconds(length, number)
-    else:
-        draft = _draft_model(model, kind, length)
-        number, seconds = draft.sizes.num_layers, draft.decode_seconds(length)
-    return max(HOST_STEP_SECONDS + OPERATIONS_PER_LAYER * number * HOST_SECONDS, seconds)
-
-
-def _draft_model(model: ServingModel, kind: str, length: int) -> ServingModel:
-    """The model in a folder, which lies on the device beside the model that it drafts for, with a cache of its own."""
-    folder = Path(kind)
-    if not folder.is_dir():
-        raise ConfigError(
-            f"--speculate {kind} is no folder; give ngram, layers=K, or the folder of a smaller model (its config.json "
-            f"is enough)"
-        )
-    config = model_config(folder)
-    refuse(ServingCase({"speculate": kind}, draft=kind_of(config)))
-    assert not isinstance(config, RecurrentConfig)
-    spec = ServingSpec(weights=folder_format(folder))
-    draft = ServingModel(config, model.cluster, Plan(), model.kernels.precision, spec, has_codes=True)
-    held = model.weight_bytes + draft.weight_bytes + length * (model.cache_bytes(0) + draft.cache_bytes(0))
-    memory_bytes = model.cluster.node.device.memory_bytes
-    if held > memory_bytes:
-        raise ConfigError(
-            f"--speculate {kind}: both models and a text of {length} tokens take {held / 1e9:.1f} GB, and a device has "
-            f"{memory_bytes / 1e9:.0f}; give a smaller draft model, or --weights for fewer bits"
-        )
-    return draft
+def _draft_seconds(model: ServingModel, kind: str, length: int) -> tuple[float, int]:
+    """Return the seconds of one draft, and the most drafts of a step. A draft is not a CUDA graph, so the host's calls
+    may take longer than the device. A draft model lies on the device beside the model that it drafts for, with a cache
+    of its own.
+    """
+    draft, most = model.costs.draft(kind)
+    if not draft.num_layers:
+        return 0.0, most  # a lookup, in the host's time of the step
+    seconds = model.decode_seconds(length, draft.num_layers)
+    if draft.given is not None:
+        own = ServingModel(draft.given[0], model.cluster, model.plan, model.kernels.precision, *draft.given[1:])
+        seconds = own.decode_seconds(length)
+        held = model.weight_bytes + own.weight_bytes
+        held += math.ceil(length * (model.costs.cache_bytes(0) + own.costs.cache_bytes(0)))
+        memory_bytes = model.cluster.node.device.memory_bytes
+        if held > memory_bytes:
+            raise ConfigError(
+                f"--speculate {kind}: both models and a text of {length} tokens take {held / 1e9:.1f} GB, and a device "
+                f"has {memory_bytes / 1e9:.0f}; give a smaller draft model, or --weights for fewer bits"
+            )
+    return max(HOST_STEP_SECONDS + OPERATIONS_PER_LAYER * draft.num_layers * HOST_SECONDS, seconds), most

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from weft.errors import ConfigError
-from weft.schema import changed_values
 
 if TYPE_CHECKING:  # these import torch
     import torch
@@ -97,9 +96,18 @@ class EngineSizes(Checked):
         flag="--context",
         minimum=1,
     )
-    max_running: int = option(64, "requests computed at once", minimum=1, on_gpu=256)
+    max_running: int = option(
+        64, "requests computed at once", commands=("serve", "plan"), minimum=1, on_gpu=256, priced=("cuda",)
+    )
     max_waiting: int = option(256, "requests in the queue; beyond, clients get 429", minimum=0)
-    token_budget: int = option(512, "tokens of a step, decodes and prompts", minimum=1, on_gpu=2048)
+    token_budget: int = option(
+        512,
+        "tokens of a step, decodes and prompts",
+        commands=("serve", "plan"),
+        minimum=1,
+        on_gpu=2048,
+        priced=("cuda",),
+    )
     num_blocks: int | None = option(
         None,
         "blocks of the key-value cache on each rank, of 16 tokens (--cache int4: 64, int4-32: 32, int4-128: 128); "
@@ -270,9 +278,11 @@ class ServingSpec(ServerLimits, EngineSizes):
 
     def arguments(self, command: Command) -> str:
         """Return the options that differ from their defaults, as a command takes them: ` --weights int4`."""
-        changed = changed_values(self)
-        texts = {name: "" if value is True else f" {value}" for name, value in changed.items()}
-        return "".join(f" {flag_of(one)}{texts[one.name]}" for one in options_of(command) if one.name in changed)
+        device: Device = "cuda" if self.device == "cuda" else "cpu"
+        values = {one.name: getattr(self, one.name) for one in options_of(command)}
+        given = {name: value for name, value in values.items() if value != default_on(name, device)}
+        texts = {name: "" if value is True else f" {value}" for name, value in given.items()}
+        return "".join(f" {flag_of(one)}{texts[one.name]}" for one in options_of(command) if one.name in given)
 
 
 OPTIONS = {one.name: one for one in fields(ServingSpec)}

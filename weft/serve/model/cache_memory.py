@@ -10,6 +10,9 @@ import torch
 from weft.errors import ConfigError
 from weft.sharding.host_memory import available_host_bytes
 
+GPU_SHARE = 0.92  # of a GPU's free memory, for the cache
+CPU_SHARE = 0.25
+
 
 class CacheBytes(NamedTuple):
     """What a cache takes on a rank: for each block, and beside all blocks."""
@@ -24,6 +27,13 @@ class CacheBytes(NamedTuple):
     def fitting(self, free: float) -> int:
         """The most blocks of a cache of so many bytes."""
         return int((free - self.beside) // self.per_block) - 1
+
+
+def step_bytes(token_budget: int, max_running: int, widest: int, vocab: int) -> int:
+    """Return what a step holds beside the cache: a few activations of each token, of which the widest linear gives
+    `widest` numbers, and logits in float32 while sampling.
+    """
+    return 16 * token_budget * widest + 24 * max_running * vocab
 
 
 def free_host_bytes(num_local_ranks: int) -> float:

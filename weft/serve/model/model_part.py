@@ -20,7 +20,15 @@ from weft.serve.attention.host_pages import HostPages
 from weft.serve.attention.layer import CacheLayer
 from weft.serve.attention.model_identity import model_identity
 from weft.serve.model.adapters import attach_adapters
-from weft.serve.model.cache_memory import CacheBytes, free_device_bytes, refuse_cache_blocks, refuse_swap_blocks
+from weft.serve.model.cache_memory import (
+    CPU_SHARE,
+    GPU_SHARE,
+    CacheBytes,
+    free_device_bytes,
+    refuse_cache_blocks,
+    refuse_swap_blocks,
+    step_bytes,
+)
 from weft.serve.model.linear import ModelAxes
 from weft.serve.model.paged_model import PagedModel
 from weft.serve.model.ranks import ServingRanks
@@ -35,8 +43,6 @@ from weft.serve.spec import EngineOptions
 from weft.serve.weights.packed_linear import PackedLinear
 from weft.serve.weights.streamed_weights import StreamedWeights
 
-GPU_SHARE = 0.92  # of a GPU's free memory, for the cache
-CPU_SHARE = 0.25
 _SCORED_ROWS = 256  # of a text whose logits are computed at a time
 
 
@@ -206,10 +212,9 @@ class ModelPart:
             return most
         share = GPU_SHARE if self.device.type == "cuda" else CPU_SHARE
         free = share * free_device_bytes(self.device, self._num_local_ranks)
-        # What a step holds beside the cache: a few activations of each token, and logits in float32 while sampling.
         linears = [module for module in self.paged.body.modules() if isinstance(module, nn.Linear)]
         widest = max(linear.weight.shape[0] for linear in linears)
-        free -= 16 * options.token_budget * widest + 24 * options.max_running * self.paged.vocab_size
+        free -= step_bytes(options.token_budget, options.max_running, widest, self.paged.vocab_size)
         if options.speculate is not None:  # a step samples after drafts too: logits, and copies of 4 bytes
             free -= 8 * min(options.token_budget, (1 + MAX_DRAFTS) * options.num_rows) * self.paged.vocab_size
         bytes_per_block = self.paged.bytes_per_token * options.block_size

@@ -6,16 +6,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from weft.comm import Key
 from weft.models import TransformerConfig
 from weft.serve.model.paged_model import PagedModel
-from weft.serve.parallel.rank_part import RankPlace, build_part
+from weft.serve.parallel.rank_part import RankPlace, block_bytes, build_part
+from weft.serve.spec import EngineSizes
 from weft.serve.weights.packed_linear import make_room
-from weft.serve.weights.streamed_layout import BlockLayout
+from weft.serve.weights.streamed_layout import BlockLayout, streamed_numbers
+from weft.serve.weights.streamed_weights import refuse_resident
 from weft.serve.weights.weight_formats import WeightFormat
+
+
+@dataclass(frozen=True)
+class StreamedBytes:
+    """The weights in host memory of a rank. A step copies `copied_bytes` and makes `calls`. The device holds
+    `saved_bytes` less than all weights of the rank, among them the `resident_bytes` of blocks that stay there.
+    """
+
+    copied_bytes: int
+    calls: tuple[tuple[Key, int], ...]
+    saved_bytes: int
+    resident_bytes: int
+    host_bytes: int
+    block_bytes: tuple[int, ...]
+    num_resident: int
+    num_places: int
+
+    def fitting_blocks(self, num_bytes: float) -> int:
+        """Return how many blocks could stay on the device if resident ones had so many bytes there. All of them, if
+        those that are left fill the places of streamed ones.
+        """
+        number = max(0, int(num_bytes // max(self.block_bytes)))
+        return len(self.block_bytes) if number >= len(self.block_bytes) - self.num_places else number
 
 
 def all_block_bytes(
@@ -50,3 +76,33 @@ def pass_calls(block_bytes: Sequence[int], num_readers: int, ahead: int) -> Iter
     """
     if num_readers > 1:
         yield from ((("data", "all_gather"), size) for size in copied_bytes(block_bytes, ahead))
+
+
+def streamed_bytes(
+    config: TransformerConfig,
+    place: RankPlace,
+    dtype: torch.dtype,
+    sizes: EngineSizes,
+    form: WeightFormat | None,
+    with_experts: bool,
+) -> StreamedBytes | None:
+    """Return the bytes of a rank whose weights are in host memory; None if they stay on the device."""
+    ahead, num_resident, num_readers = sizes.stream_weights, sizes.resident_blocks, place.plan.data
+    if not ahead:
+        return None
+    blocks = all_block_bytes(config, place, dtype, form, with_experts)
+    refuse_resident(num_resident, len(blocks))
+    streamed = [blocks[number] for number in streamed_numbers(len(blocks), num_resident)]
+    num_places = min(ahead + 1, len(streamed))
+    resident_bytes = sum(blocks) - sum(streamed)
+    whole = sum(block_bytes(config, place, dtype.itemsize, form, with_experts))
+    return StreamedBytes(
+        sum(copied_bytes(streamed, ahead)) // num_readers,
+        tuple(pass_calls(streamed, num_readers, ahead)),
+        whole - num_places * max(streamed) - resident_bytes,
+        resident_bytes,
+        sum(streamed) // num_readers,
+        blocks,
+        num_resident,
+        num_places,
+    )
