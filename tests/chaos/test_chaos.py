@@ -226,6 +226,7 @@ def test_a_flip_is_one_bit_and_a_nan_is_one_step(tmp_path: Path, run_file: Path)
     assert "no finite number in step 2" in lines
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("text", [b"", b"rm -rf 1", b"nan", b"flip 99999999999", b"nan 1" + b"0" * 100, b"\xff\x00"])
 def test_a_request_that_is_none_is_removed_and_does_nothing(tmp_path: Path, text: bytes) -> None:
     request_path(tmp_path, 3).write_bytes(text)

@@ -213,6 +213,7 @@ def test_covers_bounds_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -588,6 +589,7 @@ def test_an_incomplete_tensor_is_not_published(tmp_path: Path) -> None:
     assert steps(tmp_path) == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("pieces", "state", "message"),
     [
@@ -857,6 +859,7 @@ def test_a_checkpoint_under_another_steps_name_is_refused(victim: Path) -> None:
     assert Checkpoint(victim.with_name("best")).step == 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["model.pt", "pytorch_model.bin", "__0_0.distcp", "optimizer.pkl", "x.pth"])
 def test_pickles_are_refused(victim: Path, name: str) -> None:
     (victim / name).write_bytes(b"\x80\x04.")
@@ -958,6 +961,7 @@ FORGERIES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("forge", "message"), FORGERIES)
 def test_a_forged_manifest_is_refused(victim: Path, forge: Callable[[dict[str, Any]], Any], message: str) -> None:
     content = document(victim)
@@ -969,6 +973,7 @@ def test_a_forged_manifest_is_refused(victim: Path, forge: Callable[[dict[str, A
         read_all(victim)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -1035,6 +1040,7 @@ HOST_ERRORS = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("error", HOST_ERRORS, ids=str)
 def test_what_a_host_cannot_read_now_is_no_damage(
     victim: Path, monkeypatch: pytest.MonkeyPatch, error: Exception

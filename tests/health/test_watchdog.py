@@ -104,6 +104,7 @@ def test_what_waits_for_the_rank_itself_is_what_it_missed() -> None:
     assert "rank 3 has entered all_gather over shard (#41) and does not serve it" in describe_hang(pages, {}, 99)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("doing", "told"),
     [

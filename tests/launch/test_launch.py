@@ -69,6 +69,7 @@ HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "2", "MPI_LOCALNRA
 # --- who started this process -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("environ", "place"),
     [
@@ -105,6 +106,7 @@ def without(environ: Mapping[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in names}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
@@ -181,6 +183,7 @@ def test_rendezvous_of_mpi_on_one_host() -> None:
     assert rendezvous(HYDRA, place) == rendezvous({}, place)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("environ", "place", "words"),
     [
@@ -360,6 +363,7 @@ def test_cuda_index(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- starting local ranks -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("exit_codes", "line", "status"),
     [
