@@ -52,6 +52,7 @@ def test_the_best_snapshot_may_be_of_a_lower_step(run_file: Path, tmp_path: Path
     consider(best, 4, math.nan)  # no number is better than any
     assert steps(folder) == []
     losses = [(8, 3.0, (8, 3.0)), (12, 2.0, (12, 2.0)), (8, 2.5, (12, 2.0)), (10, 1.9, (10, 1.9)), (10, 1.8, (10, 1.8))]
+    losses.append((12, 1.8, (10, 1.8)))  # no better
     for step, loss, (kept, lowest) in losses:
         consider(best, step, loss)
         assert steps(folder) == [kept]
