@@ -46,8 +46,7 @@ from torch import Tensor, nn
 from weft.errors import WeftError
 from weft.models import DecoderConfig
 from weft.models.expert_rows import fill_slots, sort_by_expert
-from weft.models.row_operations import gated_gradient, spread_rows, sum_rows, take_rows
-from weft.models.wide_linear import wide_gradients, wide_product
+from weft.models.row_operations import gated_gradient, spread_rows, sum_rows, take_rows, wide_gradients, wide_product
 
 RESULT = harness.RESULTS / "experts-h200.json"
 PARTS = {"weft": "weft-bf16", "weft-fp8": "weft-fp8", "transformers": "", "transformers-eager": ""}

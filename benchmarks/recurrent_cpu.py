@@ -21,7 +21,7 @@ import harness
 import torch
 from torch import nn
 
-from weft.architectures.recurrent import RecurrentConfig
+from weft.architectures.language import RecurrentConfig
 from weft.models.recurrent import RecurrentModel
 from weft.serve.model.recurrent import FusedGRU, FusedLSTM, RecurrentRows, State
 

@@ -31,8 +31,7 @@ from weft.models import LanguageConfig, ModelConfig, config_from_table, read_con
 from weft.models.adapter import adapter_weights
 from weft.models.hf import weight_files
 from weft.models.hf_config import CONFIG_FILE
-from weft.models.lora import is_adapter, merged
-from weft.models.tuning import Tuning
+from weft.models.tuning import Tuning, is_adapter, merged
 from weft.schema import build_dataclass, parse_toml, to_table
 
 T = TypeVar("T")

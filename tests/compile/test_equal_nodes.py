@@ -13,7 +13,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from weft.compile.equal_nodes import merge_equal_nodes
+from weft.compile.torch_partition import merge_equal_nodes
 from weft.models import DecoderConfig, GPT2Config, build
 
 SHAPE = (2, 8)

@@ -1,13 +1,15 @@
 """Published chat templates, retyped, and small tokenizers of the shapes that come with them.
 
 Each template names the repository on Hugging Face whose tokenizer_config.json has it. Long instructions about tools are
-shortened. TAGGED ones are those of TRL (trl/chat_templates), which mark answers by `{% generation %}`.
+shortened. Three are those of TRL (trl/chat_templates), which mark answers by `{% generation %}`. `tagged` puts these
+tags into others, as TRL does, so that transformers tells the masks of their answers.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +301,25 @@ LLAMA_3_TAGGED = (
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
 )
 
+
+def tagged(template: str, answer: str, header: str = "", when: str = "") -> str:
+    """Returns a template with tags around the expression that writes an answer. `header` is what the same expression
+    writes before it, and `when` says that the message is an answer, if all messages are written by one expression.
+    """
+    begin = re.escape(header) + r" *\+ *" if header else ""
+    pattern = re.compile(r"\{\{(-?) *" + begin + re.escape(answer) + r" *\}\}(?=(\n?))")
+
+    def with_tags(found: re.Match[str]) -> str:
+        keeps_line = "+" if found[2] else ""
+        before = f"{{{{{found[1]} {header} }}}}" if header else ""
+        marked = f"{before}{{%{found[1]} generation %}}{{{{ {answer} }}}}{{% endgeneration {keeps_line}%}}"
+        return f"{{%{found[1]} if {when} %}}{marked}{{% else %}}{found[0]}{{% endif {keeps_line}%}}" if when else marked
+
+    made, count = pattern.subn(with_tags, template)
+    assert count == 1, (answer, count)
+    return made
+
+
 CORPUS = (
     "The answer is 4 and 42, not 12345.\n\nYou are terse. What is 2+2? [INST] x [/INST] user assistant system\n"
     "<|user|>\n<|assistant|>\n<think>\nLet me see: 2+2 is 4.\n</think>\n\n  Éa voilà, 数学\n"
@@ -451,3 +472,19 @@ PUBLISHED = {
     "cohere": Published(COHERE, "bytes", "<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>", _COHERE, roles=SYSTEM),
     "olmo-2": Published(OLMO_2, "bytes", "<|endoftext|>", "<|endoftext|>", roles=SYSTEM),
 }
+_WITH_EOS, _ASSISTANT = "message['content'] + eos_token", "'<|assistant|>\\n'"
+_GEMMA = ("message['content'] | trim + '<end_of_turn>\\n'", "'<start_of_turn>' + role + '\\n'", "role == 'model'")
+_COHERE_TURN = ("content.strip() + '<|END_OF_TURN_TOKEN|>'", "'<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>'")
+_WITH_TAGS = {
+    "llama-2": tagged(LLAMA_2, "' ' + content.strip() + ' ' + eos_token"),
+    "mistral-0.1": tagged(MISTRAL_1, f"{_WITH_EOS} + ' '"),
+    "mistral-0.3": tagged(MISTRAL_3, '" " + message["content"]|trim + eos_token'),
+    "zephyr": tagged(ZEPHYR, _WITH_EOS, _ASSISTANT),
+    "tinyllama": tagged(ZEPHYR, _WITH_EOS, _ASSISTANT),
+    "llama-3.2": tagged(LLAMA_3_2, "message['content'] | trim + '<|eot_id|>'", when="message.role == 'assistant'"),
+    "gemma-2": tagged(GEMMA_2, *_GEMMA),
+    "phi-3": tagged(PHI_3, "message['content'] + '<|end|>\\n'", _ASSISTANT),
+    "cohere": tagged(COHERE, *_COHERE_TURN),
+    "olmo-2": tagged(tagged(OLMO_2, f"{_WITH_EOS} + '\\n'", _ASSISTANT), _WITH_EOS, _ASSISTANT),
+}
+PUBLISHED |= {f"{name} tagged": replace(PUBLISHED[name], template=template) for name, template in _WITH_TAGS.items()}

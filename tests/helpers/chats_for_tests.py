@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.architectures.lora import Lora
-from weft.models.lora import initial_adapter
+from weft.models.tuning import initial_adapter
 
 SEQUENCE, STEPS, LEARNING_RATE, DECAY = 48, 20, 1e-2, 0.1
 TEMPLATE = (

@@ -56,6 +56,23 @@ def batch(index: int) -> tuple[Tensor, Tensor]:
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
+def kept_by_loop(experts: Tensor, num_experts: int, limit: int, priorities: Tensor | None) -> Tensor:
+    """Which choices [batch, sequence, k] are taken, token by token."""
+    batch, sequence, k = experts.shape
+    kept = torch.zeros(batch, sequence, k, dtype=torch.bool)
+    for sample in range(batch):
+        order = list(range(sequence))
+        if priorities is not None:
+            order.sort(key=lambda token: int(priorities[sample, token]))
+        room = [limit] * num_experts
+        for token in order:
+            for choice in range(k):
+                expert = int(experts[sample, token, choice])
+                kept[sample, token, choice] = room[expert] > 0
+                room[expert] -= 1
+    return kept
+
+
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 16,

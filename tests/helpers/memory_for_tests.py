@@ -13,10 +13,11 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
+from weft.cluster.hardware import Cluster, load
 from weft.inspection.live_bytes import LiveTensors
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.models import DecoderConfig, GPT2Config, build, initialise
+from weft.models import DecoderConfig, GPT2Config, RecurrentConfig, build, initialise
 from weft.optim.saved_state import make_optimizer
 from weft.parallel.apply import parallelize
 from weft.parallel.model_state import state_tensors
@@ -55,20 +56,16 @@ NARROW = ("model.hidden_size=24", "model.intermediate_size=64")  # where a CPU m
 
 
 def make_run(plan: Plan) -> Run:
-    """The quickstart with four blocks, under another plan.
-
-    It has two micro-batches of 4 or one of 8, and four where there is a pipeline.
-    """
+    """The quickstart with four blocks, under another plan."""
     narrow = NARROW if plan.precision == "bf16" else ()
     run = load_run(QUICKSTART, [f"data.sequence={SEQUENCE}", "model.num_hidden_layers=4", *narrow])
-    batch = (16 if plan.pipe.degree > 1 else 8) * plan.num_batch_ranks
-    return replace(run, plan=plan, train=replace(run.train, batch=batch))
+    return under_plan(run, plan)
 
 
 def random_batch(run: Run, seed: int) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    assert isinstance(run.model, DecoderConfig)
-    tokens = torch.randint(0, run.model.vocab_size, (run.split.micro_batch, SEQUENCE + 1), generator=generator)
+    generator, shape = torch.Generator().manual_seed(seed), (run.split.micro_batch, run.split.sequence + 1)
+    assert isinstance(run.model, DecoderConfig | RecurrentConfig)
+    tokens = torch.randint(0, run.model.vocab_size, shape, generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -80,9 +77,9 @@ def gpt2() -> nn.Module:
     return initialised(build(config))
 
 
-def llama() -> nn.Module:
+def llama(num_layers: int = 5) -> nn.Module:
     config = DecoderConfig(
-        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=5, num_attention_heads=4,
+        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=num_layers, num_attention_heads=4,
         num_key_value_heads=2,
     )  # fmt: skip
     return initialised(build(config))
@@ -92,6 +89,25 @@ def initialised(model: Any) -> nn.Module:
     initialise(model, 0)
     made: nn.Module = model
     return made
+
+
+def under_plan(run: Run, plan: Plan) -> Run:
+    """The run under a plan: two micro-batches of 4 or one of 8 for each rank, and four where there is a pipeline."""
+    batch = (16 if plan.pipe.degree > 1 else 8) * plan.num_batch_ranks
+    return replace(run, plan=plan, train=replace(run.train, batch=batch))
+
+
+def with_memory(cluster: Cluster, device_bytes: float) -> Cluster:
+    """The cluster with devices of so much memory."""
+    device = replace(cluster.node.device, memory_bytes=int(device_bytes))
+    return replace(cluster, node=replace(cluster.node, device=device))
+
+
+def on_h200(link: float, *overrides: str) -> tuple[Run, Cluster]:
+    """The quickstart on one H200 with a link of so many bytes a second to its host."""
+    run = load_run(QUICKSTART, ["plan.precision=bf16", "plan.data=1", "plan.shard=1", *overrides])
+    cluster = load("h200")
+    return run, replace(cluster, node=replace(cluster.node, host_link_bytes_per_second=link))
 
 
 def micro_batches(step: int, count: int) -> list[Batch]:

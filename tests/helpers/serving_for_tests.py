@@ -14,8 +14,8 @@ from weft.architectures import RecurrentConfig
 from weft.architectures.lora import Lora
 from weft.models import DecoderConfig, GPT2Config, LanguageConfig, build, initialise
 from weft.models.adapter import write_adapter
-from weft.models.lora import add_lora, is_adapter
 from weft.models.recurrent import RecurrentModel
+from weft.models.tuning import add_lora, is_adapter
 from weft.plan import Plan
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.model.adapters import merge_adapter

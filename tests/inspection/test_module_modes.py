@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.inspection.module_modes import in_mode
+from weft.inspection.functional_call import in_mode
 from weft.mesh import Mesh
 from weft.parallel.apply import parallelize
 from weft.plan import Plan

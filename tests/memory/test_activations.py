@@ -25,22 +25,30 @@ from memory_for_tests import (
     llama,
     make_run,
     micro_batches,
+    on_h200,
     random_batch,
+    with_memory,
 )
 from torch import Tensor, nn
 
 import weft
 import weft.memory.activation_copies
 import weft.train.loop
-from weft.cluster.hardware import Cluster, load, local_cluster
+from weft.cluster.hardware import Cluster, local_cluster
 from weft.compile.blocks import compile_blocks
 from weft.compile.saved_bytes import compiled_profile
 from weft.errors import PlanError
 from weft.inspection.live_bytes import LiveTensors
 from weft.launch.local_ranks import run_local
-from weft.memory.activation_choice import MIN_OFFLOAD_BYTES, offload_from, offloaded_blocks
-from weft.memory.activation_copies import ActivationOffloader, OffloadedGroup, OffloadedStorage, offloader_of
-from weft.memory.offload_activations import ActivationPolicy
+from weft.memory.activation_copies import (
+    MIN_OFFLOAD_BYTES,
+    ActivationOffloader,
+    OffloadedGroup,
+    OffloadedStorage,
+    offload_from,
+    offloader_of,
+)
+from weft.memory.offload_activations import ActivationPolicy, offloaded_blocks
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, build
 from weft.models.loss import token_loss
@@ -424,17 +432,14 @@ def test_verify_of_a_run_sends_some() -> None:
 # --- time, and what fits
 
 
-def on_h200(share: float, link: float = 64e9) -> tuple[Run, Cluster]:
-    overrides = ["plan.precision=bf16", "plan.data=1", "plan.shard=1", "train.batch=64", "data.sequence=1024"]
-    wide = ["model.hidden_size=192", "model.intermediate_size=512", "model.num_hidden_layers=6"]
-    run = load_run(QUICKSTART, [*overrides, *wide, f"plan.memory={{activations={share}}}"])
-    cluster = load("h200")
-    return run, replace(cluster, node=replace(cluster.node, host_link_bytes_per_second=link))
+def wide_on_h200(share: float, link: float = 64e9) -> tuple[Run, Cluster]:
+    wide = ("model.hidden_size=192", "model.intermediate_size=512", "model.num_hidden_layers=6")
+    return on_h200(link, *wide, "train.batch=64", "data.sequence=1024", f"plan.memory={{activations={share}}}")
 
 
 def test_copies_that_compute_does_not_hide_take_time() -> None:
     def seconds(share: float, link: float) -> float:
-        found = predict(*on_h200(share, link)).step_seconds
+        found = predict(*wide_on_h200(share, link)).step_seconds
         assert found is not None
         return found
 
@@ -444,7 +449,7 @@ def test_copies_that_compute_does_not_hide_take_time() -> None:
 
 
 def test_state_on_the_host_takes_its_time_once() -> None:
-    run, cluster = on_h200(0.0, 1e9)
+    run, cluster = wide_on_h200(0.0, 1e9)
     here, away = (
         predict(replace(run, plan=replace(run.plan, memory=Memory(offload=share))), cluster) for share in (0.0, 1.0)
     )
@@ -455,22 +460,19 @@ def test_state_on_the_host_takes_its_time_once() -> None:
 
 
 def test_the_least_share_that_fits_is_found() -> None:
-    run, cluster = on_h200(0.0)
+    run, cluster = wide_on_h200(0.0)
     needs = predict(run, cluster).cost.memory_bytes
     assert fitting_activations(run, cluster) is None  # none is needed
 
-    def with_memory(device_bytes: float) -> Cluster:
-        device = replace(cluster.node.device, memory_bytes=int(device_bytes))
-        return replace(cluster, node=replace(cluster.node, device=device))
-
-    found = fitting_activations(run, with_memory(0.8 * needs))
+    found = fitting_activations(run, with_memory(cluster, 0.8 * needs))
     assert found is not None
     assert 0 < found.activations <= 1
     assert found.cost.memory_bytes <= 0.8 * needs
     less = predict(replace(run, plan=with_share(run.plan, found.activations - 0.05)), cluster)
     assert less.cost.memory_bytes > 0.8 * needs
-    assert fitting_activations(run, with_memory(0.01 * needs)) is None
-    assert fitting_activations(replace(run, plan=replace(run.plan, pipe=Pipe(2))), with_memory(0.1 * needs)) is None
+    assert fitting_activations(run, with_memory(cluster, 0.01 * needs)) is None
+    in_stages = replace(run, plan=replace(run.plan, pipe=Pipe(2)))
+    assert fitting_activations(in_stages, with_memory(cluster, 0.1 * needs)) is None
 
 
 # --- refusals

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
-from memory_for_tests import peak_bytes
+from memory_for_tests import peak_bytes, random_batch, under_plan
 
 from weft.cluster.hardware import local_cluster
-from weft.models import RecurrentConfig
 from weft.plan import Memory, Pipe, Plan, Shard
 from weft.planner.closed_form_memory import RESERVE_BYTES, SLACK
 from weft.planner.model import planned_model
 from weft.planner.predict import predict
 from weft.run_file import Run, load_run
-from weft.step.batch import Batch
 
 pytestmark = pytest.mark.processes
 
@@ -38,15 +34,7 @@ CASES = [(kind, name) for name in PLANS for kind in ("lstm", "gru")]
 def make_run(kind: str, name: str) -> Run:
     sizes = [f"model.architecture={kind}", "model.hidden_size=48", "model.num_hidden_layers=3"]
     run, plan = load_run(EXAMPLE, [*sizes, f"data.sequence={SEQUENCE}"]), PLANS[name]
-    batch = (16 if plan.pipe.degree > 1 else 8) * plan.num_batch_ranks
-    return replace(run, plan=plan, train=replace(run.train, batch=batch))
-
-
-def random_batch(run: Run, seed: int) -> Batch:
-    assert isinstance(run.model, RecurrentConfig)
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, run.model.vocab_size, (run.split.micro_batch, SEQUENCE + 1), generator=generator)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return under_plan(run, plan)
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from memory_for_tests import (
     llama,
     make_run,
     micro_batches,
+    on_h200,
     random_batch,
+    with_memory,
 )
 from models_for_tests import VECTOR_MODELS, check
 from runs_for_tests import copy_run
@@ -36,7 +39,7 @@ import weft.optim.adamw
 import weft.sharding.streamed_buffer
 import weft.train.loop
 from weft.checkpoint import Checkpoint, Saver
-from weft.cluster.hardware import Cluster, load, local_cluster
+from weft.cluster.hardware import Cluster, local_cluster
 from weft.compile.blocks import compile_blocks
 from weft.errors import ConfigError, PlanError
 from weft.inspection.live_bytes import LiveTensors
@@ -435,16 +438,9 @@ def test_bytes_are_those_predicted(name: str, share: float, count: int) -> None:
 
 
 def test_the_device_holds_no_more_of_a_deeper_model() -> None:
-    def deep(num_layers: int) -> Callable[[], nn.Module]:
-        config = DecoderConfig(
-            vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=num_layers, num_attention_heads=4,
-            num_key_value_heads=2,
-        )  # fmt: skip
-        return lambda: initialised(build(config))
-
-    few, many = (predicted(deep(number), streamed(BF16, 1.0)) for number in (3, 12))
+    few, many = (predicted(partial(llama, number), streamed(BF16, 1.0)) for number in (3, 12))
     assert few.state_bytes == many.state_bytes
-    shares = [predicted(deep(12), streamed(BF16, share / 10)) for share in range(11)]
+    shares = [predicted(partial(llama, 12), streamed(BF16, share / 10)) for share in range(11)]
     here, there = ([sum(getattr(one, kind).values()) for one in shares] for kind in ("state_bytes", "host_bytes"))
     assert here[2:] == sorted(here[2:], reverse=True)  # the first room costs what its block saves
     assert there == sorted(there)
@@ -498,24 +494,21 @@ def test_blocks_are_spread_and_the_last_is_streamed(num_blocks: int, twentieths:
 # --- time, and what fits
 
 
-def on_h200(share: float, link: float = 64e9) -> tuple[Run, Cluster]:
-    overrides = ["plan.precision=bf16", "plan.data=1", "plan.shard=1", "train.batch=16", "plan.micro_batch=16"]
-    deep = ["data.sequence=64", "model.num_hidden_layers=16", "train.compile=false"]
-    run = load_run(QUICKSTART, [*overrides, *deep, f"plan.memory={{weights={share}}}"])
-    cluster = load("h200")
-    return run, replace(cluster, node=replace(cluster.node, host_link_bytes_per_second=link))
+def deep_on_h200(share: float, link: float = 64e9) -> tuple[Run, Cluster]:
+    deep = ("data.sequence=64", "model.num_hidden_layers=16", "train.compile=false")
+    return on_h200(link, *deep, "train.batch=16", "plan.micro_batch=16", f"plan.memory={{weights={share}}}")
 
 
 def test_copies_that_compute_does_not_hide_take_time() -> None:
     def seconds(share: float, link: float) -> float:
-        found = predict(*on_h200(share, link)).step_seconds
+        found = predict(*deep_on_h200(share, link)).step_seconds
         assert found is not None
         return found
 
     assert seconds(1.0, 1e15) == pytest.approx(seconds(0.0, 1e15), rel=1e-3)
     assert seconds(1.0, 1e9) > seconds(1.0, 64e9) >= seconds(0.0, 64e9)
     assert seconds(0.5, 1e9) < seconds(1.0, 1e9)
-    run, cluster = on_h200(1.0, 1e9)
+    run, cluster = deep_on_h200(1.0, 1e9)
     told = predict(run, cluster).communication_seconds
     blocks = profile(build(run.model)).blocks
     numel = sum(block.numel for block in blocks)
@@ -525,7 +518,7 @@ def test_copies_that_compute_does_not_hide_take_time() -> None:
 
 
 def test_it_is_advised_where_nothing_less_fits() -> None:
-    run, cluster = on_h200(0.0)
+    run, cluster = deep_on_h200(0.0)
     run = replace(run, train=replace(run.train, batch=1))
 
     def with_policy(memory: Memory) -> Run:
@@ -534,22 +527,18 @@ def test_it_is_advised_where_nothing_less_fits() -> None:
     def needs(memory: Memory) -> int:
         return predict(with_policy(memory), cluster).cost.memory_bytes
 
-    def with_memory(device_bytes: float) -> Cluster:
-        device = replace(cluster.node.device, memory_bytes=int(device_bytes))
-        return replace(cluster, node=replace(cluster.node, device=device))
-
     plain = with_policy(Memory())
     assert fitting_weights(plain, cluster) is None
-    almost = with_memory(needs(Memory()) - 1000)
+    almost = with_memory(cluster, needs(Memory()) - 1000)
     assert fitting_offload(plain, almost) is not None
     assert fitting_weights(plain, almost) is None  # less does it
     least, most = needs(Memory(weights=1.0)), min(needs(Memory(offload=1.0)), needs(Memory(activations=1.0)))
     assert least < most
-    found = fitting_weights(plain, with_memory((least + most) / 2))
+    found = fitting_weights(plain, with_memory(cluster, (least + most) / 2))
     assert found is not None
     assert 0 < found.weights < 1
     assert needs(Memory(weights=found.weights - 0.05)) > (least + most) / 2
-    assert fitting_weights(plain, with_memory(least / 2)) is None
+    assert fitting_weights(plain, with_memory(cluster, least / 2)) is None
 
 
 # --- refusals

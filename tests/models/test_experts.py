@@ -1,27 +1,28 @@
-"""Mixtures of experts: routing, sorting and summing against a direct loop; plans without an axis of their own."""
+"""Mixtures of experts: routing, sorting, capacities and sums against direct loops; plans without an axis for them."""
 
 from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from experts_for_tests import SIX, layer_of
+from experts_for_tests import LOSSES, SIX, batch, kept_by_loop, layer_of
+from experts_for_tests import make as make_experts
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import weft
+from weft.architectures import Capacity
 from weft.errors import ConfigError, PlanError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.models import IGNORE, DecoderConfig, build, initialise
-from weft.models.expert_rows import sort_by_expert
-from weft.models.experts import SparseMLP
-from weft.models.grouped_matmul import grouped_linear
-from weft.models.router import routers_of, take_router_losses
+from weft.models import IGNORE, DecoderConfig, build
+from weft.models.expert_rows import draw_priorities, fill_slots, sequence_keys, sort_by_expert
+from weft.models.experts import SparseMLP, grouped_linear
+from weft.models.router import routers_of, take_routed, take_router_losses
 from weft.parallel.apply import parallelize
 from weft.plan import Context, Memory, Pipe, Plan, Shard
 from weft.plan import Tensor as TensorAxis
@@ -30,44 +31,69 @@ from weft.step.objective import CROSS_ENTROPY, Objective
 from weft.step.preference import preference
 from weft.step.train_step import train_step
 
-SHARED = replace(
-    SIX,
-    architecture="qwen2_moe",
-    shared_expert_intermediate_size=12,
-    norm_topk_prob=False,
-    qkv_bias=True,
-    qk_norm=False,
-)
+QWEN2 = {"architecture": "qwen2_moe", "norm_topk_prob": False, "qkv_bias": True, "qk_norm": False}
+SHARED = replace(SIX, shared_expert_intermediate_size=12, **QWEN2)
+FIRST = replace(SIX, capacity=Capacity(0.75, 1))
+RANDOM = replace(FIRST, capacity=Capacity(0.75, 1, "random"))
+LAYERS = {
+    "top-2": SIX,
+    "shared": SHARED,
+    "top-1": replace(SIX, num_experts_per_tok=1),
+    "first": FIRST,
+    "first, top-1": replace(FIRST, num_experts_per_tok=1),
+    "random": RANDOM,
+    "residual": replace(RANDOM, residual_experts=True),
+}
 
 
-def looped(layer: SparseMLP, hidden: Tensor, config: DecoderConfig) -> Tensor:
-    """What the layer computes, token by token and expert by expert."""
+def looped(layer: SparseMLP, hidden: Tensor, config: DecoderConfig, keys: Tensor | None) -> tuple[Tensor, int]:
+    """What the layer computes in training, choice by choice, and how many choices are dropped."""
+    batch, sequence, _ = hidden.shape
+    weights, experts = (hidden @ layer.gate.weight.T).softmax(-1).topk(config.num_experts_per_tok)
+    if config.norm_topk_prob:
+        weights = weights / weights.sum(-1, keepdim=True)
+    kept = torch.ones_like(experts, dtype=torch.bool)
+    if config.capacity is not None:
+        limit = config.capacity.tokens(sequence, config.num_experts, config.num_experts_per_tok)
+        drawn = None if keys is None else draw_priorities(keys, sequence)
+        kept = kept_by_loop(experts, config.num_experts, limit, drawn)
     rows = []
-    for token in hidden.flatten(0, 1):
-        probabilities = (layer.gate.weight @ token).softmax(-1)
-        weights, chosen = probabilities.topk(config.num_experts_per_tok)
-        if config.norm_topk_prob:
-            weights = weights / weights.sum()
-        row = torch.zeros_like(token)
-        for weight, expert in zip(weights, chosen, strict=True):
-            gate, up = (layer.experts.gate_up_proj[expert] @ token).chunk(2)
-            row = row + weight * (layer.experts.down_proj[expert] @ (F.silu(gate) * up))
-        if layer.shared_expert is not None and layer.shared_expert_gate is not None:
-            row = row + torch.sigmoid(layer.shared_expert_gate(token)) * layer.shared_expert(token)
-        rows.append(row)
-    return torch.stack(rows).view_as(hidden)
+    for sample in range(batch):
+        for token in range(sequence):
+            here, row = hidden[sample, token], torch.zeros_like(hidden[0, 0])
+            for choice in kept[sample, token].nonzero().flatten().tolist():
+                expert = int(experts[sample, token, choice])
+                gate, up = (layer.experts.gate_up_proj[expert] @ here).chunk(2)
+                result = layer.experts.down_proj[expert] @ (F.silu(gate) * up)
+                row = row + weights[sample, token, choice] * result
+            if layer.shared_expert is not None and layer.shared_expert_gate is not None:
+                row = row + torch.sigmoid(layer.shared_expert_gate(here)) * layer.shared_expert(here)
+            if config.residual_experts:
+                first, second = layer.coefficient(here).softmax(-1)
+                row = first * row + second * layer.mlp(here)
+            rows.append(row)
+    return torch.stack(rows).view_as(hidden), int((~kept).sum())
 
 
-@pytest.mark.parametrize("config", [SIX, SHARED, replace(SIX, num_experts_per_tok=1)], ids=["top-2", "shared", "top-1"])
-def test_a_layer_is_the_loop_over_its_experts(config: DecoderConfig) -> None:
+@pytest.mark.parametrize("config", LAYERS.values(), ids=LAYERS)
+def test_a_layer_is_the_loop_over_the_choices_that_are_taken(config: DecoderConfig) -> None:
     layer = layer_of(config)
-    hidden = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
+    hidden = torch.randn(2, 9, 16, dtype=torch.float64, requires_grad=True)
+    is_random = config.capacity is not None and config.capacity.selection == "random"
+    keys = torch.tensor([11, 12]) if is_random else None
+    found, (expected, dropped) = layer(hidden, keys), looped(layer, hidden, config, keys)
+    assert (dropped > 0) == (config.capacity is not None)
+    gradient = torch.randn_like(found)
     inputs = (hidden, *layer.parameters())
-    gradient = torch.randn(2, 5, 16, dtype=torch.float64)
-    found, expected = layer(hidden), looped(layer, hidden, config)
     assert (found - expected).abs().max() < 1e-12
     for one, other in zip(*(torch.autograd.grad(out, inputs, gradient) for out in (found, expected)), strict=True):
         assert (one - other).abs().max() < 1e-12
+    take_router_losses(layer)
+    (routed,) = take_routed(layer)
+    assert routed[-3] == dropped
+    layer.eval()  # a capacity applies in training only
+    whole, _ = looped(layer, hidden, replace(config, capacity=None), None)
+    assert (layer(hidden) - whole).abs().max() < 1e-12
 
 
 def test_experts_without_tokens_get_zero_gradients() -> None:
@@ -77,14 +103,7 @@ def test_experts_without_tokens_get_zero_gradients() -> None:
         layer.gate.weight[:2] = 1.0  # positive tokens all go to the first two
     layer(torch.rand(1, 7, 16, dtype=torch.float64)).sum().backward()
     assert layer.experts.down_proj.grad is not None
-    assert [bool(gradient.any()) for gradient in layer.experts.down_proj.grad] == [
-        True,
-        True,
-        False,
-        False,
-        False,
-        False,
-    ]
+    assert [bool(gradient.any()) for gradient in layer.experts.down_proj.grad] == [True] * 2 + [False] * 4
 
 
 def test_sorting_keeps_the_order_of_tokens() -> None:
@@ -122,6 +141,18 @@ def test_grouped_matmuls_of_torch_agree_with_float64(dtype: torch.dtype) -> None
         (
             {"architecture": "mixtral", "qk_norm": False, "norm_topk_prob": False},
             "norm_topk_prob = false does not exist",
+        ),
+        (
+            {"num_experts_per_layer": (4, 8, 6)},
+            r"num_experts_per_layer = \[4, 8, 6\] does not give each of the 2 layers",
+        ),
+        ({"num_experts_per_layer": (4, -1)}, "0 or more; give one number for each layer"),
+        ({"num_experts_per_layer": (4, 8)}, "leave num_experts out"),
+        ({"num_experts_per_layer": (1, 6)}, "num_experts_per_tok = 2 is more than num_experts = 1"),
+        ({"num_experts_per_layer": (4, 6), "mlp_only_layers": (0,)}, "leave decoder_sparse_step, mlp_only_layers"),
+        (
+            {"architecture": "qwen3", "num_experts": 0, "capacity": Capacity()},
+            "capacity = .* does not exist in architecture 'qwen3'",
         ),
     ],
 )
@@ -167,19 +198,7 @@ def test_even_routing_has_a_balance_of_one() -> None:
     assert found.item() / 4 == pytest.approx(1.0, rel=1e-6)
 
 
-def make() -> weft.models.Decoder:
-    model = build(replace(SIX, router_aux_loss_coef=0.5, router_z_loss_coef=0.1))
-    initialise(model, 0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("gate.weight"):
-                parameter.mul_(20)  # tokens differ in their experts
-    return model
-
-
-def batch(index: int) -> tuple[Tensor, Tensor]:
-    drawn = torch.randint(0, 61, (4, 17), generator=torch.Generator().manual_seed(index))
-    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+make = partial(make_experts, replace(SIX, **LOSSES))
 
 
 def masked_batch(index: int) -> tuple[Tensor, Tensor]:
@@ -290,15 +309,9 @@ def test_plans_are_proved(plan: Plan) -> None:
     verify(make, batch, plan, steps=2).require()
 
 
-def make_without_losses() -> weft.models.Decoder:
-    model = build(SIX)
-    initialise(model, 0)
-    return model
-
-
 @pytest.mark.processes
 def test_sequences_are_split_where_routers_do_not_balance_over_them() -> None:
-    verify(make_without_losses, batch, Plan(context=Context(2)), steps=2).require()
+    verify(partial(make_experts, SIX), batch, Plan(context=Context(2)), steps=2).require()
     with pytest.raises(PlanError, match="context = 2 splits sequences, over whose tokens routers balance"):
         verify(make, batch, Plan(context=Context(2)))
 
@@ -334,3 +347,60 @@ def test_grouped_matmuls_of_any_size(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, expected)
     assert rows.grad is not None
     torch.testing.assert_close(rows.grad[0], weight[0].sum(0))
+
+
+# --- a capacity
+
+
+@pytest.mark.parametrize("limit", [1, 3, 7])
+@pytest.mark.parametrize("is_random", [False, True])
+@pytest.mark.parametrize("is_one_sided", [False, True])
+def test_slots_take_the_tokens_that_a_loop_takes(limit: int, is_random: bool, is_one_sided: bool) -> None:
+    batch, sequence, k, num_experts = 3, 7, 2, 5
+    rng = torch.Generator().manual_seed(limit)
+    experts = torch.rand(batch, sequence, num_experts, generator=rng).topk(k).indices
+    if is_one_sided:
+        experts = torch.tensor([4, 1]).expand(batch, sequence, k)
+    priorities = draw_priorities(torch.arange(batch) + 1, sequence) if is_random else None
+    found = fill_slots(experts, num_experts, limit, priorities)
+    num_rows, num_pairs = num_experts * batch * limit, experts.numel()
+    kept = kept_by_loop(experts, num_experts, limit, priorities).flatten()
+    assert ((found.places < num_rows) == kept).all()
+    pairs = found.sources[found.sources < num_pairs]
+    assert sorted(pairs.tolist()) == kept.nonzero().flatten().tolist()  # each kept choice has one row
+    for row, pair in enumerate(found.sources.tolist()):
+        if pair < num_pairs:
+            assert found.places[pair] == row
+            assert row // limit == experts.flatten()[pair] * batch + pair // (sequence * k)
+
+
+def test_random_numbers_follow_from_a_sequence_alone() -> None:
+    tokens = torch.randint(0, 61, (4, 9), generator=torch.Generator().manual_seed(0))
+    keys = sequence_keys(tokens)
+    assert keys.unique().numel() == 4
+    assert (sequence_keys(tokens[2:]) == keys[2:]).all()
+    assert (sequence_keys(tokens.flip(1)) != keys).all()
+    drawn = draw_priorities(keys, 4096)
+    assert (draw_priorities(keys + 1, 4096) != drawn).all()
+    assert drawn.unique().numel() == drawn.numel()
+    first = drawn.argsort(1)[:, :2048]  # half of the tokens of each sequence, anywhere in it
+    assert ((first < 2048).double().mean(1) - 0.5).abs().max() < 0.05
+
+
+def test_layers_may_have_different_numbers_of_experts() -> None:
+    config = replace(SIX, num_experts=0, num_experts_per_layer=(0, 4), num_hidden_layers=2)
+    model: Any = build(config)
+    layers = model.model.layers
+    assert [type(layer.mlp).__name__ for layer in layers] == ["SwiGLU", "SparseMLP"]
+    assert len(layers[1].mlp.gate.weight) == len(layers[1].mlp.experts.down_proj) == 4
+    deep = replace(config, num_hidden_layers=5, num_experts=0, num_experts_per_layer=(0, 16, 4, 32, 0))
+    assert deep.num_experts == 32
+    assert deep.shrunk().num_experts_per_layer == (4, 8)
+
+
+def test_a_capacity_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="factor = 0 must be positive"):
+        Capacity(0)
+    assert Capacity(1.25).tokens(64, 8, 2) == 20
+    assert Capacity(0.1).tokens(64, 8, 1) == 4  # the minimum
+    assert Capacity(9.0).tokens(6, 8, 2) == 6  # a sequence has no more tokens

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tensor_for_tests import SHIPPED, TRANSFORMERS, token_batch
 from torch import Tensor, nn
 
-import weft.models.loss_head
 from weft.errors import PlanError
 from weft.inspection.live_bytes import LiveTensors
 from weft.models import loss as losses
@@ -180,9 +179,9 @@ def test_shipped_models_are_not_asked_unless_they_were_changed(make: Callable[[]
 
 
 @pytest.mark.parametrize("make", SHIPPED.values(), ids=SHIPPED.keys())
-def test_shipped_models_would_answer_the_same(make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weft.models.loss_head, "_is_shipped", lambda *_: False)
+def test_shipped_models_would_answer_the_same(make: Callable[[], nn.Module]) -> None:
     model: Any = make()
+    model.__class__ = type("Subclass", (type(model),), {})  # which weft does not know, so it runs the model
     install_loss_head(model)
     head = loss_head_of(model)
     assert head is not None

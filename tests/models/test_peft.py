@@ -18,7 +18,7 @@ from weft.errors import ConfigError, WeftError
 from weft.models import adapter as adapters
 from weft.models import save_folder
 from weft.models.adapter import CONFIG_FILE, WEIGHTS_FILE, write_adapter
-from weft.models.lora import LoraLinear, add_lora, is_adapter
+from weft.models.tuning import LoraLinear, add_lora, is_adapter
 from weft.serve.model.adapters import merge_adapter
 
 NAMES = ["q_proj", "down_proj"]

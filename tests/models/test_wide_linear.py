@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from weft.models.wide_linear import split_in_two, wide_linear
+from weft.models.row_operations import split_in_two, wide_linear
 
 
 def test_results_and_gradients_are_those_of_float32() -> None:

@@ -21,7 +21,7 @@ from decode_rates_for_tests import (
 )
 
 from weft.architectures import GPT2Config
-from weft.architectures.recurrent import RecurrentConfig
+from weft.architectures.language import RecurrentConfig
 from weft.cluster.decode_rates import AttentionTimes, DecodeRates, LayerTimes, ProductRates
 from weft.errors import ConfigError, PlanError
 from weft.models import DecoderConfig

@@ -18,7 +18,7 @@ from weft.comm import Axis, Pending
 from weft.errors import DataError, PlanError, VerifyError
 from weft.memory.offload_activations import ACTIVATIONS
 from weft.models import GPT2, GPT2Config
-from weft.models.grouped_matmul import grouped_product
+from weft.models.experts import grouped_product
 from weft.models.loss import token_loss
 from weft.plan import Context, Memory, Plan, Shard
 from weft.plan import Tensor as TensorAxes

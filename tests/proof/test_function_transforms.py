@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import weft
 from weft.errors import LocalError, PlanError
-from weft.inspection.function_transforms import functional_call_around, transform_around, unwrapped
+from weft.inspection.callers import functional_call_around, transform_around, unwrapped
 from weft.launch.local_ranks import run_local
 from weft.proof.prove import verify
 

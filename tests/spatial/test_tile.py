@@ -32,9 +32,9 @@ from weft.proof.prove import ProofReport, verify
 from weft.sharding.flat_buffer import Flat
 from weft.sharding.units import units_of
 from weft.spatial import halo, norms
+from weft.spatial.dry_run import tiling_of
 from weft.spatial.halo import HaloDim
 from weft.spatial.tile_layout import BatchShare, LayoutNotes, layout_of, set_layout
-from weft.spatial.tiling import tiling_of
 from weft.step.train_step import evaluate, train_step
 
 pytestmark = pytest.mark.processes

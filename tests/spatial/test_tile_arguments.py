@@ -16,8 +16,7 @@ from weft.errors import PlanError
 from weft.parallel.apply import refuse
 from weft.plan import Plan, Tile
 from weft.profiling import profile
-from weft.spatial.arguments import PARAMETERS
-from weft.spatial.names import DRAWS, POINTWISE
+from weft.spatial.arguments import DRAWS, PARAMETERS, POINTWISE
 from weft.spatial.rules import RULES
 
 pytestmark = pytest.mark.processes

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import experts_for_tests as experts
 import pytest
 import runs_for_tests as runs
 import tensor_for_tests as shared
@@ -16,7 +17,6 @@ from torch import nn
 
 import weft.optim
 import weft.step.layer_drop
-from weft.architectures import DecoderConfig
 from weft.errors import ConfigError, PlanError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
@@ -131,20 +131,7 @@ def test_wefts_own_optimizer_updates_skipped_blocks_too() -> None:
         assert one["losses"] == pytest.approx(expected, rel=1e-9)
 
 
-EXPERTS = DecoderConfig(
-    architecture="qwen3_moe",
-    vocab_size=61,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=32,
-    num_experts=8,
-    num_experts_per_tok=2,
-    moe_intermediate_size=8,
-    router_aux_loss_coef=0.5,
-)
+EXPERTS = replace(experts.CONFIG, router_aux_loss_coef=0.5)
 
 
 def experts_trained(plan: Plan) -> list[float]:

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from experts_for_tests import CONFIG as EIGHT
+from experts_for_tests import make
 from torch import Tensor, nn
 
 from weft.architectures import Capacity, DecoderConfig
 from weft.errors import PlanError
 from weft.mesh import Mesh
-from weft.models import build, initialise
 from weft.models.expert_rows import fill_slots
 from weft.models.loss import IGNORE
 from weft.models.router import Router, routers_of, take_routed
@@ -28,10 +29,7 @@ from weft.step.preference import preference
 from weft.step.train_step import train_step
 from weft.step.used_tokens import used_tokens
 
-CONFIG = DecoderConfig(
-    architecture="qwen3_moe", vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
-)  # fmt: skip
+CONFIG = replace(EIGHT, num_experts=4)
 Z_LOSS = replace(CONFIG, router_z_loss_coef=0.1)
 BALANCE = replace(Z_LOSS, router_aux_loss_coef=0.5)
 RANDOM = replace(BALANCE, capacity=Capacity(1.0, 1, "random"))
@@ -42,15 +40,6 @@ BIASES = replace(
     first_k_dense_replace=0,
 )  # fmt: skip
 LENGTHS = (3, 16, 7, 5)
-
-
-def make(config: DecoderConfig) -> nn.Module:
-    model = build(config)
-    initialise(model, 0)
-    with torch.no_grad():
-        for router in routers_of(model).values():
-            router.weight.mul_(20)  # tokens differ in their experts
-    return model
 
 
 def padded(step: int) -> tuple[Tensor, Tensor]:

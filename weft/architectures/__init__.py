@@ -13,10 +13,11 @@ from weft.architectures.language import (
     DecoderArchitecture,
     DecoderConfig,
     GPT2Config,
+    RecurrentArchitecture,
+    RecurrentConfig,
     RopeScaling,
     TransformerConfig,
 )
-from weft.architectures.recurrent import RecurrentArchitecture, RecurrentConfig
 from weft.architectures.vision import VISION_CONFIGS, VisionConfig
 from weft.errors import ConfigError
 from weft.schema import build_dataclass, nearest
@@ -49,10 +50,6 @@ def config_from_table(table: Mapping[str, Any], path: str = "model") -> ModelCon
         raise ConfigError(
             f"unknown '{path}.architecture' = {architecture!r}{nearest(str(architecture), ARCHITECTURES)}"
         )
-    if architecture in VISION_CONFIGS:
-        return build_dataclass(VISION_CONFIGS[architecture], table, path)
-    if architecture == "gpt2":
-        return build_dataclass(GPT2Config, table, path)
-    if architecture in RECURRENT:
-        return build_dataclass(RecurrentConfig, table, path)
-    return build_dataclass(DecoderConfig, table, path)
+    others: dict[str, type[ModelConfig]] = {**VISION_CONFIGS, "gpt2": GPT2Config}
+    others |= dict.fromkeys(RECURRENT, RecurrentConfig)
+    return build_dataclass(others.get(architecture, DecoderConfig), table, path)

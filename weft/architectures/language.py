@@ -1,4 +1,4 @@
-"""The table `[model]` of language models: decoders (Llama, Mistral, Qwen, with and without experts) and GPT-2.
+"""The table `[model]` of language models: decoders (Llama, Mistral, Qwen, with and without experts), GPT-2, LSTM, GRU.
 
 Keys are those of their config.json.
 """
@@ -13,6 +13,7 @@ from weft.architectures.experts import DEEPSEEK_KEYS, Capacity, check_experts, s
 from weft.architectures.sizes import Tied, VocabSize, divisors, require_positive
 from weft.errors import ConfigError
 
+RecurrentArchitecture = Literal["lstm", "gru"]
 DecoderArchitecture = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"]
 
 # Options that are allowed only for some architectures, because transformers could not load them for the others.
@@ -33,8 +34,8 @@ RESIDUAL_PROJECTIONS = ("o_proj.weight", "down_proj.weight", "c_proj.weight", "e
 
 
 def gpt2_deviation(name: str, num_layers: int) -> float:
-    """The standard deviation of a weight's initial values in the scheme of GPT-2: lower for projections that write to
-    the residual stream.
+    """Returns the standard deviation of a weight's initial values in the scheme of GPT-2: lower for projections that
+    write to the residual stream.
     """
     return DEVIATION / math.sqrt(2 * num_layers) if name.endswith(RESIDUAL_PROJECTIONS) else DEVIATION
 
@@ -153,11 +154,11 @@ class DecoderConfig:
         return self.max_position_embeddings
 
     def with_layers(self, num_layers: int) -> DecoderConfig:
-        """The same model with another number of layers, all of them like its last ones."""
+        """Returns the same model with another number of layers, all of them like its last ones."""
         return replace(self, num_hidden_layers=num_layers, num_experts_per_layer=(), first_k_dense_replace=0)
 
     def initial_deviation(self, name: str, num_inputs: int) -> float:
-        """The standard deviation of a weight's initial values."""
+        """Returns the standard deviation of a weight's initial values."""
         return gpt2_deviation(name, self.num_layers)
 
     def has_experts(self, layer: int) -> bool:
@@ -178,7 +179,7 @@ class DecoderConfig:
         return numbers[max(end - num_layers, 0) :][:num_layers]
 
     def shrunk(self, num_layers: int = 2) -> DecoderConfig:
-        """A tiny config of the same structure, for a quick verification in float64.
+        """Returns a tiny config of the same structure, for a quick verification in float64.
 
         The ratio of query to key heads is kept up to 8. heads * head_dim equals hidden_size if it did before. A sliding
         window or scaled wavelengths still take effect within 64 positions.
@@ -300,11 +301,11 @@ class GPT2Config:
         return self.n_positions
 
     def with_layers(self, num_layers: int) -> GPT2Config:
-        """The same model with another number of layers."""
+        """Returns the same model with another number of layers."""
         return replace(self, n_layer=num_layers)
 
     def initial_deviation(self, name: str, num_inputs: int) -> float:
-        """The standard deviation of a weight's initial values."""
+        """Returns the standard deviation of a weight's initial values."""
         return gpt2_deviation(name, self.num_layers)
 
     @property
@@ -312,7 +313,7 @@ class GPT2Config:
         return 4 * self.n_embd if self.n_inner is None else self.n_inner
 
     def shrunk(self, num_layers: int = 2) -> GPT2Config:
-        """A tiny config of the same structure, for a quick verification in float64."""
+        """Returns a tiny config of the same structure, for a quick verification in float64."""
         num_heads = min(self.n_head, 8)
         return replace(
             self,
@@ -322,6 +323,61 @@ class GPT2Config:
             n_layer=min(self.n_layer, num_layers),
             n_head=num_heads,
             n_inner=None if self.n_inner is None else min(self.n_inner, 64),
+        )
+
+
+@dataclass(frozen=True)
+class RecurrentConfig:
+    """The config of a recurrent model."""
+
+    architecture: Annotated[RecurrentArchitecture, "LSTM or GRU"] = "lstm"
+    vocab_size: VocabSize = 32000
+    hidden_size: Annotated[int, "the width of the embedding, of each layer and of its state"] = 512
+    num_hidden_layers: Annotated[int, "the number of layers"] = 2
+    max_position_embeddings: Annotated[int, "the most tokens of a text that are served from an exported folder"] = 2048
+    tie_word_embeddings: Tied = False
+
+    embedding_name: ClassVar[str] = "embed_tokens.weight"
+    is_compiled: ClassVar[bool] = False  # torch.compile would unroll a sequence token by token
+
+    def __post_init__(self) -> None:
+        if self.architecture not in get_args(RecurrentArchitecture):
+            raise ConfigError(f"architecture = {self.architecture!r} is not recurrent; use lstm or gru")
+        require_positive(self, "vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings")
+
+    @property
+    def num_layers(self) -> int:
+        return self.num_hidden_layers
+
+    @property
+    def context_length(self) -> int:
+        return self.max_position_embeddings
+
+    @property
+    def num_gates(self) -> int:
+        """How many gates a layer computes, each as wide as its state."""
+        return 4 if self.architecture == "lstm" else 3
+
+    def initial_deviation(self, name: str, num_inputs: int) -> float:
+        """Returns the standard deviation of a weight's initial values: that of torch's own layers. A tied embedding is
+        also the head, whose values are small.
+        """
+        if ".weight_" in name:
+            return math.sqrt(1 / (3 * num_inputs))
+        return 1.0 if name == self.embedding_name and not self.tie_word_embeddings else DEVIATION
+
+    def with_layers(self, num_layers: int) -> RecurrentConfig:
+        """Returns the same model with another number of layers."""
+        return replace(self, num_hidden_layers=num_layers)
+
+    def shrunk(self, num_layers: int = 2) -> RecurrentConfig:
+        """Returns a tiny config of the same structure, for a quick verification in float64."""
+        return replace(
+            self,
+            vocab_size=min(self.vocab_size, 61),
+            hidden_size=min(self.hidden_size, 16),
+            num_hidden_layers=min(self.num_hidden_layers, num_layers),
+            max_position_embeddings=min(self.max_position_embeddings, 64),
         )
 
 

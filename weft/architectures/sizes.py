@@ -25,5 +25,5 @@ def require_positive(config: object, *names: str) -> None:
 
 
 def divisors(number: int) -> str:
-    """The divisors of a number up to 256, as text for a message."""
+    """Returns the divisors of a number up to 256, as text for a message."""
     return ", ".join(str(divisor) for divisor in range(1, min(number, 256) + 1) if number % divisor == 0)

@@ -81,11 +81,11 @@ class ResNetConfig:
         return sum(self.stages)
 
     def inner(self, channels: int) -> int:
-        """The channels inside a bottleneck whose output has 4 × `channels`."""
+        """Returns the channels inside a bottleneck whose output has 4 × `channels`."""
         return channels * self.width_per_group // 64 * self.groups
 
     def shrunk(self, num_layers: int = 2) -> ResNetConfig:
-        """A tiny config of the same structure, for a quick verification in float64."""
+        """Returns a tiny config of the same structure, for a quick verification in float64."""
         deep_enough = (
             depth
             for depth, (kind, counts) in BLOCKS.items()
@@ -141,7 +141,7 @@ class DeepResNetConfig:
         return NUM_STAGES * self.blocks_per_stage
 
     def shrunk(self, num_layers: int = 2) -> DeepResNetConfig:
-        """A tiny config of the same structure, for a quick verification in float64."""
+        """Returns a tiny config of the same structure, for a quick verification in float64."""
         blocks = min(self.blocks_per_stage, -(-num_layers // NUM_STAGES))
         return replace(
             self,
@@ -185,7 +185,7 @@ class AmoebaNetDConfig:
         return self.layers + 4
 
     def shrunk(self, num_layers: int = 2) -> AmoebaNetDConfig:
-        """A tiny config of the same structure, for a quick verification in float64."""
+        """Returns a tiny config of the same structure, for a quick verification in float64."""
         layers = NUM_GROUPS * max(1, -(-(num_layers - 4) // NUM_GROUPS))
         return replace(
             self,
@@ -227,7 +227,7 @@ class UNetConfig:
         return 2 * self.depth + 1
 
     def shrunk(self, num_layers: int = 2) -> UNetConfig:
-        """A tiny config of the same structure, for a quick verification in float64."""
+        """Returns a tiny config of the same structure, for a quick verification in float64."""
         depth = max(2, -(-(num_layers - 1) // 2))
         return replace(self, depth=min(self.depth, depth), width=min(self.width, 4))
 

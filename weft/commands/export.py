@@ -20,7 +20,7 @@ from weft.models import RecurrentConfig, write_weights
 from weft.models.adapter import write_adapter
 from weft.models.hf import parameter_shapes
 from weft.models.hf_config import GENERATION_FILE, generation_config
-from weft.models.lora import is_adapter
+from weft.models.tuning import is_adapter
 from weft.saved_run import (
     load_saved_tokenizer,
     refuse_other_template,

@@ -77,7 +77,7 @@ def compile_blocks(model: nn.Module, say: Say, backend: str = "inductor") -> Non
     # Without this, torch.compile refuses a checkpoint around a router.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = bool(routers_of(model))
     status = _CompileStatus(say)
-    blocks = _blocks(model)
+    blocks = [block for part in rank_model(model).models for block in find_blocks(part).values()]
     limit = VARIANTS * len(layer_kinds(blocks))  # torch counts per function, and equal classes share one
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     for_blocks = PieceCompiler(backend) if needs_pieces(blocks) else backend
@@ -157,7 +157,3 @@ def _reasons() -> Mapping[str, int]:
     """Returns torch.compile's reasons for leaving code out of graphs in this process, and how often each occurred."""
     found: Mapping[str, int] = torch._dynamo.utils.counters["graph_break"]
     return found
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    return [block for part in rank_model(model).models for block in find_blocks(part).values()]

@@ -158,7 +158,7 @@ def _partitions(
     keys = {
         block.name: (matmul, sends_rows, _key(block, source, modules[block.name]))
         for block in blocks
-        if _has_backward(block)
+        if block.in_backward and block.calls == 1 and block.saved_bytes is not None
     }
     missing = {key: name for name, key in keys.items() if key not in _partition_cache}
     for key, name in missing.items():
@@ -174,10 +174,6 @@ def _try_partition(
     except Exception as error:  # anything that the user's code or torch's trace may raise; `assumptions` reports it
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
-
-
-def _has_backward(block: Block) -> bool:
-    return block.in_backward and block.calls == 1 and block.saved_bytes is not None
 
 
 def _key(block: Block, source: ProfileSource, module: torch.nn.Module) -> Any:

@@ -13,14 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
+from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from weft.compile.equal_nodes import merge_equal_nodes, storage_of
 from weft.inspection.functional_call import call_with
 from weft.inspection.memory_traffic import FusedTraffic
 from weft.parallel.fp8 import traced_as_on_a_gpu
@@ -116,6 +117,46 @@ def _trace(run: Callable[..., Any], tensors: Sequence[Tensor], num_own: int) -> 
     return found[0]
 
 
+def merge_equal_nodes(graph: fx.Graph) -> bool:
+    """Replaces each node of a graph by the first node with the same function and arguments: common subexpressions.
+
+    torch.compile does this before it cuts a graph into forward and backward. Its own pass gives the same graph, but
+    first imports all kernels of inductor, which takes longer than the trace of a block. Random functions, `empty` and
+    nodes that share memory with a result of the graph stay. Returns False, and changes nothing, if a function of the
+    graph writes to its arguments.
+    """
+    from torch._functorch.compile_utils import aten, get_aten_target, rand_ops  # imports torch's compiler: seconds
+
+    if any(map(_writes, graph.nodes)):
+        return False
+    results = {storage_of(node) for node in graph.output_node().all_input_nodes} - {None}
+    unique = {*rand_ops, aten.empty}
+    first: dict[Any, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or get_aten_target(node) in unique or storage_of(node) in results:
+            continue
+        leaves, form = tree_flatten((node.args, node.kwargs))
+        # With types, as 1 == 1.0 == True.
+        same = first.setdefault((node.target, str(form), *((leaf, type(leaf)) for leaf in leaves)), node)
+        if same is not node:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+    return True
+
+
+def _writes(node: fx.Node) -> bool:
+    """May a node write to its arguments? Of operators other than those of torch, only `getitem` is known not to."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return False
+    return node.target._schema.is_mutable if isinstance(node.target, OpOverload) else node.target is not getitem
+
+
+def storage_of(node: Any) -> int | None:
+    """Returns what identifies the memory of a node's tensor; None for anything else."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return int(value.untyped_storage()._cdata) if isinstance(value, Tensor) else None
+
+
 # --- saved tensors
 
 
@@ -149,7 +190,9 @@ def _layers_of(graph: fx.Graph, own: Mapping[int | None, str]) -> dict[fx.Node, 
     for node in graph.nodes:
         if _is_external(node):
             matrices = [
-                own[storage_of(one)] for one in node.all_input_nodes if storage_of(one) in own and _rank(one) > 1
+                own[storage_of(one)]
+                for one in node.all_input_nodes
+                if storage_of(one) in own and one.meta["val"].dim() > 1
             ]
             layer = matrices[0].rpartition(".")[0] if matrices else layer
         layers[node] = layer
@@ -313,7 +356,3 @@ def _index(node: fx.Node) -> int:
 
 def _bytes(node: fx.Node) -> int:
     return int(node.meta["val"].untyped_storage().nbytes())
-
-
-def _rank(node: fx.Node) -> int:
-    return int(node.meta["val"].dim())

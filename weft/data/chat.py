@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 
 from weft.data.cache import build_folder, flush_to_disk, lock
 from weft.data.conversations import ChatRenderer, Document
-from weft.data.json_lines import json_lines
-from weft.data.sources import DocumentSource
+from weft.data.sources import DocumentSource, json_lines
 from weft.data.tokenizer import texts_fingerprint
 from weft.data.tokens import is_held_out
 from weft.errors import DataError

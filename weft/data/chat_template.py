@@ -164,8 +164,8 @@ def _with_text(call: Any) -> Any:
 
 
 def training_time() -> datetime:
-    """The time that templates write into conversations to learn from, so that these do not depend on the day: the date
-    of Llama 3.1's template where it is told none.
+    """Returns the time that templates write into conversations to learn from, so that these do not depend on the day:
+    the date of Llama 3.1's template where it is told none.
     """
     return datetime(2024, 7, 26)
 
@@ -191,7 +191,7 @@ def load_template(path: str | None, tokenizer: str, now: Callable[[], datetime] 
 
 
 def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
-    """What templates may use beside plain Jinja, as in transformers."""
+    """Returns what templates may use beside plain Jinja, as in transformers."""
     from jinja2.ext import Extension, loopcontrols
     from jinja2.nodes import CallBlock
     from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -105,7 +105,7 @@ class SlidesConfig:
         _check_held_out(self.held_out)
 
     def shape(self, channels: int) -> ImageShape:
-        """The shape of an image with `channels` channels."""
+        """Returns the shape of an image with `channels` channels."""
         return ImageShape(self.size, self.size, channels)
 
 
@@ -131,7 +131,7 @@ class ImagesConfig:
         _check_held_out(self.held_out)
 
     def shape(self, channels: int) -> ImageShape:
-        """The shape of an image with `channels` channels."""
+        """Returns the shape of an image with `channels` channels."""
         return ImageShape(self.height, self.width, channels)
 
 
@@ -146,7 +146,7 @@ KINDS: dict[str, type[Data]] = {
 
 
 def data_class(table: Mapping[str, Any]) -> type[Data]:
-    """The class of a run file's table. `kind` is "text" by default."""
+    """Returns the class of a run file's table. `kind` is "text" by default."""
     kind = table.get("kind", "text")
     if not isinstance(kind, str) or kind not in KINDS:
         raise ConfigError(f"unknown 'data.kind' = {kind!r}{nearest(str(kind), KINDS)}")
@@ -175,7 +175,7 @@ def is_of_earlier_tokens(table: Mapping[str, Any]) -> bool:
 
 
 def changed_keys(saved: Mapping[str, Any], data: Data) -> tuple[list[str], list[str]]:
-    """The differences between a saved `[data]` table and the current one, as texts "data.key = then, now ...".
+    """Returns the differences between a saved `[data]` table and the current one, as texts "data.key = then, now ...".
 
     Returns two lists: keys that determine the samples, and keys that may change if the samples do not. A key counts as
     the former unless it is in `_PLACES`. A key that the saved table lacks had its default (`as_saved`).

@@ -170,7 +170,9 @@ class ChatRenderer:
         targets = list[Span]()
         for answer in rendering.answers:
             before = self.tokenizer.encode(rendering.text[: answer.begin])
-            if answer.targets and not _begin_alike(ids, spans, before, answer.begin):
+            # Do the tokens begin with those that this text has by itself, and does one end there?
+            is_alike = np.array_equal(ids[: len(before)], before) and not _is_within_token(spans, answer.begin)
+            if answer.targets and not is_alike:
                 yield self._apart(rendering.text, answer, before.tolist())
             else:
                 targets += [(start, _end(rendering.text, spans, end)) for start, end in answer.targets]
@@ -189,13 +191,6 @@ class ChatRenderer:
             raise DataError(f"no token begins an answer after {text[: answer.begin][-20:]!r}; change where it begins")
         is_target = _overlap(spans + answer.begin - len(anchor), answer.targets)[own].tolist()
         return Document([*before, *ids[own].tolist()], [*[False] * len(before), *is_target])
-
-
-def _begin_alike(
-    ids: NDArray[np.integer[Any]], spans: NDArray[np.int64], before: NDArray[np.integer[Any]], place: int
-) -> bool:
-    """Do the tokens of a text begin with those that it has by itself up to a place, and end one there?"""
-    return np.array_equal(ids[: len(before)], before) and not _is_within_token(spans, place)
 
 
 def _is_within_token(spans: NDArray[np.int64], place: int) -> bool:
@@ -326,5 +321,5 @@ def _common_prompt(row: Mapping[str, Any]) -> list[Any]:
 
 
 def _words(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What makes two messages the same."""
+    """Returns what makes two messages the same."""
     return message["role"], message["content"], message.get("tool_calls")

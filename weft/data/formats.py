@@ -44,7 +44,7 @@ class Reader(Protocol):
 
 
 def reader_of(path: Path) -> Reader:
-    """The reader for a file, by the suffix of its name."""
+    """Returns the reader for a file, by the suffix of its name."""
     suffix = path.suffix.lower()
     if suffix not in READERS:
         raise DataError(f"{path} is no image that weft reads{nearest(suffix, READERS)}")
@@ -196,7 +196,7 @@ class TiffReader:
 
 
 def _segment(page: Any) -> tuple[int, int]:
-    """The height and width of a tile or a strip of rows, which is decoded at once."""
+    """Returns the height and width of a tile or a strip of rows, which is decoded at once."""
     if page.is_tiled:
         return int(page.tilelength), int(page.tilewidth)
     return min(int(page.rowsperstrip), int(page.imagelength)), int(page.imagewidth)

@@ -39,7 +39,7 @@ class Goldfish:
             raise ConfigError(f"train.goldfish.h = {self.h}; a window holds at least 1 target")
 
     def left_out(self, targets: Tensor) -> Tensor:
-        """A mask of the targets [batch, sequence] that are left out."""
+        """Returns a mask of the targets [batch, sequence] that are left out."""
         import torch
 
         result = torch.zeros_like(targets, dtype=torch.bool)

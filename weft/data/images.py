@@ -136,7 +136,9 @@ def open_folder(
     good = []
     for entry in entries:
         try:
-            _examine(entry.path, shape, level)
+            found = reader_of(entry.path).examine(entry.path, level)
+            if found != shape:
+                raise BadImageError(f"it is {found} where the run and its model expect {shape}")
             good.append(entry)
         except BadImageError as error:
             if on_bad == "stop":
@@ -166,7 +168,7 @@ def open_folder(
 
 
 def can_hash(files: Sequence[Path]) -> bool:
-    """Whether all bytes of the images are hashed, for runs that resume."""
+    """Returns whether all bytes of the images are hashed, for runs that resume."""
     return sum(path.stat().st_size for path in files) <= MAX_HASHED_BYTES
 
 
@@ -219,12 +221,6 @@ def read_labels(folder: Path, num_classes: int) -> list[LabelledImage]:
     return entries
 
 
-def _examine(path: Path, expected: ImageShape, level: int) -> None:
-    found = reader_of(path).examine(path, level)
-    if found != expected:
-        raise BadImageError(f"it is {found} where the run and its model expect {expected}")
-
-
 def _scaled(region: NDArray[Any]) -> NDArray[np.float32]:
     """Scale integer pixels to -1 ... 1; floating-point pixels stay unchanged. [rows, columns, channels]"""
     values = region.astype(np.float32)
@@ -235,8 +231,8 @@ def _scaled(region: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def _fingerprint(entries: Sequence[LabelledImage], shape: ImageShape, level: int, held_out: float) -> str:
-    """A hash of names, classes, sizes, some bytes of each file, and whether it is held out. Hashing all bytes could
-    take hours (`contents_hash`).
+    """Returns a hash of names, classes, sizes, some bytes of each file, and whether it is held out. Hashing all bytes
+    could take hours (`contents_hash`).
     """
     digest = hashlib.sha256(repr((tuple(shape), level)).encode())
     for entry in entries:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from weft.data.json_lines import refuse_constant
 from weft.errors import DataError
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message, the first that is there counts
@@ -70,3 +69,8 @@ def _with_object(call: Any) -> Any:
     except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def refuse_constant(word: str) -> None:
+    """Refuse NaN and infinities, which JSON does not have, as `parse_constant` of json.loads."""
+    raise ValueError(f"{word} is no JSON number")

@@ -37,7 +37,7 @@ def permute(index: NDArray[np.integer[Any]], n: int, seed: int, epoch: int | Ind
 
 
 def _feistel(value: Words, keys: Words, half_bits: int) -> Words:
-    """A permutation of range(4 ** half_bits): each round adds a hash of one half to the other, and swaps."""
+    """Returns a permutation of range(4 ** half_bits): each round adds a hash of one half to the other, and swaps."""
     left, right = value >> np.uint64(half_bits), value & np.uint64((1 << half_bits) - 1)
     for number in range(1, NUM_ROUNDS + 1):
         hashed = mix(mix(keys + np.uint64(number * GOLDEN & WORD_MASK)) + right)
@@ -46,7 +46,7 @@ def _feistel(value: Words, keys: Words, half_bits: int) -> Words:
 
 
 def mix(words: Words) -> Words:
-    """The output function of SplitMix64 (Steele, Lea and Flood, 2014): each input bit affects every output bit."""
+    """Applies SplitMix64's output function (Steele, Lea and Flood, 2014): each input bit affects every output bit."""
     words = words + np.uint64(GOLDEN)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -54,19 +54,19 @@ def mix(words: Words) -> Words:
 
 
 def coin(index: Indices, seed: int, epoch: Indices) -> Indices:
-    """A random 0 or 1 for each sample, which follows from (seed, epoch, index) and not from who draws it."""
+    """Returns a random 0 or 1 for each sample, which follows from (seed, epoch, index) and not from who draws it."""
     start = mix(np.full(index.shape, (seed ^ GOLDEN) & WORD_MASK, dtype=np.uint64))
     words = mix(mix(start + epoch.astype(np.uint64)) + index.astype(np.uint64))
     return (words >> np.uint64(63)).astype(np.int64)
 
 
 def epochs_of(step: int, batch: int, num_sequences: int) -> Indices:
-    """The epoch of each sequence of one global step, [batch]."""
+    """Returns the epoch of each sequence of one global step, [batch]."""
     return np.arange(step * batch, (step + 1) * batch, dtype=np.int64) // num_sequences
 
 
 def batch_indices(step: int, batch: int, num_sequences: int, seed: int) -> Indices:
-    """The indices of the sequences of one global step, [batch]. A batch may end one epoch and begin the next."""
+    """Returns the sequences of one global step by index, [batch]. A batch may end one epoch and begin the next."""
     assert step >= 0, step
     assert batch >= 1, batch
     positions = np.arange(step * batch, (step + 1) * batch, dtype=np.int64)
@@ -74,7 +74,7 @@ def batch_indices(step: int, batch: int, num_sequences: int, seed: int) -> Indic
 
 
 def local_indices(indices: Indices, micro_batch: int, num_ranks: int, rank: int) -> list[Indices]:
-    """The micro-batches of one rank, [micro_batch] each, in the order in which it accumulates them.
+    """Returns the micro-batches of one rank, [micro_batch] each, in the order in which it accumulates them.
 
     Micro-batch a of all ranks together is a contiguous part of the batch, so the batch is the same set of sequences
     for every (micro_batch, num_ranks).

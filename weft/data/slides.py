@@ -105,13 +105,13 @@ def render(slide: Slide, rows: Interval, columns: Interval) -> Pixels:
     image = np.empty((*grain.shape, 3), dtype=np.float32)
     image[:] = GLASS
     tissue = np.any([_in_spot(slide, spot, rows, columns) + ragged > 0 for spot in slide.islands], axis=0)
-    _paint(image, tissue, TISSUE)
-    _paint(image, tissue & (inside < 0.3), NUCLEUS)
+    image[tissue] = TISSUE
+    image[tissue & (inside < 0.3)] = NUCLEUS
     for spot, kind in zip(slide.lesions, slide.kinds, strict=True):
         lesion = _in_spot(slide, spot, rows, columns) + ragged > 0
         ground, cells = LESIONS[kind]
-        _paint(image, lesion, ground)
-        _paint(image, lesion & (inside < (0.85 if kind == 0 else 0.6)), cells)
+        image[lesion] = ground
+        image[lesion & (inside < (0.85 if kind == 0 else 0.6))] = cells
     image += 24 * (shade[..., None] - 0.5) + 16 * (grain[..., None] - 0.5)
     return np.clip(image, 0, 255).astype(np.uint8)
 
@@ -178,10 +178,6 @@ def _write(building: Path, num_images: int, size: int, seed: int, progress: Prog
 # --- pixels
 
 
-def _paint(image: Floats, where: NDArray[np.bool_], color: tuple[int, int, int]) -> None:
-    image[where] = color
-
-
 def _in_spot(slide: Slide, spot: Spot, rows: Interval, columns: Interval) -> Floats:
     """1 at the centre of a spot, 0 on its edge, negative outside. [rows, columns]"""
     down = (np.arange(*rows, dtype=np.float32) / slide.size - spot.row) / spot.height
@@ -191,7 +187,7 @@ def _in_spot(slide: Slide, spot: Spot, rows: Interval, columns: Interval) -> Flo
 
 
 def _inside_cells(slide: Slide, rows: Interval, columns: Interval) -> Floats:
-    """The distance of a pixel from the centre of its cell, in cells. The centres are a grid with random offsets.
+    """Returns the distance of each pixel from the centre of its cell, in cells. Centres are a grid with random offsets.
     [rows, columns]
     """
     down, across = np.arange(*rows), np.arange(*columns)
@@ -203,7 +199,9 @@ def _inside_cells(slide: Slide, rows: Interval, columns: Interval) -> Floats:
 
 def _noise(slide: Slide, name: str, spacing: int, rows: Interval, columns: Interval) -> Floats:
     """Smooth noise in [0, 1): random values on a grid of `spacing` pixels, linearly interpolated. [rows, columns]"""
-    (down, row_part), (across, column_part) = (_grid_positions(spacing, ends) for ends in (rows, columns))
+    pixels = [np.arange(*ends) for ends in (rows, columns)]
+    down, across = (one // spacing for one in pixels)  # the grid point before each pixel
+    row_part, column_part = (one % spacing / spacing for one in pixels)  # the pixel's distance from it
     grid = _uniform(slide, name, np.arange(down[0], down[-1] + 2), np.arange(across[0], across[-1] + 2))
     down, across = down - down[0], across - across[0]
     above = grid[down] * (1 - row_part[:, None]) + grid[down + 1] * row_part[:, None]  # [rows, grid columns]
@@ -211,14 +209,8 @@ def _noise(slide: Slide, name: str, spacing: int, rows: Interval, columns: Inter
     return result
 
 
-def _grid_positions(spacing: int, ends: Interval) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The grid point before each pixel, and the pixel's distance from it in units of `spacing`."""
-    pixels = np.arange(*ends)
-    return pixels // spacing, pixels % spacing / spacing
-
-
 def _uniform(slide: Slide, name: str, down: NDArray[np.int64], across: NDArray[np.int64]) -> NDArray[np.float64]:
-    """A random number in [0, 1) for each of down × across, which depends only on its position, the slide and `name`."""
+    """Returns random numbers in [0, 1) of down × across; each depends only on its position, the slide and `name`."""
     key = int.from_bytes(hashlib.blake2b(f"{slide.seed}:{name}".encode(), digest_size=8).digest(), "little")
     row_keys: Words = mix(down.astype(np.uint64) + np.uint64(key))
     words = mix(row_keys[:, None] + across.astype(np.uint64) * np.uint64(GOLDEN))

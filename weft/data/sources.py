@@ -17,7 +17,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from weft.data.json_lines import json_lines
 from weft.errors import DataError
 
 TEXT_SUFFIXES = frozenset(
@@ -95,7 +94,7 @@ class DocumentSource:
 
 
 def documents(path_or_name: str | Path, *, text_field: str = "text") -> DocumentSource:
-    """The documents at a path, or of "stdlib" (write "./stdlib" for a folder of that name).
+    """Returns the documents at a path, or of "stdlib" (write "./stdlib" for a folder of that name).
 
     A text file is one document. Each line of a .jsonl file and each row of a table is one, with its text in
     `text_field`. In a folder, hidden files are left out, and text files beside .jsonl or .parquet files (a README, say)
@@ -156,7 +155,7 @@ def _stdlib_names(root: Path) -> tuple[str, ...]:
 
 
 def _folder_names(folder: Path) -> tuple[str, tuple[str, ...], str]:
-    """The kind of files to read in a folder, their names, and a note about files that are not read."""
+    """Returns the kind of files to read in a folder, their names, and a note about files that are not read."""
     if (folder / "dataset_dict.json").is_file():
         splits = _read_json_list(folder / "dataset_dict.json", "splits")
         raise DataError(
@@ -208,6 +207,26 @@ def _read_text(path: Path, text_field: str) -> RowReader:
                 piece = following
     except UnicodeDecodeError:
         raise DataError(f"{path} is not UTF-8 text; convert it to UTF-8 or move it away") from None
+
+
+def json_lines(path: Path, wanted: str) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """Yields each JSON object of a .jsonl file, with its place for messages and the bytes read up to it.
+
+    `wanted` names the keys that it should have.
+    """
+    read_bytes = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            read_bytes += len(line)
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{path}, line {number} is not valid JSON ({error}); correct the line") from None
+            if not isinstance(row, dict):
+                raise DataError(f"{path}, line {number} is not a JSON object; each line must be one, with {wanted}")
+            yield f"{path}, line {number}", row, read_bytes
 
 
 def _read_jsonl(path: Path, text_field: str) -> RowReader:
@@ -286,7 +305,7 @@ def _checked_text(text: object, where: str, text_field: str) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text is free of halves of surrogate pairs, which no encoding has."""
+    """Returns whether a text is free of halves of surrogate pairs, which no encoding has."""
     try:
         text.encode()
     except UnicodeEncodeError:

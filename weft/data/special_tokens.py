@@ -7,12 +7,11 @@ stated_end_tokens(folder)              [151645, 151643]: the tokens that end an 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from weft.errors import DataError
-from weft.models.hf_config import CONFIG_FILE, DOCUMENT_END, END_TOKENS, GENERATION_FILE
+from weft.errors import CheckpointError, DataError
+from weft.models.hf_config import CONFIG_FILE, DOCUMENT_END, END_TOKENS, GENERATION_FILE, read_json
 
 TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens_decoder"
@@ -79,12 +78,9 @@ def read_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(table, dict):
-        raise DataError(f"{path} holds {type(table).__name__}, not a JSON object")
-    return table
+        return read_json(path)
+    except CheckpointError as error:
+        raise DataError(str(error)) from None
 
 
 def _text(value: Any) -> str | None:

@@ -61,10 +61,10 @@ class Tokenizer(Protocol):
         """A text that differs between tokenizers that give different ids."""
 
     def encode(self, text: str) -> NDArray[np.integer[Any]]:
-        """The ids of a text, without `before` and `after`."""
+        """Returns the ids of a text, without `before` and `after`."""
 
     def encode_with_spans(self, text: str) -> tuple[NDArray[np.integer[Any]], NDArray[np.int64]]:
-        """The ids that `encode` gives, and the characters of each: the first and the end, [num_ids, 2]. Ids that are
+        """Returns the ids that `encode` gives, and the characters of each: the first and the end, [num_ids, 2]. Ids of
         parts of a character all have that character.
         """
 
@@ -74,7 +74,7 @@ class Tokenizer(Protocol):
         """
 
     def token_bytes(self, token: int) -> bytes | None:
-        """The bytes of a token whose text alone has U+FFFD, as that of a part of a character; None if not known."""
+        """Returns the bytes of a token that is a part of a character, whose text is U+FFFD; None if not known."""
 
     def keeping(self, words: Collection[str]) -> "Tokenizer":
         """Returns this tokenizer, which decodes these of its special tokens always."""
@@ -256,12 +256,12 @@ class FileTokenizer:
 
 
 def _of_byte_letters(word: str) -> bytes | None:
-    """The bytes of a word of a byte-level vocabulary, as GPT-2's; None if it is none."""
+    """Returns the bytes of a word of a byte-level vocabulary, as GPT-2's; None if it is none."""
     return bytes(_BYTES_BY_LETTER[letter] for letter in word) if _BYTES_BY_LETTER.keys() >= set(word) else None
 
 
 def encode_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool | None = None) -> list[int]:
-    """The ids of a text that somebody gave, between `before` and `after` if that is asked for or, without
+    """Returns the ids of a text that somebody gave, between `before` and `after` if that is asked for or, without
     `add_special_tokens`, if the tokenizer does so. Raises DataError for a text that has no encoding.
     """
     try:

@@ -153,7 +153,7 @@ def _write_tokens(
 
 
 def is_held_out(index: int, held_out: float) -> bool:
-    """Whether document or image number `index` is held out: true for about the fraction `held_out` of them."""
+    """Returns whether document or image number `index` is held out: true for about the fraction `held_out` of them."""
     digest = hashlib.blake2b(index.to_bytes(8, "little"), digest_size=8).digest()
     return int.from_bytes(digest, "little") < held_out * 2**64
 

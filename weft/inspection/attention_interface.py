@@ -12,7 +12,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -143,7 +142,13 @@ def _attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """An attention function of the interface: [batch, heads, sequence, head_dim] to [batch, sequence, heads, ...]."""
-    attend, refused = _ATTEND.get(module), partial(_refused, module)
+    attend = _ATTEND.get(module)
+
+    def refused(why: str) -> PlanError:
+        layer = getattr(module, "layer_idx", None)
+        where = "" if layer is None else f" of layer {layer}"
+        return PlanError(f"{type(module).__name__}{where} {why}; change that, or use context = 1")
+
     if attend is None:
         raise refused("has no config of its own, by which weft could find it")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
@@ -158,17 +163,13 @@ def _attention(
     for name, given in others.items():
         if name not in _WITHOUT_EFFECT and given is not None and given is not False:
             raise refused(f"is called with {name}, which weft does not know")
-    window = _window_of(attention_mask)
-    if attention_mask is not None and window is None:
-        raise refused("is given a mask that weft did not make")
+    window = None
+    if attention_mask is not None:
+        if attention_mask.dim() != 4 or attention_mask.shape[0]:
+            raise refused("is given a mask that weft did not make")
+        window = attention_mask.shape[1]
     out = attend(query, key, value, scaling, window)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _refused(module: nn.Module, why: str) -> PlanError:
-    layer = getattr(module, "layer_idx", None)
-    where = "" if layer is None else f" of layer {layer}"
-    return PlanError(f"{type(module).__name__}{where} {why}; change that, or use context = 1")
 
 
 # --- masks: a tensor without elements, whose shape [0, window, 1, 1] states the sliding window, or None
@@ -195,11 +196,6 @@ def _mask(*, mask_function: Any, attention_mask: Tensor | None = None, device: A
                 f"along the sequence; use context = 1"
             )
     return None if window is None else torch.empty((0, window, 1, 1), dtype=torch.bool, device=device)
-
-
-def _window_of(mask: Tensor | None) -> int | None:
-    is_own = mask is not None and mask.dim() == 4 and not mask.shape[0]
-    return mask.shape[1] if is_own and mask is not None else None
 
 
 def _parts(mask_function: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -15,15 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from weft.inspection.functional_call import call_with, no_fakes_left
+from weft.inspection.functional_call import run_on_fakes
 from weft.inspection.split_probe import is_token_wise
 
 HARMLESS = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
-NUM_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -47,24 +45,14 @@ def find_chain_ends(
     if not outer or not blocks:
         return ChainEnds()
     recorder = _DataflowRecorder(blocks[0], blocks[-1])
-    modes = [(module, module.training) for module in model.modules()]
     handles = recorder.hooks(model, outer, norms, head)
-    try:
-        for module, _ in modes:
-            module.training = True  # so that operations of training alone (dropout) are recorded
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            tensors = [*model.named_parameters(), *model.named_buffers()]
-            state = {name: torch.empty(t.shape, dtype=t.dtype, device="cpu") for name, t in tensors}
-            tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="cpu")
-            with no_fakes_left(model), recorder:
-                recorder.mark_used(call_with(model, state, (tokens,)))
+    try:  # in training, so that its own operations (dropout) are recorded
+        recorder.mark_used(run_on_fakes(model, recorder, training=True))
     except Exception:  # anything that the user's code may raise
         return ChainEnds()
     finally:
         for handle in handles:
             handle.remove()
-        for module, was_training in modes:
-            module.training = was_training
     return recorder.result(model, outer, head)
 
 
@@ -82,12 +70,11 @@ class _DataflowRecorder(TorchDispatchMode):
     def hooks(self, model: nn.Module, embeddings: Iterable[str], norms: Iterable[str], head: str | None) -> list[Any]:
         """Register hooks on the model's modules, and return the handles to remove them."""
         handles = []
-        for name in {*embeddings, *norms}:
+        for name in (*{*embeddings, *norms}, self.last):
             handles.append(model.get_submodule(name).register_forward_hook(partial(self._record_output, name)))
         for name in {self.first, *norms, *([head] if head else [])}:
             hook = partial(self._record_input, name)
             handles.append(model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True))
-        handles.append(model.get_submodule(self.last).register_forward_hook(partial(self._record_output, self.last)))
         return handles
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -18,7 +18,7 @@ _OPERATION = torch.ops.aten._grouped_mm.default
 def _fake_grouped(
     mode: Any, _: Any, left: Tensor, right: Tensor, offs: Tensor | None = None, *__: Any, **___: Any
 ) -> Any:
-    """The result as a fake tensor. Its rows start at multiples of 16 bytes.
+    """Returns the result as a fake tensor. Its rows start at multiples of 16 bytes.
 
     A matrix [rows, in] by matrices [groups, in, out] is [rows, out]. Two matrices, whose inner dim is divided into
     groups, or two batches of matrices give a batch of products.

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from weft.inspection.memory_traffic import storage_key
+
 
 class LiveTensors(TorchDispatchMode):
     """Context manager that counts the bytes of live tensors.
@@ -28,8 +30,8 @@ class LiveTensors(TorchDispatchMode):
     def __init__(self, held: Iterable[Tensor] = (), ignored: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.peak_bytes = self._made_bytes = 0
-        self._held = {_key(tensor): tensor.untyped_storage() for tensor in held}
-        self._known = {*self._held, *(_key(tensor) for tensor in ignored)}
+        self._held = {storage_key(tensor): tensor.untyped_storage() for tensor in held}
+        self._known = {*self._held, *(storage_key(tensor) for tensor in ignored)}
         self._sizes: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     @property
@@ -57,7 +59,3 @@ class LiveTensors(TorchDispatchMode):
 
     def _end(self, key: int, _: object) -> None:
         self._made_bytes -= self._sizes.pop(key)[1]
-
-
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

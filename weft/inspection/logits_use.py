@@ -3,9 +3,8 @@
 The model runs once on fake tensors (shapes only) with made-up tokens, and every operation on the head's result is
 watched. Element-wise functions of the logits and numbers (Cohere scales them, Gemma 2 caps them) work on a part of the
 classes as on all. A softmax, a bias that is added after the head, or a scale that is trained (each rank would have the
-gradient of its classes alone) does not, and the logits are then gathered. A
-model that does not run on tokens alone (of images) is taken to return its head's result, which its first forward checks
-(`parallel/tensor/head_use.py`).
+gradient of its classes alone) does not, and the logits are then gathered. A model that does not run on tokens alone (of
+images) is taken to return its head's result, which its first forward checks (`parallel/tensor/head_use.py`).
 """
 
 from __future__ import annotations
@@ -14,12 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from weft.inspection.chain_ends import NUM_TOKENS
-from weft.inspection.functional_call import call_with, no_fakes_left
+from weft.inspection.functional_call import run_on_fakes
 from weft.inspection.nested_tensors import tensors_in
 
 OWN_MODELS = "weft.models."  # these return their head's result
@@ -44,21 +41,10 @@ def find_logits_use(model: nn.Module, head: nn.Module) -> LogitsUse:
         return LogitsUse()
     watch = LogitsWatch()
     handle = head.register_forward_hook(watch.take, prepend=True)
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        for module, _ in modes:
-            module.training = False  # layer drop, which depends on random numbers, is of training
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
-            tensors = [*model.named_parameters(), *model.named_buffers()]
-            state = {
-                name: torch.empty(t.shape, dtype=t.dtype, device="cpu", requires_grad=t.requires_grad)
-                for name, t in tensors
-            }
-            tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="cpu")
-            with no_fakes_left(model), watch:
-                result = call_with(model, state, (tokens,))
-            if not any(watch.is_logits(tensor) for tensor in tensors_in(result)):
-                return LogitsUse("the model does not return its head's result")
+    try:  # not in training, which has layer drop, and so depends on random numbers
+        result = run_on_fakes(model, watch, training=False, has_graph=True)
+        if not any(watch.is_logits(tensor) for tensor in tensors_in(result)):
+            return LogitsUse("the model does not return its head's result")
     except Exception as error:  # anything that the user's code may raise
         return LogitsUse(
             assumption=f"{type(model).__name__} does not run on tokens alone ({type(error).__name__}), so weft assumes "
@@ -66,8 +52,6 @@ def find_logits_use(model: nn.Module, head: nn.Module) -> LogitsUse:
         )
     finally:
         handle.remove()
-        for module, was_training in modes:
-            module.training = was_training
     return LogitsUse(watch.found)
 
 
@@ -90,7 +74,7 @@ class LogitsWatch(TorchDispatchMode):
         return tensor.untyped_storage()._cdata in self._storages
 
     def refuse(self, reason: str) -> None:
-        """Called with what needs all classes."""
+        """Records what needs all classes, if nothing was found before."""
         self.found = self.found or reason
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from weft.inspection.function_transforms import unwrapped
+from weft.inspection.callers import unwrapped
 from weft.inspection.nested_tensors import tensors_in
 
 
@@ -25,7 +25,7 @@ class MemoryTraffic(NamedTuple):
     fused_kernels: int = 0
 
     def plus(self, other: MemoryTraffic) -> MemoryTraffic:
-        """The sum, field by field."""
+        """Returns the sum, field by field."""
         return MemoryTraffic(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
@@ -81,7 +81,7 @@ class TrafficCounter:
             moved = moved.plus(MemoryTraffic(fused_bytes=bytes_of(inputs[0]), fused_kernels=1))
         self._is_open = True
         for tensor in inputs:
-            storage = _storage(tensor)
+            storage = storage_key(tensor)
             written = self._written.get(storage)
             if (written is None or written[0] != self._segment) and storage not in self._read:
                 self._read.add(storage)
@@ -89,7 +89,7 @@ class TrafficCounter:
                 self._use(tensor)
         self._add(key, moved)
         for tensor in outputs:
-            self._written.setdefault(_storage(tensor), (self._segment, key, bytes_of(tensor)))
+            self._written.setdefault(storage_key(tensor), (self._segment, key, bytes_of(tensor)))
             self._alive.append(tensor)
 
     def saved(self, tensor: Tensor) -> None:
@@ -98,7 +98,7 @@ class TrafficCounter:
 
     def _use(self, tensor: Tensor) -> None:
         """Count the write of a tensor that is used outside of its segment. Other tensors are not written when fused."""
-        written = self._written.pop(_storage(tensor), None)
+        written = self._written.pop(storage_key(tensor), None)
         if written is not None:
             self._add(written[1], MemoryTraffic(fused_bytes=written[2]))
 
@@ -108,8 +108,8 @@ class TrafficCounter:
 
 def is_view(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
     """Does an operation move no bytes, because all its outputs are views of its inputs?"""
-    known = {_storage(tensor) for tensor in inputs}
-    return not func._schema.is_mutable and all(_storage(tensor) in known for tensor in outputs)
+    known = {storage_key(tensor) for tensor in inputs}
+    return not func._schema.is_mutable and all(storage_key(tensor) in known for tensor in outputs)
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -118,9 +118,10 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """The bytes of a tensor's elements."""
+    """Returns the bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_key(tensor: Tensor) -> int:
+    """Returns what identifies the memory of a tensor while it lives."""
     return int(tensor.untyped_storage()._cdata)

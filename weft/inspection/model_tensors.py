@@ -32,7 +32,7 @@ def allocate(model: nn.Module, device: torch.device | str) -> None:
 
 
 def _shared_parameters(model: nn.Module) -> list[tuple[_Place, list[_Place]]]:
-    """The first place of each parameter that a model has in several places, and the other ones."""
+    """Returns the first place of each parameter that a model has in several places, and the other ones."""
     places: dict[int, list[_Place]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

@@ -115,7 +115,9 @@ class _Finder:
             )
             for child in linears:
                 if child not in used:
-                    self._single(_join(name, child), linears[child])
+                    whole = _join(name, child)
+                    kind: Kind = "head" if whole == self.last and not self._is_in_block(whole) else "gathered"
+                    self._add(whole, linears[child], kind, (SplitPart(linear_sizes(linears[child])[1]),))
 
     def result(self) -> Pairing:
         return Pairing(
@@ -208,7 +210,7 @@ class _Finder:
             self.kept[name] = f"its weight is also that of '{others[0]}', which is left whole"
 
     def _places_of_tied(self) -> dict[str, str]:
-        """Returns, for a parameter that is known by another name than that of the layer that splits it, the latter."""
+        """Returns the name of a parameter in the layer that splits it, by its own name where that is another one."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         found: dict[str, str] = {}
         for layer in (*self.embeddings, *self.splits):
@@ -324,14 +326,6 @@ class _Finder:
         if key not in self.proofs:
             self.proofs[key] = _prove(module, columns, row, row_parts, scaled, tables)
         return self.proofs[key]
-
-    def _single(self, name: str, module: nn.Module) -> None:
-        self._add(
-            name,
-            module,
-            "head" if name == self.last and not self._is_in_block(name) else "gathered",
-            (SplitPart(linear_sizes(module)[1]),),
-        )
 
     def _add_pair(
         self,

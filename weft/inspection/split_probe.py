@@ -159,7 +159,7 @@ def random_copy(module: nn.Module, generator: torch.Generator) -> nn.Module:
 def narrowed(module: nn.Module, columns: Mapping[nn.Module, int], row: nn.Module) -> nn.Module:
     """Returns a copy of a module with PROBED_WIDTH features between the columns and the row of a pair.
 
-    Each column has so many features for each of its parts, the number of which is given.
+    `columns` has the number of parts of each column; each part has PROBED_WIDTH features.
     """
     others: dict[int, Any] = {
         id(column): _meta_linear(linear_sizes(column)[0], PROBED_WIDTH * count, column)
@@ -177,7 +177,7 @@ def _meta_linear(in_features: int, out_features: int, like: nn.Module) -> nn.Lin
 def is_linear(module: nn.Module) -> bool:
     """Is the module an nn.Linear, or transformers' Conv1D? A subclass must compute what nn.Linear does.
 
-    One with a low-rank update (`models/lora.py`) does: the update is a linear, too.
+    One with a low-rank update (`models/tuning.py`) does: the update is a linear, too.
     """
     if has_adapter(module):
         return True

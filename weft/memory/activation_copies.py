@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -27,10 +28,30 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from weft.errors import PlanError
 from weft.inspection.annotations import Annotation
-from weft.inspection.memory_traffic import tensors_of
-from weft.memory.activation_choice import min_offload_bytes
+from weft.inspection.memory_traffic import storage_key, tensors_of
 from weft.sharding.copy_lane import CopyStream
 from weft.sharding.host_memory import KEPT_FREE_BYTES, available_host_bytes, host_zeros
+
+MIN_OFFLOAD_BYTES = 1 << 20  # smaller storages stay: their copy takes longer to start than to run
+_least: list[int] = [MIN_OFFLOAD_BYTES]  # the last one is in force
+
+
+def min_offload_bytes() -> int:
+    """Returns the smallest storage that is offloaded, in bytes."""
+    return _least[-1]
+
+
+@contextmanager
+def offload_from(num_bytes: int) -> Iterator[None]:
+    """While the context is active, offload storages of at least `num_bytes`.
+
+    Proofs need it: they run on tiny models.
+    """
+    _least.append(num_bytes)
+    try:
+        yield
+    finally:
+        _least.pop()
 
 
 class HostBufferPool:
@@ -177,7 +198,7 @@ class ActivationOffloader:
             self._entered.append(None)
             return
         # Other inputs than the first (tables, masks) are shared by all blocks, so they stay.
-        self._staying = {_key(tensor) for tensor in (*given[1:], *own) if tensor.layout is torch.strided}
+        self._staying = {storage_key(tensor) for tensor in (*given[1:], *own) if tensor.layout is torch.strided}
         self._group = OffloadedGroup(self._group)
         self._under_way.append(self._group)
         hooks = saved_tensors_hooks(self._pack, _unpack)
@@ -203,9 +224,10 @@ class ActivationOffloader:
     def _expect(self, _: nn.Module, __: Any, output: Any) -> None:
         """Start the copies back of the last group when the backward of the last block begins."""
         if self._group is not None and torch.is_grad_enabled():
+            group = self._group
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(_start, self._group))
+                    tensor.register_hook(lambda _: group.start())
 
     # --- what is saved
 
@@ -214,14 +236,16 @@ class ActivationOffloader:
         if type(tensor) not in (Tensor, nn.Parameter):  # fake tensors of a trace
             return tensor
         is_plain = tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
-        if not is_plain or tensor.device.type != self.device.type or self._stays(tensor):
+        if (
+            not is_plain
+            or tensor.device.type != self.device.type
+            or tensor.untyped_storage().nbytes() < min_offload_bytes()
+            or storage_key(tensor) in self._staying
+        ):
             return SavedTensor(tensor.detach(), tensor._version)
         return OffloadedView(
             self._offload(tensor), tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
         )
-
-    def _stays(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage().nbytes() < min_offload_bytes() or _key(tensor) in self._staying
 
     def _offload(self, tensor: Tensor) -> OffloadedStorage:
         storage = tensor.untyped_storage()
@@ -250,14 +274,6 @@ def _unpack(saved: Any) -> Tensor:
     storage = saved.source.fetch()
     made = torch.empty(0, dtype=saved.dtype, device=storage.device)
     return made.set_(storage, saved.offset, saved.shape, saved.stride)  # type: ignore[call-overload,no-any-return]
-
-
-def _start(group: OffloadedGroup, _: Tensor) -> None:
-    group.start()
-
-
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 _OFFLOADER = Annotation[ActivationOffloader]("activation_offloader")

@@ -83,7 +83,7 @@ def link_traffic(profile: Profile, plan: Plan, accumulation: int) -> LinkTraffic
 
 
 def home_bytes(profile: Profile, plan: Plan) -> int:
-    """The bytes of weights on the host that blocks compute with, if they are separate from the optimizer's weights."""
+    """Returns the bytes of weights on the host that blocks compute with, if the optimizer has weights of its own."""
     dtype = COMPUTE_DTYPE[plan.precision]
     return 0 if dtype == slice_dtype(plan) else sum(one.numel for _, one in _streamed(profile, plan)) * dtype.itemsize
 

@@ -25,7 +25,7 @@ from weft.comm import Ledger
 from weft.comm.kept_results import KeepingForward, NeededResults
 from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks
-from weft.memory.activation_choice import offloaded_bytes, returning_bytes
+from weft.memory.offload_activations import offloaded_bytes, returning_bytes
 from weft.memory.recompute_context import (
     RunningStatistics,
     others_than_statistics,
@@ -251,7 +251,7 @@ def _with_gradients(profile: Profile, plan: Plan, sent: Mapping[str, int]) -> in
 
 
 def _tile_share(profile: Profile, local: Block, whole: Block) -> float:
-    """A rank's share of a block's images, by saved bytes.
+    """Returns a rank's share of a block's images, by saved bytes.
 
     It is 1 if the tensor axes split the block; their shares are counted elsewhere.
     """
@@ -272,7 +272,7 @@ def _peaks(profile: Profile, policy: str) -> Peaks:
 
 
 def _root_part_bytes(profile: Profile, name: str, num_bytes: int, saved_bytes: int) -> int:
-    """A rank's part of `num_bytes`, held at the loss or in the backward of a unit of the root.
+    """Returns a rank's part of `num_bytes`, held at the loss or in the backward of a unit of the root.
 
     The unit is the head, whose classes may be split, or another one on the residual stream. `saved_bytes` of them are
     saved activations.
@@ -288,7 +288,7 @@ def _saved(block: Block, policy: str) -> int:
 
 
 def _rank_part_bytes(profile: Profile, num_bytes: int, stream_bytes: int) -> int:
-    """A rank's part of the bytes that a block's backward holds beside saved activations.
+    """Returns a rank's part of the bytes that a block's backward holds beside saved activations.
 
     They are one gradient of the residual stream, and tensors inside of split regions.
     """

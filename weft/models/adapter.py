@@ -15,16 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from weft.architectures import ModelConfig
 from weft.architectures.lora import Lora, is_end_of
 from weft.errors import CheckpointError, ConfigError
-from weft.models.hf import new_folder, refuse_integers
+from weft.models.hf import new_folder, open_safetensors, refuse_integers
 from weft.models.hf_config import read_json
-from weft.models.lora import Read, is_adapter
+from weft.models.tuning import Read, is_adapter
 from weft.schema import build_dataclass, to_table
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -107,7 +106,7 @@ def _targets(folder: Path, raw: Mapping[str, Any]) -> list[str]:
         raise ConfigError(f"{path}: target_modules = {targets!r} is neither a list of names nor a regular expression")
     if is_list and not excluded and layers in (None, []):
         return sorted(targets)
-    handle = _open(adapter_weights(folder))
+    handle = open_safetensors(adapter_weights(folder))
     found = _modules(handle.keys())
     wanted = Lora(targets=targets if isinstance(targets, str) else tuple(targets))
     for name in found:
@@ -153,17 +152,10 @@ def adapter_weights(folder: Path) -> Path:
     return path
 
 
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not a whole safetensors file: {error}; fetch it again") from None
-
-
 def adapter_reader(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Read:
     """Returns a function that reads A or B by weft's name. `shapes` are those of all parameters of the model."""
     path = adapter_weights(folder)
-    handle = _open(path)
+    handle = open_safetensors(path)
     stored = {name.removeprefix(_PREFIX).removesuffix(".weight"): name for name in handle.keys()}  # noqa: SIM118
     wanted = {name: tuple(shape) for name, shape in shapes.items() if is_adapter(name)}
     if other := sorted(stored.keys() ^ wanted.keys()):

@@ -8,7 +8,7 @@ Config keys are those of its config.json. The architectures differ in these opti
     qwen2     biases on q, k and v only (qkv_bias)
     qwen3     an RMSNorm on each head of q and k (qk_norm), head_dim independent of hidden_size / heads
     mixtral   mistral with experts (`experts.py`) in place of the MLP of each layer; qwen2_moe, qwen3_moe: alike
-    deepseek_v3   latent attention (`latent_attention.py`), experts in groups with sigmoid scores, shared experts
+    deepseek_v3   latent attention experts in groups with sigmoid scores, shared experts
 
 Rotary tables are computed in each forward from the config, at negligible cost. So a model that is cast, or built on the
 meta device and moved by to_empty, has no table with stale values.
@@ -23,10 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from weft.architectures import DecoderConfig, RopeScaling
-from weft.models.attention import CausalAttention, RMSNorm, rotate
+from weft.models.attention import CausalAttention, LatentAttention, RMSNorm, rotate
 from weft.models.expert_rows import sequence_keys
 from weft.models.experts import SparseMLP, SwiGLU
-from weft.models.latent_attention import LatentAttention
 
 
 class Attention(nn.Module):

@@ -18,12 +18,52 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from weft.architectures import DecoderConfig
 from weft.models.expert_rows import RowOrder, draw_priorities, fill_slots, sort_by_expert, through_experts
-from weft.models.grouped_matmul import grouped_linear
 from weft.models.router import Router
+
+_ALIGNED_BYTES = 16  # torch._grouped_mm takes rows of a multiple of these
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor | None) -> Tensor:
+    """Multiply rows [rows, in], sorted by group, by the weight [groups, out, in] of their group.
+
+    Group i ends before row `ends[i]` (int32); without `ends`, all groups have equally many rows. Nothing waits for the
+    device, unless torch has no kernel: for float64, and for sizes that are not a multiple of 16 bytes.
+    """
+    right = weight.transpose(1, 2)
+    if ends is None:
+        return torch.bmm(rows.unflatten(0, (len(weight), -1)), right).flatten(0, 1)
+    is_aligned = all(size * rows.element_size() % _ALIGNED_BYTES == 0 for size in weight.shape[1:])
+    if rows.dtype == torch.float64 or not is_aligned:
+        return grouped_product(rows, right, ends)
+    product: Tensor = torch._grouped_mm(rows, right, offs=ends)
+    return product
+
+
+def grouped_product(
+    left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, **_: Any
+) -> Tensor:
+    """Returns torch's grouped_mm, in any dtype; the host reads `offs`.
+
+    Rows of `left` [rows, in] up to `offs[i]` are multiplied by `right[i]` [in, out]; rows behind the last are zero.
+    With `left` [in, rows] and `right` [rows, out], each group's product is one of the result [groups, in, out].
+    """
+    if left.dim() == 3 and right.dim() == 3:
+        return left @ right
+    assert offs is not None
+    if isinstance(left, FakeTensor) or left.is_meta:  # only shapes count
+        return left @ (right[0] if right.dim() > left.dim() else right)
+    ends = [int(end) for end in offs.tolist()]
+    groups = list(zip([0, *ends[:-1]], ends, strict=True))
+    if right.dim() == 2:
+        return torch.stack([left[..., start:end] @ right[start:end] for start, end in groups])
+    products = [left[start:end] @ right[index] for index, (start, end) in enumerate(groups)]
+    behind = left.new_zeros(len(left) - ends[-1], right.shape[-1])
+    return torch.cat([*products, behind])
 
 
 class SwiGLU(nn.Module):
@@ -63,8 +103,8 @@ class SparseMLP(nn.Module):
     """A router and its experts, those of layer `layer`.
 
     With `shared_expert_intermediate_size` also a shared expert, weighted per token; with `n_shared_experts` shared
-    experts as one MLP of all their widths. With `residual_experts` also a
-    dense MLP: [a, b] = softmax(coefficient(token)), and the result is a · experts + b · MLP.
+    experts as one MLP of all their widths. With `residual_experts` also a dense MLP: [a, b] =
+    softmax(coefficient(token)), and the result is a · experts + b · MLP.
     `through` sends tokens through the experts, as `through_experts`.
     """
 
@@ -100,7 +140,7 @@ class SparseMLP(nn.Module):
         return self.shared_expert is not None or self.shared_experts is not None or hasattr(self, "coefficient")
 
     def with_others(self, out: Tensor, tokens: Tensor) -> Tensor:
-        """What the experts give for tokens [tokens, hidden], with what is computed beside them: shared experts, MLP."""
+        """Adds to the experts' result for tokens [tokens, hidden] what is computed beside it: shared experts, MLP."""
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             out = out + self.shared_expert_gate(tokens).sigmoid() * self.shared_expert(tokens)
         if self.shared_experts is not None:

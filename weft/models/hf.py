@@ -2,7 +2,10 @@
 
 Reading is strict: a tensor that is missing, unexpected or of another shape is an error before anything is loaded.
 Pickled weights are never opened. Writing streams shards into a temporary folder, which is renamed when it is complete.
-Names and shapes of tensors in folders are those of `hf_tensors.py`.
+
+Most tensors of a folder are a parameter as it is. GPT-2's projections are stored transposed (Conv1D). The experts of a
+layer are stored one by one, and are stacked in two parameters: the gates and ups of all experts, and their downs.
+Layers of LSTM and GRU have the names of torch's `nn.LSTM` and `nn.GRU` (`rnn.weight_ih_l0`).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +25,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from weft.architectures import GPT2Config, LanguageConfig, ModelConfig
+from weft.architectures import DecoderConfig, GPT2Config, LanguageConfig, ModelConfig, RecurrentConfig
 from weft.errors import CheckpointError
 from weft.models.hf_config import CONFIG_FILE, folder_quantisation, read_json, write_config
-from weft.models.hf_tensors import HEAD_NAME, StoredTensor, stored_tensors
 from weft.models.init import LanguageModel, build
 from weft.models.quantised_weight import FileTensor, QuantisedWeight, joined_weights
 
@@ -33,6 +36,70 @@ INDEX_FILE = "model.safetensors.index.json"
 
 # Buffers in old files; they follow from the config and are ignored.
 LEGACY_BUFFERS = re.compile(r"(^|\.)(h\.\d+\.attn\.(bias|masked_bias)|self_attn\.rotary_emb\.inv_freq)$")
+HEAD_NAME = "lm_head.weight"
+CONV1D_WEIGHTS = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")
+# Names of an expert's gate, up and down projection in the folders of an architecture, and of what contains experts.
+_QWEN_NAMES = ("mlp", "gate_proj", "up_proj", "down_proj")
+EXPERT_NAMES = {
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen2_moe": _QWEN_NAMES,
+    "qwen3_moe": _QWEN_NAMES,
+}
+RECURRENT_LAYER = re.compile(r"^layers\.(\d+)\.((?:weight|bias)_[ih]h)$")
+Place = tuple[int | slice, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a folder: its name and shape there, and its place in a parameter (empty: all of it)."""
+
+    name: str
+    parameter: str
+    shape: tuple[int, ...]
+    place: Place = ()
+    is_transposed: bool = False
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """Returns the tensor to store, from the whole parameter."""
+        part = parameter[self.place] if self.place else parameter
+        return part.t() if self.is_transposed else part
+
+
+def stored_tensors(config: LanguageConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StoredTensor]:
+    """Returns the tensors of a folder by their names there. `shapes` are those of weft's parameters."""
+    made = (one for name, shape in shapes.items() for one in _stored(config, name, shape))
+    return {one.name: one for one in made}
+
+
+def _stored(config: LanguageConfig, name: str, shape: tuple[int, ...]) -> Iterator[StoredTensor]:
+    if isinstance(config, RecurrentConfig):
+        yield StoredTensor(RECURRENT_LAYER.sub(r"rnn.\2_l\1", name), name, shape)
+        return
+    if isinstance(config, GPT2Config):
+        is_transposed = CONV1D_WEIGHTS.search(name) is not None
+        yield StoredTensor(name, name, shape[::-1] if is_transposed else shape, is_transposed=is_transposed)
+        return
+    if ".mlp.experts." in name:
+        yield from _experts(config, name, shape)
+        return
+    within, *_ = EXPERT_NAMES.get(config.architecture, ("mlp",))
+    stored_name = name.replace(".mlp.gate.", f".{within}.gate.")
+    yield StoredTensor(stored_name, name, shape)
+
+
+def _experts(config: DecoderConfig, name: str, shape: tuple[int, ...]) -> Iterator[StoredTensor]:
+    """Returns the tensors of a parameter that stacks all experts of a layer."""
+    within, gate, up, down = EXPERT_NAMES[config.architecture]
+    layer, _, kind = name.partition(".mlp.experts.")
+    num_experts, outputs, inputs = shape
+    inner = outputs // 2
+    parts: dict[str, tuple[slice, ...]] = (
+        {down: ()} if kind == "down_proj" else {gate: (slice(0, inner),), up: (slice(inner, outputs),)}
+    )
+    for expert in range(num_experts):
+        for part, rows in parts.items():
+            stored_name = f"{layer}.{within}.experts.{expert}.{part}.weight"
+            yield StoredTensor(stored_name, name, (outputs if not rows else inner, inputs), (expert, *rows))
 
 
 def read_weights(folder: Path, model: LanguageModel) -> None:
@@ -58,7 +125,7 @@ def weight_reader(folder: Path, config: LanguageConfig) -> Callable[[str], Tenso
 
 class FolderWeights:
     """The parameters of a folder. Names and shapes of all tensors are checked at once. If the folder has a tied head,
-    it must equal the embedding. `quantisation` says how weights are in fewer bits; None: none is.
+    it must equal the embedding. `quantisation` says how weights are quantised; None: they are not.
     """
 
     def __init__(self, folder: Path, config: LanguageConfig) -> None:
@@ -84,7 +151,7 @@ class FolderWeights:
                 )
 
     def read(self, parameter: str) -> Tensor:
-        """A whole parameter; in float32 if it is stored in fewer bits."""
+        """Returns a whole parameter, in float32 if it is quantised."""
         first, *others = self._parts[parameter]
         tensor = self._found[first.name].read()
         if not first.place:
@@ -96,7 +163,7 @@ class FolderWeights:
         return whole
 
     def quantised(self, parameter: str) -> list[QuantisedWeight]:
-        """The weights in fewer bits that make up a parameter: none, itself, or those of several experts."""
+        """Returns the quantised weights that make up a parameter: none, itself, or those of several experts."""
         found = [self._found[one.name] for one in self._parts.get(parameter, [])]
         return [one for one in found if isinstance(one, QuantisedWeight)]
 
@@ -151,13 +218,13 @@ def write_weights(
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The name and shape of every parameter of a model, without a tied head."""
+    """Returns the name and shape of every parameter of a model, without a tied head."""
     with torch.device("meta"):
         return {name: tuple(parameter.shape) for name, parameter in build(config).named_parameters()}
 
 
 def weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """The weight files of a folder, and the tensors that the index lists in each; None if there is no index."""
+    """Returns the weight files of a folder, and the tensors that the index lists in each; None if there is no index."""
     if (folder / SINGLE_FILE).exists():  # transformers also prefers it
         return {folder / SINGLE_FILE: None}
     index = folder / INDEX_FILE
@@ -180,25 +247,21 @@ def weight_files(folder: Path) -> dict[Path, set[str] | None]:
     return files
 
 
-def _open(file: Path) -> Any:
+def open_safetensors(file: Path) -> Any:
+    """Returns a handle of a safetensors file on the CPU; raises CheckpointError for a damaged one."""
     try:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} is not a whole safetensors file: {error}; fetch it again") from None
 
 
-def _check_listed(file: Path, listed: set[str] | None, found: set[str]) -> None:
-    if listed is not None and listed != found:
-        difference = sorted(listed ^ found)
-        raise CheckpointError(f"{file} and {INDEX_FILE} disagree on {_some(difference)}; fetch both again")
-
-
 def _stored_tensors(folder: Path, config: LanguageConfig) -> dict[str, FileTensor]:
-    """The tensors of a folder's files, by their full names."""
+    """Returns the tensors of a folder's files, by their full names."""
     found: dict[str, FileTensor] = {}
     for file, listed in weight_files(folder).items():
-        handle = _open(file)
-        _check_listed(file, listed, set(handle.keys()))
+        handle = open_safetensors(file)
+        if listed is not None and (differing := sorted(listed ^ set(handle.keys()))):
+            raise CheckpointError(f"{file} and {INDEX_FILE} disagree on {_some(differing)}; fetch both again")
         for raw_name in handle.keys():  # noqa: SIM118 (a handle is not a mapping)
             name = _full_name(raw_name, config)
             if LEGACY_BUFFERS.search(raw_name):
@@ -251,7 +314,7 @@ def _check_tensor(
 
 
 def _full_name(raw_name: str, config: LanguageConfig) -> str:
-    """The full name of a tensor. Files of a bare GPT2Model lack the prefix `transformer.`, which is added."""
+    """Returns the full name of a tensor. Files of a bare GPT2Model lack the prefix `transformer.`, which is added."""
     if isinstance(config, GPT2Config) and not raw_name.startswith(("transformer.", "lm_head.")):
         return f"transformer.{raw_name}"
     return raw_name
@@ -298,6 +361,6 @@ def _name_shards(folder: Path, shard_of: Mapping[str, int], num_shards: int, tot
 
 
 def _some(names: list[str]) -> str:
-    """The first names of a list, for a message."""
+    """Returns the first names of a list, for a message."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"tensor {', '.join(names[:3])}{more}"

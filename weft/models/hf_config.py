@@ -125,13 +125,13 @@ def read_config(folder: Path) -> LanguageConfig:
     """Read the config of a Hugging Face folder. Raises a ConfigError that names a key that weft does not support."""
     path = folder / CONFIG_FILE
     raw = read_json(path)
-    if raw.get("model_type") == RECURRENT_TYPE:
-        return _read_recurrent(path, raw)
-    names = raw.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
-        raise ConfigError(f"{path}: architectures = {names!r} is not supported; weft reads {', '.join(ARCHITECTURES)}")
-    architecture = ARCHITECTURES[names[0]]
     try:
+        if raw.get("model_type") == RECURRENT_TYPE:
+            return build_dataclass(RecurrentConfig, {key: value for key, value in raw.items() if key != "model_type"})
+        names = raw.get("architectures")
+        if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
+            raise ConfigError(f"architectures = {names!r} is not supported; weft reads {', '.join(ARCHITECTURES)}")
+        architecture = ARCHITECTURES[names[0]]
         if read_quantisation(raw) is not None and architecture == "gpt2":
             raise ConfigError(
                 f"{QUANTISATION} of architecture 'gpt2' is not read; give the model that is not quantised"
@@ -148,15 +148,8 @@ def read_config(folder: Path) -> LanguageConfig:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _read_recurrent(path: Path, raw: Mapping[str, Any]) -> RecurrentConfig:
-    try:
-        return build_dataclass(RecurrentConfig, {key: value for key, value in raw.items() if key != "model_type"})
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-
-
 def folder_quantisation(folder: Path) -> Quantisation | None:
-    """How the weights of a Hugging Face folder are quantised; None if they are not. Raises ConfigError."""
+    """Returns how the weights of a Hugging Face folder are quantised; None if they are not. Raises ConfigError."""
     path = folder / CONFIG_FILE
     try:
         return read_quantisation(read_json(path)) if path.is_file() else None
@@ -195,7 +188,7 @@ def write_config(folder: Path, config: LanguageConfig) -> None:
 
 
 def _table(config: TransformerConfig) -> dict[str, Any]:
-    """The config.json of transformers."""
+    """Returns the config.json of transformers."""
     architecture = config.architecture
     keys = (*REQUIRED_KEYS[architecture], *OPTIONAL_KEYS[architecture])
     table: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What the config.json of a Hugging Face folder says of weights in fewer bits: its table `quantization_config`.
+"""How the weights of a Hugging Face folder are quantised, as its config.json says: the table `quantization_config`.
 
 Two methods are read, of safetensors files only:
 
@@ -21,7 +21,7 @@ TABLE = "quantization_config"
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 ADVICE = "give the folder of the model that is not quantised, with --weights for fewer bits"
 
-# How the codes were found, and where they are to be computed with: the codes are what they are.
+# These say how the codes were found and where to compute with them, which does not change what they stand for.
 _GPTQ_HARMLESS = {
     *("quant_method", "damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "lm_head", "meta"),
     *("model_name_or_path", "model_file_base_name", "dataset", "tokenizer", "backend", "use_exllama", "version"),
@@ -30,13 +30,13 @@ _GPTQ_HARMLESS = {
     *("use_cuda_fp16", "model_seqlen", "act_group_aware", "mse", "mock_quantization", "v2", "v2_alpha", "hyb_act"),
 }
 _COMPRESSED_HARMLESS = {"quant_method", "ignore", "version", "global_compression_ratio", "run_compressed"}
-_ORDERED = ("group", "dynamic", "true")  # values of actorder by which groups are of other inputs than neighbours
+_ORDERED = ("group", "dynamic", "true")  # values of actorder that group other inputs than neighbours
 
 
 @dataclass(frozen=True)
 class Scheme:
     """How some weights are quantised. `group_size` inputs share a scale; None: all inputs of an output do. `has_order`:
-    they are in groups by importance, not with their neighbours.
+    inputs are grouped by importance, not with their neighbours.
     """
 
     bits: int
@@ -89,7 +89,7 @@ class _WeightsTable:
 
 
 def read_quantisation(raw: Mapping[str, Any]) -> Quantisation | None:
-    """What the table of a config.json says; None if there is none. Raises ConfigError for what weft does not read."""
+    """Returns what the table of a config.json says, or None. Raises ConfigError for what weft does not read."""
     table = raw.get(TABLE)
     if table is None:
         return None
@@ -138,9 +138,9 @@ def _compressed(table: Mapping[str, Any]) -> Quantisation:
         raise ConfigError(f"{TABLE}.quantization_status = {status!r} is not read, only 'compressed'; {ADVICE}")
     notes = []
     if values.pop("kv_cache_scheme", None) is not None:
-        notes.append("the folder's key-value cache in fewer bits is left out: keys and values stay as they are")
+        notes.append("the folder's quantisation of the key-value cache is left out: keys and values stay as they are")
     if any(group.get("input_activations") or group.get("output_activations") for group in groups.values()):
-        notes.append("the folder's activations in fewer bits are left out: only its weights are in fewer bits")
+        notes.append("the folder's quantisation of activations is left out: only its weights are quantised")
     if values:
         key = sorted(values)[0]
         raise ConfigError(f"{TABLE}.{key} = {values[key]!r} is unknown and may change the mathematics; {ADVICE}")

@@ -67,7 +67,7 @@ def initialise(model: Model, seed: int) -> None:
 
 
 def initial_value(config: ModelConfig, name: str, shape: torch.Size, seed: int) -> Tensor:
-    """The initial value of one parameter: float32, on the CPU. A tied head has the value of the embedding."""
+    """Returns the initial value of one parameter: float32, on the CPU. A tied head has the value of the embedding."""
     if name.rpartition(".")[2] in BIASES:
         value = torch.zeros(shape, device="cpu")
         if config.architecture == "lstm" and name.endswith("bias_ih"):

@@ -49,7 +49,7 @@ def token_loss(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> tuple[Ten
 
 
 def is_unknown(labels: Tensor, num_classes: int) -> Tensor:
-    """A mask of the labels that are neither a class nor IGNORE."""
+    """Returns a mask of the labels that are neither a class nor IGNORE."""
     return ((labels < 0) | (labels >= num_classes)) & (labels != IGNORE)
 
 
@@ -132,7 +132,7 @@ def head_loss(
 
 
 def row_slices(num_rows: int, num_classes: int) -> list[slice]:
-    """The slices of rows that are computed together, of about equal size and at most PART_NUMEL logits each."""
+    """Returns the slices of rows that are computed together, of about equal size and at most PART_NUMEL logits each."""
     most = max(1, PART_NUMEL // num_classes)
     even = -(-num_rows // max(1, -(-num_rows // most)))
     size = max(1, -(-even // ROW_MULTIPLE)) * ROW_MULTIPLE
@@ -210,7 +210,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def is_gradient_work() -> bool:
-    """Whether a forward is computing gradients at the moment. A count of FLOPs adds these to backward."""
+    """Returns whether a forward is computing gradients at the moment. A count of FLOPs adds these to backward."""
     return _in_gradient
 
 

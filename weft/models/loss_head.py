@@ -12,17 +12,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from weft.errors import PlanError
 from weft.inspection.annotations import Annotation
 from weft.inspection.blocks import find_blocks
-from weft.inspection.chain_ends import HARMLESS, NUM_TOKENS
-from weft.inspection.functional_call import call_with, no_fakes_left
+from weft.inspection.chain_ends import HARMLESS
+from weft.inspection.functional_call import run_on_fakes
 from weft.models.decoder import Decoder
 from weft.models.gpt2 import GPT2
 from weft.models.loss import RowsLoss, head_loss, rows_loss
@@ -66,12 +65,12 @@ _LOSS_HEAD = Annotation[LossHead]("loss_head")
 
 
 def loss_head_of(model: nn.Module) -> LossHead | None:
-    """The loss head of a model; None if its loss is computed from logits."""
+    """Returns the loss head of a model; None if its loss is computed from logits."""
     return _LOSS_HEAD.get(model)
 
 
 def is_loss_in_head(plan: Plan) -> bool:
-    """Whether the head computes the loss under a plan. If x or y splits the logits, they have a loss of their own
+    """Does the head compute the loss under a plan? If x or y splits the logits, they have a loss of their own
     (`parallel/tensor/vocabulary.py`). Branches follow a trace of the model's own forward.
     """
     return plan.tensor.x * plan.tensor.y * plan.branch.degree == 1
@@ -87,12 +86,12 @@ def install_loss_head(model: nn.Module) -> None:
 
 
 def is_loss_head(module: nn.Module) -> bool:
-    """Whether a module is a head with a `LossHead`."""
+    """Returns whether a module is a head with a `LossHead`."""
     return isinstance(getattr(module.__dict__.get("forward"), "__self__", None), LossHead)
 
 
 def returns_loss(module: nn.Module) -> bool:
-    """Whether a module is a head that returns the loss at the moment."""
+    """Returns whether a module is a head that returns the loss at the moment."""
     return is_loss_head(module) and module.__dict__["forward"].__self__.labels is not None
 
 
@@ -108,7 +107,7 @@ def example_labels(model: nn.Module, finish: Any) -> Iterator[None]:
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits in a model's output: the output itself, its `logits` (a key or an attribute), or its first element."""
+    """Returns the logits of an output: the output itself, its `logits` (a key or attribute), or its first element."""
     if isinstance(output, Tensor):
         return output
     found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
@@ -116,41 +115,26 @@ def logits_of(output: Any) -> Tensor:
 
 
 def _find_head(model: nn.Module) -> nn.Linear | None:
-    """The last linear outside of blocks, if the model returns its result and does nothing else with it; else None."""
+    """Returns the last linear outside of blocks if the model returns its result and does nothing else with it."""
     blocks = tuple(f"{name}." for name in find_blocks(model))
     outside = [(name, module) for name, module in model.named_modules() if not f"{name}.".startswith(blocks)]
     linears = [module for _, module in outside if type(module) is nn.Linear]
     if not blocks or not linears or not any(isinstance(module, nn.Embedding) for _, module in outside):
         return None
     head = linears[-1]
-    if _is_shipped(model, head):
-        return head
+    has_hooks = bool(model._forward_hooks or head._forward_hooks)
+    if type(model) in (Decoder, GPT2, RecurrentModel) and "forward" not in model.__dict__ and not has_hooks:
+        return head  # weft's own models return the result of their last linear
     watch = _ResultWatch()
     handle = head.register_forward_hook(watch.take, prepend=True)  # first, because other hooks may use the result
-    modes = [(module, module.training) for module in model.modules()]
     try:
-        for module, _ in modes:
-            module.training = True
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            tensors = [*model.named_parameters(), *model.named_buffers()]
-            state = {name: torch.empty(t.shape, dtype=t.dtype, device="cpu") for name, t in tensors}
-            tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="cpu")
-            with no_fakes_left(model), watch:
-                output = call_with(model, state, (tokens,))
-            is_returned = watch.num_calls == 1 and not watch.is_used and logits_of(output) is watch.result
+        output = run_on_fakes(model, watch, training=True)
+        is_returned = watch.num_calls == 1 and not watch.is_used and logits_of(output) is watch.result
     except Exception:  # anything that the user's code may raise
         return None
     finally:
         handle.remove()
-        for module, was_training in modes:
-            module.training = was_training
     return head if is_returned else None
-
-
-def _is_shipped(model: nn.Module, head: nn.Linear) -> bool:
-    """Whether a model is one of weft's own without changes. These return the result of their last linear."""
-    has_hooks = bool(model._forward_hooks or head._forward_hooks)
-    return type(model) in (Decoder, GPT2, RecurrentModel) and "forward" not in model.__dict__ and not has_hooks
 
 
 class _ResultWatch(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Weights of Hugging Face folders that are stored in fewer bits: the tensors that make up one, and what they stand for.
+"""Quantised weights of Hugging Face folders: the tensors that make up one, and what they stand for.
 
     weight[o, i] = (code[o, i] - zero[o, g]) * scale[o, g], where g is the group of input i
 
@@ -90,7 +90,7 @@ class QuantisedWeight:
         return min(self.scheme.group_size or self.shape[1], self.shape[1])
 
     def codes(self) -> Tensor:
-        """The codes [out, in]: uint8, or float8. Raises CheckpointError if one of float8 is NaN."""
+        """Returns the codes [out, in]: uint8, or float8. Raises CheckpointError if one of float8 is NaN."""
         codes = self.tensor.read()
         if self.scheme.is_float:
             if bool((codes.view(torch.uint8) & 127 == 127).any()):  # kernels decode NaN to numbers
@@ -101,7 +101,7 @@ class QuantisedWeight:
         return unpacked(codes.T if self.is_gptq else codes, self.bits)[:, : self.shape[1]]
 
     def scale(self) -> Tensor:
-        """The scales [out, groups] in float32. Raises CheckpointError if one is not finite."""
+        """Returns the scales [out, groups] in float32. Raises CheckpointError if one is not finite."""
         stored = self.parts["scales" if self.is_gptq else "weight_scale"].read().float()
         if not bool(stored.isfinite().all()):
             raise wrong(self.tensor, "some of its scales are not finite; the folder is damaged")
@@ -109,7 +109,7 @@ class QuantisedWeight:
         return stored.expand(self.shape[0], -1)
 
     def zero(self) -> Tensor:
-        """The codes [out, groups] that stand for 0, in int32."""
+        """Returns the codes [out, groups] that stand for 0, in int32."""
         scheme, num_out, half = self.scheme, self.shape[0], 1 << (self.bits - 1)
         part = self.parts.get("qzeros" if self.is_gptq else "weight_zero_point")
         if part is None:
@@ -131,7 +131,7 @@ class QuantisedWeight:
         return zero.int()
 
     def group_of(self) -> Tensor | None:
-        """The group of each input; None if groups are of neighbours, all of the same size."""
+        """Returns the group of each input; None if groups are of neighbours, all of the same size."""
         num_in, groups = self.shape[1], self._num_groups
         part = self.parts.get("g_idx" if self.is_gptq else "weight_g_idx")
         neighbours = torch.arange(num_in) // self.group
@@ -145,7 +145,7 @@ class QuantisedWeight:
         return -(-self.shape[1] // self.group)
 
     def read(self) -> Tensor:
-        """The weight [out, in] in float32."""
+        """Returns the weight [out, in] in float32."""
         codes, scale = self.codes(), self.scale()
         if self.scheme.is_float:
             return codes.float() * scale
@@ -160,7 +160,7 @@ class QuantisedWeight:
 def joined_weights(
     found: Mapping[str, FileTensor], shapes: Mapping[str, tuple[int, ...]], quantisation: Quantisation
 ) -> dict[str, FileTensor | QuantisedWeight]:
-    """The tensors of a folder, with those that make up a weight in one. `shapes` are those of parameters by name.
+    """Returns the tensors of a folder, with those that make up a weight as one. `shapes` are of parameters, by name.
 
     Tensors for what weft leaves out are left out, and biases of zeros that GPTQ adds to linears without one.
     """
@@ -185,7 +185,7 @@ def joined_weights(
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """The codes (uint8) in words [rows, words] of 32 bits, of which the lowest come first."""
+    """Returns the codes (uint8) in words [rows, words] of 32 bits, of which the lowest come first."""
     packed = words.contiguous().view(torch.uint8)
     return packed if bits == 8 else torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
 
@@ -193,16 +193,17 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 def quantised_weight(
     tensor: FileTensor, parts: Mapping[str, FileTensor], shape: tuple[int, ...], quantisation: Quantisation
 ) -> QuantisedWeight:
-    """The weight of a shape that tensors make up. Raises CheckpointError if they do not."""
+    """Returns the weight of a shape that tensors make up. Raises CheckpointError if they do not."""
     if len(shape) != 2:
-        raise wrong(tensor, f"it is in fewer bits, and the config needs a tensor of shape {shape}")
+        raise wrong(tensor, f"it is quantised, and the config needs a tensor of shape {shape}")
     num_out, num_in = shape
     wanted: list[str] = []
     for scheme in quantisation.schemes:
         groups = 1 if scheme.group_size is None else -(-num_in // scheme.group_size)
         needed = _tensors_of(scheme, quantisation, (num_out, num_in, groups), tensor.dtype)
         found = {"codes": tensor, **parts}
-        differing = [name for name, allowed in needed.items() if not _is_one_of(found.get(name), allowed)]
+        forms = {name: (one.dtype, one.shape) for name, one in found.items()}
+        differing = [name for name, allowed in needed.items() if forms.get(name) not in allowed]
         if not differing:
             _refuse_values(tensor, parts, [num_out, num_in], scheme)
             return QuantisedWeight((num_out, num_in), scheme, tensor, parts, quantisation.adds_one)
@@ -218,7 +219,7 @@ Allowed = list[tuple[str, tuple[int, ...]] | None]
 def _tensors_of(
     scheme: Scheme, quantisation: Quantisation, sizes: tuple[int, int, int], dtype: str
 ) -> dict[str, Allowed]:
-    """The dtypes and shapes that the tensors of a weight may have; None among them: it may be missing."""
+    """Returns the dtypes and shapes that the tensors of a weight may have; None among them: it may be missing."""
     num_out, num_in, groups = sizes
     packed = 32 // scheme.bits
     order: Allowed = [(kind, (num_in,)) for kind in INDICES]
@@ -251,10 +252,6 @@ def _refuse_values(tensor: FileTensor, parts: Mapping[str, FileTensor], shape: l
         raise wrong(tensor, f"weight_shape is {parts['weight_shape'].read().tolist()}, but the config needs {shape}")
     if scheme.is_float and "weight_zero_point" in parts and bool(parts["weight_zero_point"].read().float().any()):
         raise wrong(tensor, "it has floats and a zero point that is not 0; the folder is damaged")
-
-
-def _is_one_of(tensor: FileTensor | None, allowed: Allowed) -> bool:
-    return (None if tensor is None else (tensor.dtype, tensor.shape)) in allowed
 
 
 def wrong(tensor: FileTensor, reason: str) -> CheckpointError:

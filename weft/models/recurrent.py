@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.architectures.recurrent import RecurrentConfig
+from weft.architectures.language import RecurrentConfig
 from weft.models.decoder import TiedHead
 
 # cuDNN copies parameters that do not lie end to end, in every call, and warns. Here they do not: each can be replaced.
@@ -39,12 +39,12 @@ class RecurrentLayer(nn.Module):
             nn.init.uniform_(parameter, -1 / math.sqrt(self.size), 1 / math.sqrt(self.size))
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Hidden states [batch, sequence, hidden] of inputs of the same shape, from a state of zeros."""
+        """Returns hidden states [batch, sequence, hidden] of inputs of the same shape, from a state of zeros."""
         zeros = rows.new_zeros(1, len(rows), self.size)
         return self.run(rows, (zeros, zeros) if self.is_lstm else (zeros,))[0]
 
     def run(self, rows: Tensor, state: State) -> tuple[Tensor, State]:
-        """Hidden states of inputs [batch, sequence, hidden] after a state, and the last state."""
+        """Returns hidden states of inputs [batch, sequence, hidden] after a state, and the last state."""
         if rows.dtype == torch.bfloat16 and rows.device.type == "cpu":
             return self.run_by_token(rows, state)
         weights = [self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh]
@@ -57,8 +57,8 @@ class RecurrentLayer(nn.Module):
         return hidden, tuple(after)
 
     def run_by_token(self, rows: Tensor, state: State) -> tuple[Tensor, State]:
-        """As `run`, without a call of torch's layers. To find that cuDNN is not for bf16 on a CPU, these initialise
-        CUDA, after which no rank can be forked.
+        """Computes what `run` does without torch's layers. For bf16 on a CPU these initialise CUDA, to find that cuDNN
+        is not for it, and after that no rank can be forked.
         """
         own = [one[0] for one in state]
         hidden = []
@@ -70,14 +70,14 @@ class RecurrentLayer(nn.Module):
 
 
 def lstm_state(gates: Tensor, cell: Tensor) -> list[Tensor]:
-    """The hidden state and the cell after a token, of the sums [batch, 4 * hidden] that its gates are functions of."""
+    """Returns the hidden state and the cell after a token, from the sums [batch, 4 * hidden] of its gates."""
     keep, forget, new, out = gates.chunk(4, 1)
     cell = forget.sigmoid() * cell + keep.sigmoid() * new.tanh()
     return [out.sigmoid() * cell.tanh(), cell]
 
 
 def gru_state(given: Tensor, before: Tensor, hidden: Tensor) -> Tensor:
-    """The hidden state after a token, of products [batch, 3 * hidden] with the token and with the state before it."""
+    """Returns the hidden state after a token, from products [batch, 3 * hidden] with the token and the state before."""
     (reset, keep, new), (own_reset, own_keep, own_new) = given.chunk(3, 1), before.chunk(3, 1)
     new = (new + (reset + own_reset).sigmoid() * own_new).tanh()
     return new + (keep + own_keep).sigmoid() * (hidden - new)
@@ -110,7 +110,7 @@ class RecurrentModel(TiedHead):
         self.tie()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [batch, sequence, vocab] after tokens [batch, sequence]."""
+        """Returns logits [batch, sequence, vocab] after tokens [batch, sequence]."""
         hidden = self.embed_tokens(tokens)
         for layer in self.layers:
             hidden = layer(hidden)

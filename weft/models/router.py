@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.architectures import DecoderConfig
-from weft.models.wide_linear import wide_linear
+from weft.models.row_operations import wide_linear
 
 
 class _RouterRecord:
@@ -44,8 +44,8 @@ class _RouterRecord:
     step: Tensor | None = None
 
     def used_of(self, tokens: Tensor) -> Tensor | None:
-        """Returns which of a call's tokens [batch, sequence, ...] are used; None if all are, as those of a call that is
-        not given the batch's whole sequences: nothing says which of them it has.
+        """Returns which of a call's tokens [batch, sequence, ...] are used; None if all are. They all are, too, if the
+        call has only a part of the batch's sequences, because nothing says which part.
         """
         return self.used if self.used is not None and self.used.shape == tokens.shape[:2] else None
 
@@ -129,7 +129,7 @@ class Router(nn.Module):
             self.record.loss, self.record.routed = loss, routed
 
     def _loss(self, logits: Tensor, probabilities: Tensor, counts: Tensor, used: Tensor | None) -> Tensor:
-        """The router's losses, summed over the used tokens of all sequences."""
+        """Returns the router's losses, summed over the used tokens of all sequences."""
         _, sequence, num_experts = logits.shape
         squares = logits.logsumexp(-1).square()
         total = self.z_loss * (squares if used is None else squares * used).sum()
@@ -143,7 +143,7 @@ class Router(nn.Module):
 
 
 class RouterTokens:
-    """Which tokens the routers of a block take as used, as a state that recompute restores (`memory/recompute.py`)."""
+    """The used tokens of a block's routers, as a state that recompute restores (`memory/recompute.py`)."""
 
     def __init__(self, block: nn.Module) -> None:
         self._records = [router.record for router in routers_of(block).values()]
@@ -174,7 +174,7 @@ def set_used(models: Iterable[nn.Module], used: Tensor | None, in_place: bool = 
 
 
 def take_router_losses(model: nn.Module) -> Tensor | None:
-    """The sum of the losses that routers had in the last forward in training, which they forget; None without any.
+    """Returns the sum of the losses of the last forward in training, which routers then forget; None without any.
 
     Routers also add the routing of that forward to their totals here: not in forward, which recompute repeats.
     """

@@ -41,7 +41,7 @@ from weft.pipeline.cost import pipeline_cost
 from weft.plan import BatchSplit, Plan
 from weft.profiling import PARAMETER_CUTS, Profile, profile
 from weft.sharding.layout import COMPUTE_DTYPE
-from weft.spatial.tiling import localise_tile
+from weft.spatial.dry_run import localise_tile
 from weft.strategy import Cost, Strategy, Values
 
 # Recompute wraps the forwards that the tensor axes and tiles leave: a block may be a linear or a convolution itself.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.models.grouped_matmul import grouped_linear
+from weft.models.experts import grouped_linear
 from weft.models.row_operations import define
 
 ROWS_MULTIPLE = 128

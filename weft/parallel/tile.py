@@ -34,10 +34,9 @@ from weft.profiling import Profile
 from weft.profiling.software import BlockPass, Software
 from weft.profiling.workload import Call
 from weft.sharding.units import units_of
-from weft.spatial.dry_run import dry_run
+from weft.spatial.dry_run import dry_run, mark_tiling, tiling_for, tiling_of
 from weft.spatial.tile_layout import Grid
 from weft.spatial.tiled_model import install, install_stage
-from weft.spatial.tiling import mark, tiling_for, tiling_of
 from weft.spatial.view import View
 from weft.strategy import Buffer, Cost, SearchSpace, Strategy, Values, divisors, tally
 
@@ -112,7 +111,7 @@ class TileAxis(Strategy):
         tiling = tiling_for(whole, plan)
         if tiling is not None:
             assert whole.model is not None
-            mark(whole.model, tiling)
+            mark_tiling(whole.model, tiling)
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
         tiling = tiling_of(model)

@@ -15,7 +15,7 @@ from torch import nn
 
 from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks, find_units
-from weft.inspection.module_modes import in_mode
+from weft.inspection.functional_call import in_mode
 from weft.inspection.tensor_splits import IS_WHOLE
 from weft.mesh import Mesh
 from weft.pipeline.deferred_weight_grads import DeferredWeightGrads
@@ -33,7 +33,7 @@ from weft.schedule.nccl_order import with_awaited_sends
 from weft.schedule.schedules import make_schedule, refuse_schedule
 from weft.schedule.shadow import SHADOWED_SCHEDULES, with_shadows
 from weft.sharding.units import units_of
-from weft.spatial.tiling import localise_tile, mark, tiling_for
+from weft.spatial.dry_run import localise_tile, mark_tiling, tiling_for
 from weft.strategy import Strategy, Values
 
 Example = Callable[[], Any]
@@ -92,7 +92,7 @@ class Staging:
         SHARED_BY_STAGES.set(model, {own: self.tied[name] for own, name in names.items() if name in self.tied})
         IS_WHOLE.set(model, self.tracer.over_y < self.plan.tensor.y)
         if self.tracer.tiling is not None:
-            mark(model, self.tracer.tiling)
+            mark_tiling(model, self.tracer.tiling)
         return model, names
 
     @cached_property
@@ -292,7 +292,7 @@ def build(staging: Staging, mesh: Mesh, values: Values, apply: Apply) -> Pipelin
     copies = _copies(staging, stages, mesh)
     pipeline = Pipeline(stages, copies, staging.schedule, mesh, names, staging.check_evaluation)
     if staging.tracer.tiling is not None:
-        mark(pipeline, staging.tracer.tiling)
+        mark_tiling(pipeline, staging.tracer.tiling)
     return pipeline
 
 

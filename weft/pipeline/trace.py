@@ -33,8 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks, find_units
-from weft.inspection.checkpoints import checkpoint_around
-from weft.inspection.function_transforms import functional_call_around, transform_around
+from weft.inspection.callers import checkpoint_around, functional_call_around, transform_around
 from weft.inspection.functional_call import call_with, no_fakes_left
 from weft.inspection.nested_tensors import copy_structure, map_tensors, tensors_in
 from weft.pipeline.trace_watch import (
@@ -49,7 +48,7 @@ from weft.pipeline.trace_watch import (
     unseen_work,
 )
 from weft.profiling import RecordedCall
-from weft.spatial.recorded_calls import CallRecorder
+from weft.spatial.dry_run import CallRecorder
 from weft.spatial.tile_layout import BatchShare, TileLayout, layout_of, set_layout
 from weft.spatial.tiled_model import TiledModel
 

@@ -17,8 +17,7 @@ from weft.pipeline.trace import Trace, trace
 from weft.pipeline.trace_watch import FOR_STAGES, TracePurpose
 from weft.plan import Plan
 from weft.sharding.layout import COMPUTE_DTYPE
-from weft.spatial.dry_run import cut_images, dry_stages
-from weft.spatial.tiling import Tiling
+from weft.spatial.dry_run import Tiling, cut_images, dry_stages
 
 TilePosition = tuple[int, int]  # row and column of a tile
 FIRST: TilePosition = (0, 0)

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from weft.compile.saved_bytes import profile_under
-from weft.memory.activation_choice import offloadable_storages, offloaded_blocks
+from weft.memory.offload_activations import offloadable_storages, offloaded_blocks
 from weft.memory.recompute import root_excess_bytes, transient
 from weft.models.loss import row_slices
 from weft.models.loss_head import is_loss_in_head

@@ -24,9 +24,8 @@ from torch.utils._pytree import tree_map
 from weft.errors import PlanError
 from weft.inspection.attention_interface import watch_attention
 from weft.inspection.blocks import find_blocks, find_units
+from weft.inspection.callers import CheckpointKind, checkpoint_around, unwrapped
 from weft.inspection.chain_ends import hidden_states_of
-from weft.inspection.checkpoints import CheckpointKind, checkpoint_around
-from weft.inspection.function_transforms import unwrapped
 from weft.inspection.functional_call import call_with, no_fakes_left
 from weft.inspection.memory_traffic import TrafficCounter, bytes_of, is_view, tensors_of
 from weft.inspection.nested_tensors import map_tensors

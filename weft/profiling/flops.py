@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-import weft.models.wide_linear  # noqa: F401 (defines an operation)
+import weft.models.row_operations  # noqa: F401 (defines an operation)
 from weft.profiling.parts import Convolution, Flops, Matmul
 
 aten = torch.ops.aten

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from weft.architectures import Capacity
-from weft.inspection.checkpoints import CheckpointKind
+from weft.inspection.callers import CheckpointKind
 from weft.inspection.memory_traffic import FusedTraffic, MemoryTraffic
 from weft.inspection.pairing import pair
 from weft.inspection.parameter_cut import Cut

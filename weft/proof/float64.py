@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from weft.memory.recompute_context import register_state
-from weft.models.grouped_matmul import grouped_product
+from weft.models.experts import grouped_product
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS: dict[Any, Callable[..., Tensor]] = dict.fromkeys(

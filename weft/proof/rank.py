@@ -20,7 +20,7 @@ from weft.comm.ledger import Key
 from weft.compile.blocks import compile_blocks
 from weft.data.order import local_indices
 from weft.errors import WeftError
-from weft.memory.activation_choice import offload_from
+from weft.memory.activation_copies import offload_from
 from weft.mesh import Mesh
 from weft.parallel.apply import cost, parallelize
 from weft.parallel.expert.layers import axis_of_rows, distributed_layers, routed_counts

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import PlanError
-from weft.inspection.module_modes import in_mode
+from weft.inspection.functional_call import in_mode
 from weft.inspection.nested_tensors import tensors_in
 from weft.mesh import Mesh
 from weft.parallel.context.axis import own_tokens
@@ -18,7 +18,7 @@ from weft.parallel.tensor.vocabulary import vocabulary_of
 from weft.parallel.tile import own_targets, tile
 from weft.pipeline.rank_model import pipeline_of
 from weft.proof.compare import Pairs, largest_of, results
-from weft.spatial.tiling import tiling_of
+from weft.spatial.dry_run import tiling_of
 from weft.step.batch import Batch
 from weft.step.objective import Objective
 from weft.step.train_step import own_part

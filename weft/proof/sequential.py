@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks
-from weft.inspection.module_modes import in_mode
+from weft.inspection.functional_call import in_mode
 from weft.inspection.nested_tensors import map_tensors, tensors_in
 from weft.models.router import change_biases, set_used
 from weft.proof.float64 import Float64

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from weft.data.json_lines import refuse_constant
+from weft.data.messages import refuse_constant
 
 Kind = Literal["thought", "text", "call"]
 _BLANKS = " \t\r\n"

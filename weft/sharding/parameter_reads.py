@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from weft.errors import PlanError
 from weft.inspection.absent_module import AbsentModule
-from weft.inspection.function_transforms import transform_around, unwrapped
+from weft.inspection.callers import transform_around, unwrapped
 from weft.inspection.nested_tensors import map_tensors, tensors_in
 from weft.profiling import SHARED_BY_STAGES
 from weft.sharding.flat_buffer import Flat

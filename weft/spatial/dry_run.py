@@ -20,20 +20,51 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from weft.comm import Axis
+from weft.comm import Axis, Ledger
 from weft.errors import PlanError
+from weft.inspection.annotations import Annotation
 from weft.inspection.nested_tensors import map_tensors, tensors_in
 from weft.inspection.parameter_cut import share
 from weft.plan import Plan, Tile
 from weft.profiling import Profile, ProfileCache, RecordedCall, Tally, count
 from weft.spatial.fuse import NeighbourLayer, fuse
-from weft.spatial.recorded_calls import CallRecorder
-from weft.spatial.tile_layout import Grid, Needs, TileLayout, layout_of
+from weft.spatial.tile_layout import CollectiveCall, Grid, Needs, TileLayout, layout_of
 from weft.spatial.tiled_model import TiledModel, install, prepare
 from weft.spatial.view import Position, View
 from weft.spatial.windows import Extra
 
 ImageSizes = tuple[int, int]
+
+
+class CallRecorder(Ledger):
+    """A ledger that records the calls of a dry run with their block and their position in a trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[RecordedCall] = []
+        self.block = ""
+        self.event: int | None = None
+        self.events_before = 0
+
+    def record(self, axis: str, operation: str, num_bytes: int) -> None:
+        self._take((axis, operation, num_bytes), is_backward=False)
+
+    def note(self, calls: list[CollectiveCall]) -> None:
+        """Record calls that backward will make."""
+        for call in calls:
+            self._take(call, is_backward=True)
+
+    def saved(self) -> None:
+        """Mark the block's earlier calls as recomputed: it has saved a tensor, so recompute runs up to here."""
+        for one in reversed(self.calls):
+            if one.block != self.block or one.recomputed:
+                break
+            one.recomputed = not one.is_backward
+
+    def _take(self, call: CollectiveCall, is_backward: bool) -> None:
+        self.calls.append(
+            RecordedCall(self.block, call, is_backward, event=self.event, events_before=self.events_before)
+        )
 
 
 @dataclass(frozen=True)
@@ -291,3 +322,46 @@ def _restored(model: nn.Module) -> Iterator[None]:
             module._forward_pre_hooks.update(hooks)
             module._forward_pre_hooks_with_kwargs.clear()
             module._forward_pre_hooks_with_kwargs.update(with_kwargs)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a model is tiled.
+
+    `sizes` are those of its images. `output` is the layout of its result: "tile", "whole" on every rank, or "batch".
+    `extras` are the pixels beside their own that layers compute, so that later ones need not fetch them. `point`: see
+    `View`.
+    """
+
+    sizes: tuple[int, int]
+    output: str
+    extras: Mapping[Position, Extra] = field(default_factory=dict)
+    point: int | None = None
+
+
+_TILING = Annotation[Tiling]("tiling")
+
+
+def tiling_of(model: nn.Module) -> Tiling | None:
+    """Return how a model is tiled; None if it is not."""
+    return _TILING.get(model)
+
+
+def tiling_for(whole: Profile, plan: Plan) -> Tiling | None:
+    """Return how a plan that was not refused tiles a model; None if it does not."""
+    if not plan.is_viewed:
+        return None
+    found = dry_run(whole, plan, {"rows": 0, "columns": 0})
+    return Tiling(found.sizes, found.output, found.extras, found.point)
+
+
+def mark_tiling(model: nn.Module, tiling: Tiling) -> None:
+    """Store with a model how it is tiled."""
+    _TILING.set(model, tiling)
+
+
+def localise_tile(profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Profile:
+    """Return the profile of a forward on the rank at these coordinates."""
+    if not plan.is_viewed or not profile.counted:
+        return profile
+    return dry_run(profile, plan, coordinates).profile

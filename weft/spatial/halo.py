@@ -11,20 +11,20 @@ the same operation: every rank needs everything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
 from weft.comm import Axis, Pending, exchange
-from weft.inspection.first_order import first_order
+from weft.inspection.annotations import Annotation
+from weft.inspection.first_order import Transposable
 from weft.inspection.parameter_cut import Interval
 from weft.spatial.ownership import Line, Transfers, inside, length, meet, transfers
-from weft.spatial.tile_layout import Grid, TileLayout
+from weft.spatial.tile_layout import Grid, TileLayout, layout_of, set_layout
 
 Strips = list[Tensor]
 
@@ -216,29 +216,21 @@ class HaloBackward:
         return columns.add_up(gradient, received)
 
 
-class _Fetch(Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, halo: Halo) -> Tensor:
-        ctx.halo = halo
-        out, of_columns, of_rows = halo.gather(value)
-        if ctx.needs_input_grad[0]:
-            halo.note_backward(of_columns, of_rows)
-        # Not a view: later operations may change it in place.
-        is_view = out.untyped_storage()._cdata == value.untyped_storage()._cdata
-        return out.clone() if is_view else out
+def _gathered(value: Tensor, halo: Halo) -> Tensor:
+    out, of_columns, of_rows = halo.gather(value)
+    if value.requires_grad:
+        halo.note_backward(of_columns, of_rows)
+    # Not a view: later operations may change it in place.
+    is_view = out.untyped_storage()._cdata == value.untyped_storage()._cdata
+    return out.clone() if is_view else out
 
-    @staticmethod
-    @first_order("tile")
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return HaloBackward(ctx.halo, gradient).finish(), None
+
+_FETCH = Transposable(_gathered, lambda gradient, halo: HaloBackward(halo, gradient).finish(), "tile")
 
 
 def fetch(value: Tensor, halo: Halo) -> Tensor:
     """Return the pixels of a tile that are needed, from this rank and others."""
-    if not halo.communicates:
-        return halo.pad(value)
-    out: Tensor = _Fetch.apply(value, halo)
-    return out
+    return _FETCH.apply(value, halo) if halo.communicates else halo.pad(value)
 
 
 def _with_size(shape: Sequence[int], dim: int, size: int) -> list[int]:
@@ -253,3 +245,46 @@ def _empty_like(value: Tensor, shape: Sequence[int]) -> Tensor:
     if not is_last or value.is_contiguous():
         return value.new_empty(shape)
     return value.new_empty([shape[0], *shape[2:], shape[1]]).permute(0, 3, 1, 2)
+
+
+# --- tiles with extra pixels, which are fetched once for several layers: later users of the tile find them too. So a
+# shortcut around the layers of a group holds as many pixels as they do, and their sum needs no exchange.
+
+
+# On a tile: its widened version, and the version counter of the tile at the time.
+_WIDENED = Annotation[tuple[Tensor, int]]("widened")
+
+
+def widen(
+    grid: Grid, value: Tensor, layout: TileLayout, rows: Sequence[Interval], columns: Sequence[Interval]
+) -> tuple[Tensor, TileLayout]:
+    """Return a tile that also has the pixels that each rank needs, and its layout; unchanged if no rank needs any."""
+    found = TileLayout(_hull(layout.rows, rows), _hull(layout.columns, columns), layout.dims)
+    if found == layout:
+        return value, layout
+    wide = set_layout(fetch(value, Halo.of(grid, layout, found.rows.held, found.columns.held)), found)
+    _WIDENED.set(value, (wide, value._version))
+    return wide, found
+
+
+def widest(tensor: Tensor) -> Tensor:
+    """Return the widened version of a tile if there is one and the tile has not changed since."""
+    while True:
+        wide, version = _WIDENED.get(tensor) or (tensor, -1)
+        if version != tensor._version or layout_of(tensor) is None:
+            return tensor
+        tensor = wide
+
+
+def forget_widened(tensors: Iterable[Tensor]) -> None:
+    """Drop the widened versions of tiles after the block that they were given to: recompute fetches them again."""
+    for tensor in tensors:
+        _WIDENED.pop(tensor)
+
+
+def _hull(line: Line, needs: Sequence[Interval]) -> Line:
+    found = []
+    for held, need in zip(line.held, needs, strict=True):
+        begin, end = meet(need, (0, line.size))
+        found.append((min(held[0], begin), max(held[1], end)) if end > begin else held)
+    return Line(line.size, tuple(found))

@@ -11,15 +11,12 @@ that all ranks compute equally then gets its gradient in as many parts, which ar
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from weft.comm import Axis, all_reduce, exchange
 from weft.errors import PlanError
-from weft.inspection.first_order import first_order
+from weft.inspection.first_order import Transposable
 from weft.inspection.parameter_cut import Interval, share
 from weft.spatial.halo import Halo, fetch
 from weft.spatial.ownership import length
@@ -51,28 +48,18 @@ def own_part(value: Tensor, layout: TileLayout, grid: Grid) -> Tensor:
 
 def sum_over(value: Tensor, axis: Axis, grid: Grid) -> Tensor:
     """Return the sum over the ranks of an axis, on all of them."""
-    if axis.degree == 1:
-        return value
-    out: Tensor = _Sum.apply(value, axis, grid)
-    return out
+    return value if axis.degree == 1 else _SUM.apply(value, axis, grid)
 
 
-class _Sum(Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, axis: Axis, grid: Grid) -> Tensor:
-        ctx.axis = axis
-        if grid.note is not None and ctx.needs_input_grad[0]:
-            grid.note([(axis.name, "all_reduce", value.numel() * value.element_size())])
-        value = value.contiguous().clone()
-        all_reduce(value, axis).wait()
-        return value
+def _all_reduced(value: Tensor, axis: Axis, grid: Grid) -> Tensor:
+    if grid.note is not None and value.requires_grad:  # in forward: backward will do the same
+        grid.note([(axis.name, "all_reduce", value.numel() * value.element_size())])
+    total = value.contiguous().clone()
+    all_reduce(total, axis).wait()
+    return total
 
-    @staticmethod
-    @first_order("tile")
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        gradient = gradient.contiguous().clone()
-        all_reduce(gradient, ctx.axis).wait()
-        return gradient, None, None
+
+_SUM = Transposable(_all_reduced, _all_reduced, "tile")
 
 
 # --- shares of the batch
@@ -81,17 +68,14 @@ class _Sum(Function):
 def to_share(grid: Grid, value: Tensor, layout: TileLayout) -> tuple[Tensor, BatchShare]:
     """Return this rank's samples, with all their pixels."""
     samples = _samples(grid, value.shape[0])
-    out: Tensor = _ToShare.apply(
-        own_part(value, layout, grid), grid, TileLayout.of(grid, layout.sizes, layout.dims), samples
-    )
-    return out, BatchShare(value.shape[0])
+    own = TileLayout.of(grid, layout.sizes, layout.dims)
+    return _TO_SHARE.apply(own_part(value, layout, grid), grid, own, samples), BatchShare(value.shape[0])
 
 
 def from_share(grid: Grid, value: Tensor, found: BatchShare, layout: TileLayout) -> Tensor:
     """Return this rank's pixels of all samples, from a tensor of which each rank holds its samples."""
     own = TileLayout.of(grid, layout.sizes, layout.dims)
-    out: Tensor = _FromShare.apply(value, grid, own, _samples(grid, found.num_samples))
-    return out
+    return _FROM_SHARE.apply(value, grid, own, _samples(grid, found.num_samples))
 
 
 def own_samples(grid: Grid, value: Tensor) -> tuple[Tensor, BatchShare]:
@@ -110,37 +94,6 @@ def _samples(grid: Grid, num_samples: int) -> list[Interval]:
     return [share(num_samples, degree, index) for index in range(degree)]
 
 
-class _ToShare(Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, grid: Grid, layout: TileLayout, samples: list[Interval]) -> Tensor:
-        ctx.grid, ctx.layout, ctx.samples = grid, layout, samples
-        out = _pixels_to_samples(value, grid, layout, samples)
-        if ctx.needs_input_grad[0]:
-            tiles = range(grid.tile.degree)
-            _note(grid, [_pixels(out, layout, grid, index).numel() * out.element_size() for index in tiles])
-        return out
-
-    @staticmethod
-    @first_order("tile")
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _samples_to_pixels(gradient, ctx.grid, ctx.layout, ctx.samples), None, None, None
-
-
-class _FromShare(Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, grid: Grid, layout: TileLayout, samples: list[Interval]) -> Tensor:
-        ctx.grid, ctx.layout, ctx.samples = grid, layout, samples
-        out = _samples_to_pixels(value, grid, layout, samples)
-        if ctx.needs_input_grad[0]:
-            _note(grid, [length(one) * out[0].numel() * out.element_size() for one in samples])
-        return out
-
-    @staticmethod
-    @first_order("tile")
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _pixels_to_samples(gradient, ctx.grid, ctx.layout, ctx.samples), None, None, None
-
-
 def _pixels_to_samples(value: Tensor, grid: Grid, layout: TileLayout, samples: list[Interval]) -> Tensor:
     """Exchange own pixels of all samples for all pixels of own samples."""
     axis, mine = grid.tile, samples[grid.tile.index]
@@ -153,6 +106,9 @@ def _pixels_to_samples(value: Tensor, grid: Grid, layout: TileLayout, samples: l
     pending.wait()
     for peer, tensor in received:
         _pixels(out, layout, grid, peer).copy_(tensor)
+    if value.requires_grad:
+        tiles = range(axis.degree)
+        _note(grid, [_pixels(out, layout, grid, index).numel() * out.element_size() for index in tiles])
     return out
 
 
@@ -170,7 +126,13 @@ def _samples_to_pixels(value: Tensor, grid: Grid, layout: TileLayout, samples: l
     pending = exchange(received, sent, axis)
     out[slice(*mine)].copy_(own)
     pending.wait()
+    if value.requires_grad:
+        _note(grid, [length(one) * out[0].numel() * out.element_size() for one in samples])
     return out
+
+
+_TO_SHARE = Transposable(_pixels_to_samples, _samples_to_pixels, "tile")
+_FROM_SHARE = Transposable(_samples_to_pixels, _pixels_to_samples, "tile")
 
 
 def _pixels(value: Tensor, layout: TileLayout, grid: Grid, index: int) -> Tensor:

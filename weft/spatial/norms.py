@@ -119,7 +119,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """F.batch_norm on tiles, shares of the batch or whole tensors."""
+    """Computes F.batch_norm on tiles, shares of the batch or whole tensors."""
     if not training:
         return F.batch_norm(value, running_mean, running_var, weight, bias, False, momentum, eps)
     axis = grid.batch if layout is None else grid.samples or grid.tile  # a whole tensor is the same on all tiles
@@ -145,7 +145,7 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """F.group_norm on tiles. The groups of all samples are treated as channels of one sample."""
+    """Computes F.group_norm on tiles. The groups of all samples are treated as channels of one sample."""
     shape = value.shape
     # [1, groups of all samples, channels.., rows, columns]
     grouped = value.reshape(1, shape[0] * num_groups, -1, *shape[-2:])
@@ -166,7 +166,7 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """F.instance_norm on tiles. Its running statistics are means over the samples."""
+    """Computes F.instance_norm on tiles. Its running statistics are means over the samples."""
     if not use_input_stats:
         return F.instance_norm(value, running_mean, running_var, weight, bias, False, momentum, eps)
     shape = value.shape
@@ -185,7 +185,7 @@ def instance_norm(
 def layer_norm(
     grid: Grid, value: Tensor, layout: TileLayout, num_dims: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """F.layer_norm over the last `num_dims` dims, with rows and columns among them."""
+    """Computes F.layer_norm over the last `num_dims` dims, with rows and columns among them."""
     shape = value.shape
     flat = value.reshape(1, -1, *shape[len(shape) - num_dims :])  # [1, samples, ..., rows, columns]
     counts = _counts(grid.tile, flat, layout)

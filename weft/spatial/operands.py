@@ -8,12 +8,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from weft.inspection.nested_tensors import map_tensors, tensors_in
-from weft.spatial.arguments import is_in_place
-from weft.spatial.halo import Halo, fetch
+from weft.spatial.arguments import SHAPED_AS_FIRST, is_in_place, plain_name
+from weft.spatial.halo import Halo, fetch, widest
 from weft.spatial.hand_over import own_part, to_tile
-from weft.spatial.names import SHAPED_AS_FIRST, plain_name
 from weft.spatial.tile_layout import BatchShare, Grid, TileLayout, layout_of, set_layout
-from weft.spatial.wide_tiles import widest
 from weft.spatial.windows import Extra, Unsupported
 
 Rule = Callable[..., Any]

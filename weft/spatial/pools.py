@@ -12,10 +12,9 @@ from torch.autograd import Function
 
 from weft.inspection.first_order import first_order
 from weft.inspection.parameter_cut import Interval
-from weft.spatial.halo import Halo, HaloBackward, fetch
+from weft.spatial.halo import Halo, HaloBackward, fetch, widen
 from weft.spatial.ownership import SlidingWindow
 from weft.spatial.tile_layout import Grid, TileLayout
-from weft.spatial.wide_tiles import widen
 from weft.spatial.windows import NO_EXTRA, Extra, Result, Unsupported, WindowLayout, make_windows, pad_depth, per_dim
 
 aten = torch.ops.aten
@@ -34,7 +33,7 @@ def max_pool(
     return_indices: bool = False,
     extra: Extra = NO_EXTRA,
 ) -> Result:
-    """F.max_pool2d or max_pool3d on tiles."""
+    """Computes F.max_pool2d or max_pool3d on tiles."""
     if return_indices:
         raise Unsupported("gives indices into the whole image")
     windows = _pool_windows(num_dims, kernel_size, stride, padding, dilation)
@@ -88,7 +87,7 @@ def average_pool(
     divisor_override: int | None = None,
     extra: Extra = NO_EXTRA,
 ) -> Result:
-    """F.avg_pool2d or avg_pool3d on tiles: sums, divided by the number of pixels that each output counts."""
+    """Computes F.avg_pool2d or avg_pool3d on tiles: sums, divided by the number of pixels that each output counts."""
     windows = _pool_windows(num_dims, kernel_size, stride, padding, 1)
     slide = WindowLayout.of(grid, layout, windows[-2:], ceil_mode, extra)
     if extra != NO_EXTRA:

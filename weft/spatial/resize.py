@@ -16,12 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.inspection.parameter_cut import Interval
-from weft.spatial.halo import Halo, fetch
+from weft.spatial.halo import Halo, fetch, widen
 from weft.spatial.hand_over import own_part, sum_over
 from weft.spatial.ownership import Line, SlidingWindow
 from weft.spatial.pools import average_pool, max_pool
 from weft.spatial.tile_layout import Grid, TileLayout
-from weft.spatial.wide_tiles import widen
 from weft.spatial.windows import NO_EXTRA, Extra, Result, Unsupported, WindowLayout, outputs, per_dim
 
 MODES = ("nearest", "nearest-exact", "linear", "bilinear", "trilinear", "area")
@@ -39,7 +38,7 @@ def interpolate(
     antialias: bool = False,
     extra: Extra = NO_EXTRA,
 ) -> tuple[Tensor, TileLayout | None]:
-    """F.interpolate on tiles."""
+    """Computes F.interpolate on tiles."""
     if mode not in MODES or antialias or layout.dims != (-2, -1):
         raise Unsupported(f"has mode = '{mode}'{', antialias' if antialias else ''}, not one of {', '.join(MODES)}")
     num_dims = value.dim() - 2
@@ -113,13 +112,11 @@ class _InterpolationPoints:
 def adaptive_average_pool(
     grid: Grid, value: Tensor, layout: TileLayout, output_size: Any
 ) -> tuple[Tensor, TileLayout | None]:
-    """F.adaptive_avg_pool2d or 3d on tiles. One output for all pixels is a sum over tiles, which every rank has."""
+    """Computes F.adaptive_avg_pool2d or 3d on tiles. One output for all pixels is a sum over tiles, on every rank."""
     if layout.dims != (-2, -1):
         raise Unsupported("wants rows and columns in the last two dims")
     num_dims = value.dim() - 2
-    whole = layout.whole_shape(tuple(value.shape))[2:]
-    given = per_dim(output_size, num_dims) if not isinstance(output_size, (tuple, list)) else output_size
-    sizes = [n if out is None else out for n, out in zip(whole, given, strict=True)]
+    whole, sizes = _adaptive_sizes(value, layout, output_size)
     if sizes[-2:] == [1, 1]:
         depth = F.adaptive_avg_pool3d(value, (sizes[0], None, None)) if num_dims == 3 else value
         return mean_over(grid, depth, layout, keepdim=True), None
@@ -142,16 +139,20 @@ def adaptive_average_pool(
 def adaptive_max_pool(
     grid: Grid, value: Tensor, layout: TileLayout, output_size: Any, return_indices: bool = False
 ) -> Result:
-    """F.adaptive_max_pool2d or 3d on tiles, if all windows have one size."""
-    num_dims = value.dim() - 2
-    whole = layout.whole_shape(tuple(value.shape))[2:]
-    given = per_dim(output_size, num_dims) if not isinstance(output_size, (tuple, list)) else output_size
-    sizes = [n if out is None else out for n, out in zip(whole, given, strict=True)]
+    """Computes F.adaptive_max_pool2d or 3d on tiles, if all windows have one size."""
+    whole, sizes = _adaptive_sizes(value, layout, output_size)
     windows = _even_windows(whole, sizes)
     if windows is None:
         raise Unsupported(f"has uneven windows: {sizes[-2]} × {sizes[-1]} outputs of {whole[-2]} × {whole[-1]} pixels")
     kernel = [window.kernel for window in windows]
-    return max_pool(grid, value, layout, num_dims, kernel, kernel, return_indices=return_indices)
+    return max_pool(grid, value, layout, value.dim() - 2, kernel, kernel, return_indices=return_indices)
+
+
+def _adaptive_sizes(value: Tensor, layout: TileLayout, output_size: Any) -> tuple[Sequence[int], list[int]]:
+    """Return the sizes of the whole image and of the outputs; an output size of None keeps that of the image."""
+    whole = layout.whole_shape(tuple(value.shape))[2:]
+    given = output_size if isinstance(output_size, (tuple, list)) else per_dim(output_size, len(whole))
+    return whole, [n if out is None else out for n, out in zip(whole, given, strict=True)]
 
 
 def _even_windows(whole: Sequence[int], sizes: Sequence[int]) -> list[SlidingWindow] | None:
@@ -201,7 +202,7 @@ def crop(grid: Grid, value: Tensor, layout: TileLayout, parts: Sequence[slice | 
 def pad(
     grid: Grid, value: Tensor, layout: TileLayout, pads: Sequence[int], mode: str = "constant", fill: Any = None
 ) -> Result:
-    """F.pad with a constant, on tiles; negative values crop."""
+    """Computes F.pad with a constant, on tiles; negative values crop."""
     if mode != "constant":
         raise Unsupported(f"pads with mode = '{mode}'")
     around = {-1 - i // 2: (pads[i], pads[i + 1]) for i in range(0, len(pads), 2)}
@@ -219,7 +220,7 @@ def pad(
 
 
 def pixel_shuffle(grid: Grid, value: Tensor, layout: TileLayout, factor: int) -> Result:
-    """torch.pixel_shuffle on tiles: blocks of channels become blocks of pixels."""
+    """Computes torch.pixel_shuffle on tiles: blocks of channels become blocks of pixels."""
     lines = (outputs(layout.rows, layout.rows.size * factor), outputs(layout.columns, layout.columns.size * factor))
     needs = [[(begin // factor, -(-end // factor)) for begin, end in line.held] for line in lines]
     value = F.pixel_shuffle(fetch(value, Halo.of(grid, layout, needs[0], needs[1])), factor)
@@ -230,7 +231,7 @@ def pixel_shuffle(grid: Grid, value: Tensor, layout: TileLayout, factor: int) ->
 
 
 def pixel_unshuffle(grid: Grid, value: Tensor, layout: TileLayout, factor: int) -> Result:
-    """torch.pixel_unshuffle on tiles: blocks of pixels become blocks of channels."""
+    """Computes torch.pixel_unshuffle on tiles: blocks of pixels become blocks of channels."""
     slide = WindowLayout.of(grid, layout, [SlidingWindow(factor, factor)] * 2)
     return F.pixel_unshuffle(fetch(value, slide.halo(grid, layout, 0.0, [False, False])), factor), slide.layout
 

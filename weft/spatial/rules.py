@@ -13,10 +13,10 @@ from torch import Tensor
 
 from weft.inspection.nested_tensors import tensors_in
 from weft.spatial import norms, pools, resize, shapes, windows
-from weft.spatial.names import DRAWS, POINTWISE, plain_name
+from weft.spatial.arguments import DRAWS, POINTWISE, plain_name
+from weft.spatial.halo import widest
 from weft.spatial.operands import Rule, RuleContext, common_layout, pointwise, random_operation
 from weft.spatial.tile_layout import TileLayout, layout_of, set_layout
-from weft.spatial.wide_tiles import widest
 from weft.spatial.windows import NeedsWhole, Unsupported
 
 

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from weft.spatial import resize
-from weft.spatial.arguments import PARAMETERS, Arguments, argument, is_in_place, number
+from weft.spatial.arguments import PARAMETERS, Arguments, argument, is_in_place, number, plain_name
+from weft.spatial.halo import widest
 from weft.spatial.hand_over import own_part, sum_over
-from weft.spatial.names import plain_name
 from weft.spatial.operands import Rule, RuleContext, bring, common_layout, pointwise, set_layouts
 from weft.spatial.tile_layout import TileLayout, layout_of, set_layout
-from weft.spatial.wide_tiles import widest
 from weft.spatial.windows import NeedsWhole, Unsupported
 
 

@@ -16,10 +16,10 @@ from weft.inspection.absent_module import AbsentModule
 from weft.inspection.annotations import Annotation
 from weft.inspection.blocks import find_blocks, find_units
 from weft.inspection.nested_tensors import map_tensors, tensors_in
+from weft.spatial.halo import forget_widened
 from weft.spatial.hand_over import own_part
 from weft.spatial.tile_layout import BatchShare, TileLayout, layout_of, set_layout
 from weft.spatial.view import View, forget_handed_over, hand_over
-from weft.spatial.wide_tiles import forget
 
 
 class TiledModel:
@@ -47,7 +47,7 @@ class TiledModel:
                     set_layout(image, layout)
                 yield
             finally:
-                forget(images)
+                forget_widened(images)
                 forget_handed_over(images)
                 for image in images:
                     set_layout(image, None)
@@ -101,7 +101,7 @@ def run_unit(view: View, name: str, unit: nn.Module, forward: Callable[..., Any]
         with view, view.inside(name), _copied_buffers(unit):
             return forward(*args, **kwargs)
     finally:
-        forget(tensors_in((args, kwargs)))
+        forget_widened(tensors_in((args, kwargs)))
 
 
 @contextmanager

@@ -29,14 +29,13 @@ from weft.inspection.nested_tensors import map_tensors, tensors_in
 from weft.models.vision.pools import avg_pool2d
 from weft.plan import Tile
 from weft.spatial import norms
-from weft.spatial.arguments import normalise
+from weft.spatial.arguments import DRAWS, META, normalise, plain_name
+from weft.spatial.halo import forget_widened
 from weft.spatial.hand_over import from_share, own_samples, to_share, to_whole
-from weft.spatial.names import DRAWS, META, plain_name
 from weft.spatial.operands import random_operation
 from weft.spatial.rules import RULES
 from weft.spatial.shapes import refuse_along_samples, shape_of
 from weft.spatial.tile_layout import BatchShare, Grid, LayoutNotes, TileLayout, layout_of, set_layout
-from weft.spatial.wide_tiles import forget
 from weft.spatial.windows import NO_EXTRA, Extra, NeedsWhole, Unsupported
 
 _HANDED_OVER = Annotation[tuple[Tensor, int]]("handed_over")  # on a tile: what it was handed over as, at which version
@@ -166,7 +165,7 @@ class View(TorchFunctionMode):
                 return rule(self, func, name, *normalise(func, name, args, kwargs))
             finally:
                 if self._is_between:
-                    forget(tensors_in((args, kwargs)))
+                    forget_widened(tensors_in((args, kwargs)))
         except Unsupported as reason:
             raise self._refusal(name, str(reason), "") from None
         except NeedsWhole as reason:

@@ -20,11 +20,10 @@ from torch.autograd import Function
 
 from weft.inspection.first_order import first_order
 from weft.inspection.parameter_cut import Interval
-from weft.spatial.halo import Halo, HaloBackward, fetch
+from weft.spatial.halo import Halo, HaloBackward, fetch, widen
 from weft.spatial.overlap import Overlap, plan_overlap
 from weft.spatial.ownership import Line, SlidingWindow, length
 from weft.spatial.tile_layout import Grid, TileLayout
-from weft.spatial.wide_tiles import widen
 
 aten = torch.ops.aten
 Extra = tuple[tuple[int, int], tuple[int, int]]  # extra pixels to compute: (before, after) of rows, of columns
@@ -124,7 +123,7 @@ def convolution(
     groups: int = 1,
     extra: Extra = NO_EXTRA,
 ) -> Result:
-    """torch.conv2d or conv3d on tiles."""
+    """Computes torch.conv2d or conv3d on tiles."""
     num_dims = weight.dim() - 2
     windows = make_windows(tuple(weight.shape[2:]), per_dim(stride, num_dims), padding, per_dim(dilation, num_dims))
     slide = WindowLayout.of(grid, layout, windows[-2:], extra=extra)
@@ -217,7 +216,7 @@ def transposed_convolution(
     dilation: Any = 1,
     extra: Extra = NO_EXTRA,
 ) -> Result:
-    """torch.conv_transpose2d or conv_transpose3d on tiles."""
+    """Computes torch.conv_transpose2d or conv_transpose3d on tiles."""
     num_dims = weight.dim() - 2
     strides, paddings, more, dilations = (per_dim(one, num_dims) for one in (stride, padding, output_padding, dilation))
     kernels = tuple(weight.shape[2:])

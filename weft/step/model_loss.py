@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from weft.errors import PlanError
-from weft.inspection.module_modes import in_mode
+from weft.inspection.functional_call import in_mode
 from weft.inspection.nested_tensors import map_tensors
 from weft.models.loss import IGNORE
 from weft.models.loss_head import logits_of

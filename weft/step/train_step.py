@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from weft.comm import all_reduce
 from weft.errors import PlanError
 from weft.inspection.annotations import Annotation
-from weft.inspection.module_modes import in_mode
+from weft.inspection.functional_call import in_mode
 from weft.mesh import Mesh
 from weft.models.router import change_biases
 from weft.optim.stepper import stepper

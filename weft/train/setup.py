@@ -37,7 +37,7 @@ from weft.launch.environment import (
 from weft.mesh import Mesh
 from weft.models import initial_value
 from weft.models.adapter import adapter_reader
-from weft.models.lora import initial_adapter, is_adapter
+from weft.models.tuning import initial_adapter, is_adapter
 from weft.optim.saved_state import make_optimizer
 from weft.parallel.apply import parallelize
 from weft.parallel.model_state import all_units

@@ -16,12 +16,12 @@ CATALOG = Path(__file__).parent
 
 
 def names() -> list[str]:
-    """The names of the models in the catalog, sorted."""
+    """Returns the names of the models in the catalog, sorted."""
     return sorted(path.stem for path in CATALOG.glob("*.toml"))
 
 
 def load_model(name: str) -> ModelConfig:
-    """The config of a model of the catalog."""
+    """Returns the config of a model of the catalog."""
     known = names()
     if name not in known:
         close = nearest(name, known)

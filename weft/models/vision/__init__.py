@@ -53,15 +53,11 @@ def build_vision(config: VisionConfig) -> VisionModel:
             model = AmoebaNetD(config)
         case UNetConfig():
             model = UNet(config)
-    _start_statistics(model)
-    return model
-
-
-def _start_statistics(model: nn.Module) -> None:
-    """Create running statistics on the CPU even if the model is on the meta device: they are small, not parameters."""
+    # Running statistics are on the CPU even if the model is on the meta device: they are small, and not parameters.
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d) and module.running_mean is not None and module.running_mean.is_meta:
             for name, buffer in module._buffers.items():
                 assert buffer is not None
                 module._buffers[name] = buffer.new_zeros(buffer.shape, device="cpu")
             module.reset_running_stats()
+    return model

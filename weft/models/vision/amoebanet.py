@@ -126,7 +126,7 @@ class FactorizedReduce(nn.Module):
 
 
 def operation(norm: NormKind, name: str, channels: int, stride: int) -> nn.Module:
-    """The operation of a cell with this name. It keeps the number of channels."""
+    """Returns the operation of a cell with this name. It keeps the number of channels."""
     inner = channels // 4
     match name:
         case "identity":
@@ -159,7 +159,7 @@ def operation(norm: NormKind, name: str, channels: int, stride: int) -> nn.Modul
 def conv(
     norm: NormKind, inputs: int, outputs: int, kernel: tuple[int, int] = (1, 1), stride: tuple[int, int] = (1, 1)
 ) -> nn.Sequential:
-    """A sequence of ReLU, convolution and norm."""
+    """Returns a sequence of ReLU, convolution and norm."""
     padding = (kernel[0] // 2, kernel[1] // 2)
     return nn.Sequential(
         nn.ReLU(), nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False), make_norm(norm, outputs)

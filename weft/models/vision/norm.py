@@ -13,7 +13,7 @@ CHANNELS_PER_GROUP = 16
 
 
 def make_norm(kind: NormKind, channels: int) -> nn.Module:
-    """A norm for `channels` channels. Groups have 16 channels, or the greatest common divisor of 16 and `channels`."""
+    """Returns a norm for channels. Groups have 16 of them, or the greatest common divisor of 16 and their number."""
     if kind == "batch":
         return BatchNorm(channels)
     return nn.GroupNorm(channels // math.gcd(channels, CHANNELS_PER_GROUP), channels)

@@ -31,13 +31,13 @@ def _split(pixel, height, width):
 
 @triton.jit
 def _start(image, row, column, height, width, channels):
-    """The offset of a pixel's first channel [pixels, 1]."""
+    """Returns the offset of a pixel's first channel [pixels, 1]."""
     return (((image * height + row) * width + column).to(tl.int64) * channels)[:, None]
 
 
 @triton.jit
 def _in_window(row, column, height, width, K0: tl.constexpr, K1: tl.constexpr):
-    """The number of pixels of the image in the window that begins at (row, column) [pixels, 1]."""
+    """Returns the number of pixels of the image in the window that begins at (row, column) [pixels, 1]."""
     rows = tl.minimum(row + K0, height) - tl.maximum(row, 0)
     columns = tl.minimum(column + K1, width) - tl.maximum(column, 0)
     return (rows * columns).to(tl.float32)[:, None]

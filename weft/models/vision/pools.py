@@ -43,7 +43,7 @@ class PoolWindow(NamedTuple):
         return cls(_pair(size), _pair(stride or size), _pair(padding))
 
     def fits(self, images: Tensor) -> bool:
-        """Whether the kernels can pool images like these."""
+        """Returns whether the kernels can pool images like these."""
         if images.dim() != 4 or images.dtype not in DTYPES:
             return False
         batch, channels, height, width = images.shape
@@ -57,7 +57,7 @@ class PoolWindow(NamedTuple):
         )
 
     def results(self, images: Tensor) -> tuple[int, int]:
-        """The numbers of rows and columns of the results."""
+        """Returns the numbers of rows and columns of the results."""
         rows, columns = (
             (length + 2 * self.padding[axis] - self.size[axis]) // self.stride[axis] + 1
             for axis, length in enumerate(images.shape[2:])
@@ -65,7 +65,7 @@ class PoolWindow(NamedTuple):
         return rows, columns
 
     def settings(self) -> dict[str, int]:
-        """The kernel's arguments K0, K1, S0, S1, P0 and P1."""
+        """Returns the kernel's arguments K0, K1, S0, S1, P0 and P1."""
         names = zip("KSP", self, strict=True)
         return {f"{name}{axis}": pair[axis] for name, pair in names for axis in range(2)}
 
@@ -151,7 +151,7 @@ def avg_pool2d(
 
 
 def has_wrong_gradient(images: Tensor, padding: Size2d) -> bool:
-    """Whether the gradient of torch's average pool is wrong for these images."""
+    """Returns whether the gradient of torch's average pool is wrong for these images."""
     return images.is_cuda and images.dim() == 4 and images.stride(1) == 1 and any(_pair(padding))
 
 

@@ -56,7 +56,7 @@ class Bottleneck(nn.Module):
 
 
 def shortcut(config: ResNetConfig, inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
-    """A convolution and norm that map a block's input to the shape of its output; None if the shapes are equal."""
+    """Returns a convolution and norm that map a block's input to its output's shape; None if the shapes are equal."""
     if stride == 1 and inputs == outputs:
         return None
     return nn.Sequential(
@@ -94,7 +94,7 @@ class ResNet(nn.Module):
 
 
 def _stage(config: ResNetConfig, inputs: int, index: int) -> nn.Sequential:
-    """A stage: blocks of one size, of which the first takes the output of the stage before."""
+    """Returns a stage: blocks of one size, of which the first takes the output of the stage before."""
     channels, count, stride = config.width * 2**index, config.stages[index], 1 if index == 0 else 2
     if config.kind == "basic":
         rest = [BasicBlock(config, channels, channels, 1) for _ in range(count - 1)]

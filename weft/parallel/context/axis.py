@@ -28,8 +28,7 @@ from weft.inspection.attention_interface import POSITIONS, interface_models, ref
 from weft.inspection.nested_tensors import map_tensors, tensors_in
 from weft.inspection.rng import ScopedRng
 from weft.mesh import Mesh
-from weft.models.attention import CausalAttention
-from weft.models.latent_attention import LatentAttention
+from weft.models.attention import CausalAttention, LatentAttention
 from weft.models.loss import IGNORE
 from weft.parallel.buffer_traffic import buffer_traffic
 from weft.parallel.context import closed_form

@@ -16,8 +16,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from weft.data.json_lines import refuse_constant
-from weft.data.messages import read_messages
+from weft.data.messages import read_messages, refuse_constant
 from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
 from weft.schema import build_dataclass

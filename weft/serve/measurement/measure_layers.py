@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.architectures import DecoderConfig, GPT2Config
-from weft.architectures.recurrent import RecurrentConfig
+from weft.architectures.language import RecurrentConfig
 from weft.cluster.decode_rates import LayerKind, LayerTimes
 from weft.models import build
 from weft.models.recurrent import RecurrentLayer, RecurrentModel

@@ -19,7 +19,7 @@ from weft.architectures.lora import Lora
 from weft.errors import ConfigError
 from weft.models import GPT2, Decoder, build
 from weft.models.adapter import adapter_reader, with_adapter
-from weft.models.lora import A_SUFFIX, B_SUFFIX, Read, add_lora, is_adapter, merged
+from weft.models.tuning import A_SUFFIX, B_SUFFIX, Read, add_lora, is_adapter, merged
 from weft.serve.attention.batch import to_device
 from weft.serve.weights.packed_linear import PackedLinear
 from weft.serve.weights.usable_weights import finite
