@@ -112,7 +112,9 @@ def test_tagged_templates_have_the_masks_of_transformers(
     if system is not None and ("system" not in PUBLISHED[name].roles or name.startswith("mistral-0.3")):
         return  # Mistral's writes it before the last message only
     plain = PUBLISHED.get(name.removesuffix(" tagged"))
-    odd = chat("a", " b\n", "12", "345 ", "é", "数", system=system)
+    # Of a text that begins with a blank, transformers marks nothing or what is before it, if the blank is in no token's
+    # span or in that of a special token.
+    odd = chat("a", " b\n" if name in OF_TRL else "b\n", "12", "345 ", "é", "数", system=system)
     for messages in (chat("2+2?", "4", system=system), TWO_TURNS, odd):
         if plain is not None and name not in OF_TRL:  # tags write nothing
             written = ChatTemplate(plain.template, own.theirs.special_tokens_map, name, training_time)

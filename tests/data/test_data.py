@@ -534,6 +534,16 @@ def test_a_big_text_file_is_split_by_pieces(tmp_path: Path, monkeypatch: pytest.
     assert result.train.tolist().count(256) + result.held_out.tolist().count(256) == 1
 
 
+@pytest.mark.parametrize(("held_out", "num_held"), [(0.05, 51), (0.03, 51), (0.005, 5)])
+def test_a_text_is_held_out_from_a_line_on_if_that_is_about_as_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_out: float, num_held: int
+) -> None:
+    monkeypatch.setattr(sources, "PIECE_CHARACTERS", 45)  # and to the end of the line: 50
+    (tmp_path / "one.txt").write_text("".join(f"{number:09}\n" for number in range(100)))
+    result = token_cache(documents(tmp_path / "one.txt"), ByteTokenizer(), held_out, tmp_path / "cache")
+    assert (len(result.train), len(result.held_out)) == (1001 - num_held, num_held)  # with the end of the document
+
+
 def documents_of(side: NDArray[Any]) -> list[str]:
     """What lies between the ends of documents."""
     ends = np.flatnonzero(side == 256)

@@ -65,6 +65,7 @@ def test_the_order_never_changes_between_versions() -> None:
     # A change here breaks the resumption of every run in progress.
     assert permute(np.arange(10), 10, seed=1234, epoch=0).tolist() == [3, 2, 5, 7, 6, 8, 0, 1, 4, 9]
     assert permute(np.arange(3), 10**12, seed=1234, epoch=5).tolist() == [948855780046, 617078442522, 285560317872]
+    assert coin(np.arange(12), 7, np.full(12, 2)).tolist() == [1, 1, 0, 1, 1, 1, 0, 1, 0, 1, 0, 1]
 
 
 def test_indices_outside_the_range_are_refused() -> None:

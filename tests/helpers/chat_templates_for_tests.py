@@ -302,17 +302,18 @@ LLAMA_3_TAGGED = (
 )
 
 
-def tagged(template: str, answer: str, header: str = "", when: str = "") -> str:
-    """Returns a template with tags around the expression that writes an answer. `header` is what the same expression
-    writes before it, and `when` says that the message is an answer, if all messages are written by one expression.
+def tagged(template: str, answer: str, header: str = "", when: str = "", blank: str = "") -> str:
+    """Returns a template with tags around the expression that writes an answer. `header` and `blank` are what the same
+    expression writes before and after it. `when` says that the message is an answer, if one expression writes them all.
     """
-    begin = re.escape(header) + r" *\+ *" if header else ""
-    pattern = re.compile(r"\{\{(-?) *" + begin + re.escape(answer) + r" *\}\}(?=(\n?))")
+    begin, end = re.escape(header) + r" *\+ *" if header else "", r" *\+ *" + re.escape(blank) if blank else ""
+    pattern = re.compile(r"\{\{(-?) *" + begin + re.escape(answer) + end + r" *\}\}(?=(\n?))")
 
     def with_tags(found: re.Match[str]) -> str:
         keeps_line = "+" if found[2] else ""
         before = f"{{{{{found[1]} {header} }}}}" if header else ""
         marked = f"{before}{{%{found[1]} generation %}}{{{{ {answer} }}}}{{% endgeneration {keeps_line}%}}"
+        marked += f"{{{{ {blank} }}}}" if blank else ""
         return f"{{%{found[1]} if {when} %}}{marked}{{% else %}}{found[0]}{{% endif {keeps_line}%}}" if when else marked
 
     made, count = pattern.subn(with_tags, template)
@@ -431,23 +432,14 @@ _HEADERS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 _IM = ("<|im_start|>", "<|im_end|>")
 _THINK = ("<think>", "</think>")
 _INST = (
-    "[INST]",
-    "[/INST]",
-    "[TOOL_CALLS]",
-    "[AVAILABLE_TOOLS]",
-    "[/AVAILABLE_TOOLS]",
-    "[TOOL_RESULTS]",
+    "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
     "[/TOOL_RESULTS]",
-)
+)  # fmt: skip
 _COHERE = tuple(f"<|{name}_TOKEN|>" for name in ("START_OF_TURN", "END_OF_TURN", "SYSTEM", "USER", "CHATBOT"))
 _R1 = (
-    "<｜User｜>",
-    "<｜Assistant｜>",
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁calls▁end｜>",
-    "<｜tool▁outputs▁begin｜>",
+    "<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁outputs▁begin｜>",
     "<｜tool▁outputs▁end｜>",
-)
+)  # fmt: skip
 _PHI = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 SYSTEM, NONE = frozenset(("system",)), frozenset[str]()
 PUBLISHED = {
@@ -477,7 +469,7 @@ _GEMMA = ("message['content'] | trim + '<end_of_turn>\\n'", "'<start_of_turn>' +
 _COHERE_TURN = ("content.strip() + '<|END_OF_TURN_TOKEN|>'", "'<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>'")
 _WITH_TAGS = {
     "llama-2": tagged(LLAMA_2, "' ' + content.strip() + ' ' + eos_token"),
-    "mistral-0.1": tagged(MISTRAL_1, f"{_WITH_EOS} + ' '"),
+    "mistral-0.1": tagged(MISTRAL_1, _WITH_EOS, blank="' '"),
     "mistral-0.3": tagged(MISTRAL_3, '" " + message["content"]|trim + eos_token'),
     "zephyr": tagged(ZEPHYR, _WITH_EOS, _ASSISTANT),
     "tinyllama": tagged(ZEPHYR, _WITH_EOS, _ASSISTANT),
@@ -485,6 +477,6 @@ _WITH_TAGS = {
     "gemma-2": tagged(GEMMA_2, *_GEMMA),
     "phi-3": tagged(PHI_3, "message['content'] + '<|end|>\\n'", _ASSISTANT),
     "cohere": tagged(COHERE, *_COHERE_TURN),
-    "olmo-2": tagged(tagged(OLMO_2, f"{_WITH_EOS} + '\\n'", _ASSISTANT), _WITH_EOS, _ASSISTANT),
+    "olmo-2": tagged(tagged(OLMO_2, _WITH_EOS, _ASSISTANT, blank="'\\n'"), _WITH_EOS, _ASSISTANT),
 }
 PUBLISHED |= {f"{name} tagged": replace(PUBLISHED[name], template=template) for name, template in _WITH_TAGS.items()}

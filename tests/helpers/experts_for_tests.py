@@ -15,18 +15,10 @@ from weft.models import DecoderConfig, build, initialise
 from weft.models.experts import SparseMLP
 
 CONFIG = DecoderConfig(
-    architecture="qwen3_moe",
-    vocab_size=61,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=32,
-    num_experts=8,
-    num_experts_per_tok=2,
+    architecture="qwen3_moe", vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, num_experts=8, num_experts_per_tok=2,
     moe_intermediate_size=8,
-)
+)  # fmt: skip
 SIX = replace(CONFIG, num_experts=6)
 
 
@@ -74,14 +66,9 @@ def kept_by_loop(experts: Tensor, num_experts: int, limit: int, priorities: Tens
 
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
-}
+    "vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "num_experts_per_tok": 2,
+}  # fmt: skip
 
 
 def make_mixtral() -> nn.Module:
@@ -122,11 +109,7 @@ def make_random() -> nn.Module:
     """Random tokens, residual experts, and layers with 4 and with 8 experts."""
     return make(
         replace(
-            CONFIG,
-            num_experts=0,
-            num_experts_per_layer=(4, 8),
-            residual_experts=True,
-            capacity=Capacity(0.75, 1, "random"),
-            **LOSSES,
+            CONFIG, num_experts=0, num_experts_per_layer=(4, 8), residual_experts=True,
+            capacity=Capacity(0.75, 1, "random"), **LOSSES,
         )
-    )
+    )  # fmt: skip

@@ -155,11 +155,7 @@ def volumes() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": plain,
     "no bias": lambda: plain(bias=False),
-    "classic": Classic,
-    "GroupNorm": group_resnet,
-    "BatchNorm": batch_resnet,
-    "vit": ViT,
-    "text": Text,
+    "classic": Classic, "GroupNorm": group_resnet, "BatchNorm": batch_resnet, "vit": ViT, "text": Text,
     "volumes": volumes,
-}
+}  # fmt: skip
 BATCHES = {"text": text_batch, "volumes": volume_batch}

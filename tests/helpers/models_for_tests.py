@@ -70,15 +70,9 @@ def gpt2() -> nn.Module:
 def dropout_gpt2() -> nn.Module:
     """GPT-2 with dropout in every place that has one."""
     config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=11,
-        n_embd=10,
-        n_layer=2,
-        n_head=2,
-        resid_pdrop=0.3,
-        embd_pdrop=0.2,
+        vocab_size=VOCABULARY, n_positions=11, n_embd=10, n_layer=2, n_head=2, resid_pdrop=0.3, embd_pdrop=0.2,
         attn_pdrop=0.0,
-    )
+    )  # fmt: skip
     return GPT2(config)
 
 
@@ -321,30 +315,17 @@ def hf_gpt2() -> nn.Module:
 
     return GPT2LMHeadModel(
         Config(
-            vocab_size=VOCABULARY,
-            n_positions=11,
-            n_embd=10,
-            n_layer=2,
-            n_head=2,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            use_cache=False,
+            vocab_size=VOCABULARY, n_positions=11, n_embd=10, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0,
+            attn_pdrop=0.0, use_cache=False,
         )
-    )
+    )  # fmt: skip
 
 
 def _hf_sizes() -> dict[str, Any]:
     return {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 12,
-        "intermediate_size": 19,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 16,
-        "use_cache": False,
-    }
+        "vocab_size": VOCABULARY, "hidden_size": 12, "intermediate_size": 19, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16, "use_cache": False,
+    }  # fmt: skip
 
 
 TOKEN_MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -18,12 +18,8 @@ _HEADS = ("num_attention_heads", "num_key_value_heads", "max_position_embeddings
 def _decoder(kind: str, model_type: str, eps: float, *sizes: int, **others: Any) -> Table:
     of_sizes = dict(zip((*_SIZES, *_HEADS), sizes, strict=True))
     common = {
-        "hidden_act": "silu",
-        "initializer_range": 0.02,
-        "rms_norm_eps": eps,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+        "hidden_act": "silu", "initializer_range": 0.02, "rms_norm_eps": eps, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
     table = {"architectures": [f"{kind}ForCausalLM"], "model_type": model_type, **common, **of_sizes}
     return {**_SOURCE, **table, "tie_word_embeddings": False, **others}
 
@@ -69,15 +65,9 @@ def gpt2(n_embd: int, n_layer: int, n_head: int, **others: Any) -> Table:
     tokens = {"vocab_size": 50257, "bos_token_id": 50256, "eos_token_id": 50256, "initializer_range": 0.02}
     text = {"task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}}
     return {
-        **table,
-        **drop,
-        **summary,
-        "summary_type": "cls_index",
-        "summary_use_proj": True,
-        **tokens,
-        **text,
+        **table, **drop, **summary, "summary_type": "cls_index", "summary_use_proj": True, **tokens, **text,
         **others,
-    }
+    }  # fmt: skip
 
 
 _LABELS = {"_num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "gradient_checkpointing": False}
@@ -86,47 +76,21 @@ _JS = {"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16":
 _TIED = {"tie_word_embeddings": True}
 _BASE = {"use_mrope": False, "eos_token_id": 151643}
 _CODER = {
-    "qkv_bias": False,
-    "use_qk_norm": True,
-    "shared_expert_intermediate_size": 0,
-    "router_aux_loss_coef": 0.0,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [],
-    "rope_theta": 1e7,
-    "head_dim": 128,
-}
+    "qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0, "router_aux_loss_coef": 0.0,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "mlp_only_layers": [], "rope_theta": 1e7, "head_dim": 128,
+}  # fmt: skip
 _A3B = {
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
     "mlp_only_layers": [],
-}
+}  # fmt: skip
 _GPTQ = {
-    "batch_size": 1,
-    "bits": 4,
-    "block_name_to_quantize": None,
-    "cache_block_outputs": True,
-    "damp_percent": 0.01,
-    "dataset": None,
-    "desc_act": False,
-    "exllama_config": {"version": 1},
-    "group_size": 128,
-    "max_input_length": None,
-    "model_seqlen": None,
-    "module_name_preceding_first_block": None,
-    "modules_in_block_to_quantize": None,
-    "pad_token_id": None,
-    "quant_method": "gptq",
-    "sym": True,
-    "tokenizer": None,
-    "true_sequential": True,
-    "use_cuda_fp16": False,
-    "use_exllama": True,
-}
+    "batch_size": 1, "bits": 4, "block_name_to_quantize": None, "cache_block_outputs": True, "damp_percent": 0.01,
+    "dataset": None, "desc_act": False, "exllama_config": {"version": 1}, "group_size": 128,
+    "max_input_length": None, "model_seqlen": None, "module_name_preceding_first_block": None,
+    "modules_in_block_to_quantize": None, "pad_token_id": None, "quant_method": "gptq", "sym": True,
+    "tokenizer": None, "true_sequential": True, "use_cuda_fp16": False, "use_exllama": True,
+}  # fmt: skip
 _BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -222,10 +186,7 @@ READ: dict[str, tuple[float, Table]] = {
         14300,
         qwen(
             *("Qwen2Moe", 151936, 2048, 5632, 24, 16, 16, 8192),
-            num_experts=60,
-            num_experts_per_tok=4,
-            moe_intermediate_size=1408,
-            norm_topk_prob=False,
+            num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408, norm_topk_prob=False,
             shared_expert_intermediate_size=5632,
         ),
     ),
@@ -241,7 +202,7 @@ READ: dict[str, tuple[float, Table]] = {
     "distilbert/distilgpt2": (81.9, gpt2(768, 6, 12, **_LABELS)),
     "microsoft/DialoGPT-medium": (355, gpt2(1024, 24, 16)),
     "uer/gpt2-chinese-cluecorpussmall": (102, gpt2(768, 12, 12, vocab_size=21128, tokenizer_class="BertTokenizer")),
-}
+}  # fmt: skip
 REFUSED: dict[str, tuple[str, Table]] = {
     "deepseek-ai/deepseek-coder-6.7b-instruct": (
         "rope_scaling.rope_type = 'linear' is not supported",

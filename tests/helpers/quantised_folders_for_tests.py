@@ -15,14 +15,9 @@ from torch import Tensor
 from weft.models import Decoder, DecoderConfig, build, initialise, save_folder
 
 CONFIG = DecoderConfig(
-    vocab_size=257,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-)
+    vocab_size=257, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -116,23 +111,16 @@ def table(case: Case) -> dict[str, Any]:
     weights = {
         "num_bits": case.bits,
         "type": "float" if case.method == "fp8" else "int",
-        "symmetric": case.is_symmetric,
-        "strategy": strategy,
-        "group_size": case.group or None,
-        "actorder": "group" if case.has_order else None,
-        "dynamic": False,
-        "observer": "minmax",
-    }
+        "symmetric": case.is_symmetric, "strategy": strategy, "group_size": case.group or None,
+        "actorder": "group" if case.has_order else None, "dynamic": False, "observer": "minmax",
+    }  # fmt: skip
     acts = None if case.method == "packed" else {"num_bits": 8, "dynamic": True, "strategy": "token"}
     form = {"packed": "pack-quantized", "int8": "int-quantized", "fp8": "float-quantized"}[case.method]
     return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
+        "ignore": ["lm_head"], "kv_cache_scheme": None,
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": acts}},
-    }
+    }  # fmt: skip
 
 
 def write_folder(folder: Path, case: Case, config: DecoderConfig = CONFIG, experts: bool = False) -> Decoder:

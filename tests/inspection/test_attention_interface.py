@@ -18,16 +18,9 @@ from weft.inspection.attention_interface import refuse_interface, use_attention,
 from weft.profiling import profile
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 TOKENS = torch.randint(3, 61, (2, 16), generator=torch.Generator().manual_seed(0))
 
 

@@ -29,25 +29,18 @@ from weft.resilience.corruption import RepeatedMicroBatch
 from weft.serve.model.paged_model import PagedModel
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "moe_intermediate_size": 8,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_experts_per_tok": 3,
-    "max_position_embeddings": 32,
-    "kv_lora_rank": 12,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "n_group": 4,
-    "topk_group": 2,
-    "routed_scaling_factor": 2.5,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-}
+    "vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_experts_per_tok": 3, "max_position_embeddings": 32, "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "n_group": 4, "topk_group": 2,
+    "routed_scaling_factor": 2.5, "n_shared_experts": 2, "first_k_dense_replace": 1,
+}  # fmt: skip
 CONFIG = DecoderConfig(architecture="deepseek_v3", num_experts=8, q_lora_rank=12, **SIZES)
+
+
+def test_the_planner_profiles_layers_with_experts_only() -> None:
+    shallow = CONFIG.with_layers(2)
+    assert [shallow.has_experts(layer) for layer in range(2)] == [True, True]
+    assert [CONFIG.has_experts(layer) for layer in range(3)] == [False, True, True]
 
 
 @pytest.mark.parametrize("rank", [12, 0])

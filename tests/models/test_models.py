@@ -33,15 +33,8 @@ from weft.schema import to_table
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 BIG: dict[str, ModelConfig] = {
     "llama_70b": DecoderConfig(
-        vocab_size=128256,
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        rope_theta=500000.0,
-        rope_scaling=SCALING,
+        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8, max_position_embeddings=131072, rope_theta=500000.0, rope_scaling=SCALING,
         attention_bias=True,
     ),
     "mistral": DecoderConfig(architecture="mistral", num_key_value_heads=4, sliding_window=4096),
@@ -51,7 +44,7 @@ BIG: dict[str, ModelConfig] = {
     "qwen3": DecoderConfig(architecture="qwen3", hidden_size=1024, num_attention_heads=16, head_dim=128),
     "gpt2": GPT2Config(),
     "gpt2_untied": GPT2Config(tie_word_embeddings=False, n_inner=1000),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(params=BIG)

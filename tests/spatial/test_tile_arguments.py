@@ -114,6 +114,7 @@ FORMS: dict[str, Function] = {
     ),
     "unshuffle": lambda v: torch.pixel_unshuffle(downscale_factor=2, input=v),
     "pad": lambda v: F.pad(pad=(1, 2, 0, 1), value=0.5, input=v),
+    "pad that crops, then in place": lambda v: F.pad(v, (-1, -1, -1, -1)).mul_(2) * v[:, :, 1:-1, 1:-1],
     "norms": lambda v: (
         torch.group_norm(x=v, num_groups=2, weight=SCALES)
         + torch.layer_norm(v, (4, 6, 8), None, None, 1e-5, False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from weft.architectures.experts import DEEPSEEK_KEYS, Capacity, check_experts, shrunk_deepseek
 from weft.architectures.sizes import Tied, VocabSize, divisors, require_positive
@@ -33,11 +33,31 @@ DEVIATION = 0.02
 RESIDUAL_PROJECTIONS = ("o_proj.weight", "down_proj.weight", "c_proj.weight", "experts.down_proj")
 
 
-def gpt2_deviation(name: str, num_layers: int) -> float:
-    """Returns the standard deviation of a weight's initial values in the scheme of GPT-2: lower for projections that
-    write to the residual stream.
-    """
-    return DEVIATION / math.sqrt(2 * num_layers) if name.endswith(RESIDUAL_PROJECTIONS) else DEVIATION
+class LanguageConfigBase:
+    """What configs of language models have alike. `layers_key` and `length_key` name the keys of their sizes."""
+
+    layers_key: ClassVar[str] = "num_hidden_layers"
+    length_key: ClassVar[str] = "max_position_embeddings"
+    is_compiled: ClassVar[bool] = True  # are blocks compiled on GPUs, if the run file does not say?
+
+    @property
+    def num_layers(self) -> int:
+        return int(getattr(self, self.layers_key))
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens of a text that the model is made for."""
+        return int(getattr(self, self.length_key))
+
+    def with_layers(self, num_layers: int) -> Self:
+        """Returns the same model with another number of layers."""
+        return replace(self, **{self.layers_key: num_layers})  # type: ignore[type-var]
+
+    def initial_deviation(self, name: str, num_inputs: int) -> float:
+        """Returns the standard deviation of a weight's initial values in the scheme of GPT-2: lower for projections
+        that write to the residual stream.
+        """
+        return DEVIATION / math.sqrt(2 * self.num_layers) if name.endswith(RESIDUAL_PROJECTIONS) else DEVIATION
 
 
 @dataclass(frozen=True)
@@ -61,7 +81,7 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
-class DecoderConfig:
+class DecoderConfig(LanguageConfigBase):
     """The config of a decoder. A size of 0 means that it is derived, and is replaced by the derived value.
 
     Architectures with experts need num_experts and num_experts_per_tok. deepseek_v3 has latent attention, of which it
@@ -119,7 +139,6 @@ class DecoderConfig:
     ] = 0.0
 
     embedding_name: ClassVar[str] = "model.embed_tokens.weight"
-    is_compiled: ClassVar[bool] = True  # are blocks compiled on GPUs, if the run file does not say?
 
     def __post_init__(self) -> None:
         if self.architecture not in get_args(DecoderArchitecture):
@@ -144,22 +163,9 @@ class DecoderConfig:
                 f"head_dim = {self.head_dim} is odd; rotary embeddings turn pairs, so use an even head_dim"
             )
 
-    @property
-    def num_layers(self) -> int:
-        return self.num_hidden_layers
-
-    @property
-    def context_length(self) -> int:
-        """The most tokens of a text that the model is made for."""
-        return self.max_position_embeddings
-
-    def with_layers(self, num_layers: int) -> DecoderConfig:
+    def with_layers(self, num_layers: int) -> Self:
         """Returns the same model with another number of layers, all of them like its last ones."""
         return replace(self, num_hidden_layers=num_layers, num_experts_per_layer=(), first_k_dense_replace=0)
-
-    def initial_deviation(self, name: str, num_inputs: int) -> float:
-        """Returns the standard deviation of a weight's initial values."""
-        return gpt2_deviation(name, self.num_layers)
 
     def has_experts(self, layer: int) -> bool:
         """Has a layer experts in place of one MLP?"""
@@ -261,7 +267,7 @@ class DecoderConfig:
 
 
 @dataclass(frozen=True)
-class GPT2Config:
+class GPT2Config(LanguageConfigBase):
     """The config of a GPT-2."""
 
     architecture: Annotated[Literal["gpt2"], "GPT-2"] = "gpt2"
@@ -278,7 +284,8 @@ class GPT2Config:
     tie_word_embeddings: Tied = True
 
     embedding_name: ClassVar[str] = "transformer.wte.weight"
-    is_compiled: ClassVar[bool] = True
+    layers_key: ClassVar[str] = "n_layer"
+    length_key: ClassVar[str] = "n_positions"
 
     def __post_init__(self) -> None:
         require_positive(self, "vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "layer_norm_epsilon")
@@ -291,22 +298,6 @@ class GPT2Config:
             raise ConfigError(
                 f"n_head = {self.n_head} does not divide n_embd = {self.n_embd}; use one of {divisors(self.n_embd)}"
             )
-
-    @property
-    def num_layers(self) -> int:
-        return self.n_layer
-
-    @property
-    def context_length(self) -> int:
-        return self.n_positions
-
-    def with_layers(self, num_layers: int) -> GPT2Config:
-        """Returns the same model with another number of layers."""
-        return replace(self, n_layer=num_layers)
-
-    def initial_deviation(self, name: str, num_inputs: int) -> float:
-        """Returns the standard deviation of a weight's initial values."""
-        return gpt2_deviation(name, self.num_layers)
 
     @property
     def inner_size(self) -> int:
@@ -327,7 +318,7 @@ class GPT2Config:
 
 
 @dataclass(frozen=True)
-class RecurrentConfig:
+class RecurrentConfig(LanguageConfigBase):
     """The config of a recurrent model."""
 
     architecture: Annotated[RecurrentArchitecture, "LSTM or GRU"] = "lstm"
@@ -346,14 +337,6 @@ class RecurrentConfig:
         require_positive(self, "vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings")
 
     @property
-    def num_layers(self) -> int:
-        return self.num_hidden_layers
-
-    @property
-    def context_length(self) -> int:
-        return self.max_position_embeddings
-
-    @property
     def num_gates(self) -> int:
         """How many gates a layer computes, each as wide as its state."""
         return 4 if self.architecture == "lstm" else 3
@@ -365,10 +348,6 @@ class RecurrentConfig:
         if ".weight_" in name:
             return math.sqrt(1 / (3 * num_inputs))
         return 1.0 if name == self.embedding_name and not self.tie_word_embeddings else DEVIATION
-
-    def with_layers(self, num_layers: int) -> RecurrentConfig:
-        """Returns the same model with another number of layers."""
-        return replace(self, num_hidden_layers=num_layers)
 
     def shrunk(self, num_layers: int = 2) -> RecurrentConfig:
         """Returns a tiny config of the same structure, for a quick verification in float64."""

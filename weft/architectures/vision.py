@@ -31,8 +31,16 @@ LAYERS_OF = {1: 6, 2: 9}
 NUM_GROUPS = 3  # groups of normal cells, with a reduction cell between groups
 
 
+class VisionConfigBase:
+    """What configs of image models have alike."""
+
+    size_multiple: ClassVar[int] = 1  # height and width must be multiples of this
+    is_dense: ClassVar[bool] = False  # whether there is a label for each pixel, not one for each image
+    is_compiled: ClassVar[bool] = True
+
+
 @dataclass(frozen=True)
-class ResNetConfig:
+class ResNetConfig(VisionConfigBase):
     """The config of a ResNet."""
 
     architecture: Annotated[Literal["resnet"], "ResNet"] = "resnet"
@@ -43,10 +51,6 @@ class ResNetConfig:
     groups: Annotated[int, "groups of the 3 × 3 convolutions (ResNeXt)"] = 1
     width_per_group: Annotated[int, "channels of a group in a stage of 64 channels, as in torchvision"] = 64
     norm: Norm = "batch"
-
-    size_multiple: ClassVar[int] = 1  # height and width must be multiples of this
-    is_dense: ClassVar[bool] = False  # whether there is a label for each pixel, not one for each image
-    is_compiled: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_positive(self, "num_classes", "in_channels", "width", "groups", "width_per_group")
@@ -106,7 +110,7 @@ class ResNetConfig:
 
 
 @dataclass(frozen=True)
-class DeepResNetConfig:
+class DeepResNetConfig(VisionConfigBase):
     """The config of a deep ResNet."""
 
     architecture: Annotated[Literal["deep-resnet"], "deep ResNet"] = "deep-resnet"
@@ -116,10 +120,6 @@ class DeepResNetConfig:
     in_channels: Channels = 3
     width: Width = 16
     norm: Norm = "batch"
-
-    size_multiple: ClassVar[int] = 1
-    is_dense: ClassVar[bool] = False
-    is_compiled: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_positive(self, "depth", "num_classes", "in_channels", "width")
@@ -152,7 +152,7 @@ class DeepResNetConfig:
 
 
 @dataclass(frozen=True)
-class AmoebaNetDConfig:
+class AmoebaNetDConfig(VisionConfigBase):
     """The config of an AmoebaNet-D."""
 
     architecture: Annotated[Literal["amoebanet-d"], "AmoebaNet-D"] = "amoebanet-d"
@@ -164,11 +164,8 @@ class AmoebaNetDConfig:
     in_channels: Channels = 3
     norm: Norm = "batch"
 
-    size_multiple: ClassVar[int] = (
-        32  # the size is halved five times, by operations whose results must have equal sizes
-    )
-    is_dense: ClassVar[bool] = False
-    is_compiled: ClassVar[bool] = True
+    # The size is halved five times, by operations whose results must have equal sizes.
+    size_multiple: ClassVar[int] = 32
 
     def __post_init__(self) -> None:
         require_positive(self, "layers", "filters", "num_classes", "in_channels")
@@ -196,7 +193,7 @@ class AmoebaNetDConfig:
 
 
 @dataclass(frozen=True)
-class UNetConfig:
+class UNetConfig(VisionConfigBase):
     """The config of a U-Net."""
 
     architecture: Annotated[Literal["unet"], "U-Net"] = "unet"
@@ -211,13 +208,12 @@ class UNetConfig:
     norm: Norm = "batch"
 
     is_dense: ClassVar[bool] = True
-    is_compiled: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_positive(self, "depth", "width", "num_classes", "in_channels")
 
     @property
-    def size_multiple(self) -> int:
+    def size_multiple(self) -> int:  # type: ignore[override]
         """Height and width must be multiples of this."""
         return int(2**self.depth)
 

@@ -321,10 +321,27 @@ class _Finder:
         scaled: ScaledAttributes,
         tables: frozenset[str] = frozenset(),
     ) -> SplitProof | str:
-        """Probe a pair, or return the cached result of a module with the same key."""
+        """Probe a pair, or return the cached result of a module with the same key.
+
+        It is split into the smallest number of parts that its units allow.
+        """
         key = module_key(module), tuple(columns.items()), row, row_parts, scaled, tables
         if key not in self.proofs:
-            self.proofs[key] = _prove(module, columns, row, row_parts, scaled, tables)
+            every = [part for parts in (*columns.values(), row_parts) for part in parts]
+            num_units = math.gcd(*(part.num_units for part in every if part.num_units > 1 or not part.is_key))
+            # Parts of features need not be equal. One head is not split, but the probe still checks other parameters.
+            divisors = (number for number in range(2, num_units + 1) if num_units % number == 0)
+            degree = 2 if every[0].unit == 1 else next(divisors, 1)
+            shares = PairShares(
+                degree,
+                {name: partial(stacked_intervals, parts, degree) for name, parts in columns.items()},
+                row,
+                partial(stacked_intervals, row_parts, degree),
+                scaled.apply,
+                tables,
+                made_up_arguments(module, row_parts[0].unit, NUM_TOKENS),
+            )
+            self.proofs[key] = prove_pair(module, shares)
         return self.proofs[key]
 
     def _add_pair(
@@ -357,32 +374,6 @@ class _Finder:
             )
         self.splits[name] = Split(name, kind, parts, parent, has_transposed_weight(module), num_spatial_dims(module))
         self.done |= {f"{name}.{leaf}" for leaf in module._parameters}
-
-
-def _prove(
-    module: nn.Module,
-    columns: dict[str, tuple[SplitPart, ...]],
-    row: str,
-    row_parts: tuple[SplitPart, ...],
-    scaled: ScaledAttributes,
-    tables: frozenset[str],
-) -> SplitProof | str:
-    """Probe a pair, split into the smallest number of parts that its units allow."""
-    every = [part for parts in (*columns.values(), row_parts) for part in parts]
-    num_units = math.gcd(*(part.num_units for part in every if part.num_units > 1 or not part.is_key))
-    # Parts of features need not be equal. A single head is not split, but the probe still checks other parameters.
-    divisors = (number for number in range(2, num_units + 1) if num_units % number == 0)
-    degree = 2 if every[0].unit == 1 else next(divisors, 1)
-    shares = PairShares(
-        degree,
-        {name: partial(stacked_intervals, parts, degree) for name, parts in columns.items()},
-        row,
-        partial(stacked_intervals, row_parts, degree),
-        scaled.apply,
-        tables,
-        made_up_arguments(module, row_parts[0].unit, NUM_TOKENS),
-    )
-    return prove_pair(module, shares)
 
 
 def _join(parent: str, child: str) -> str:

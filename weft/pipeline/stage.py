@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 
 from weft.errors import PlanError
-from weft.inspection.absent_module import AbsentModule
+from weft.inspection.blocks import AbsentModule
 from weft.inspection.nested_tensors import copy_structure, map_tensors, tensors_in
 from weft.inspection.rng import RngState, rng_state, seed_rng, set_rng_state
 from weft.pipeline.partition import Route

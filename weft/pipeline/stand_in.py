@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import PlanError
-from weft.inspection.absent_module import AbsentModule
 from weft.inspection.annotations import Annotation
+from weft.inspection.blocks import AbsentModule
 from weft.pipeline.partition import Route
 
 # On a stage's model: parameters that only other stages use, as fake tensors, by their names in the whole model.

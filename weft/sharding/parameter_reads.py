@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from weft.errors import PlanError
-from weft.inspection.absent_module import AbsentModule
+from weft.inspection.blocks import AbsentModule
 from weft.inspection.callers import transform_around, unwrapped
 from weft.inspection.nested_tensors import map_tensors, tensors_in
 from weft.profiling import SHARED_BY_STAGES

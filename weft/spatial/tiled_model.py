@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.errors import PlanError
-from weft.inspection.absent_module import AbsentModule
 from weft.inspection.annotations import Annotation
-from weft.inspection.blocks import find_blocks, find_units
+from weft.inspection.blocks import AbsentModule, find_blocks, find_units
 from weft.inspection.nested_tensors import map_tensors, tensors_in
 from weft.spatial.halo import forget_widened
 from weft.spatial.hand_over import own_part

@@ -20,9 +20,8 @@ from weft.comm import Axis, Traffic
 from weft.comm.ledger import Key
 from weft.data.config import ChatConfig, DataConfig
 from weft.errors import PlanError
-from weft.inspection.absent_module import AbsentModule
 from weft.inspection.annotations import Annotation
-from weft.inspection.blocks import find_blocks
+from weft.inspection.blocks import AbsentModule, find_blocks
 from weft.memory.recompute_context import register_state
 from weft.models.attention import CausalAttention
 from weft.parallel.context.attention import gather_documents

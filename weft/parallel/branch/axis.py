@@ -34,8 +34,8 @@ from typing import Any, Literal, NamedTuple
 from torch import nn
 
 from weft.errors import PlanError
-from weft.inspection.absent_module import AbsentModule
 from weft.inspection.annotations import Annotation
+from weft.inspection.blocks import AbsentModule
 from weft.inspection.parameter_cut import Cut
 from weft.mesh import Mesh
 from weft.parallel.branch.batch_dims import find_batch_dims
