@@ -535,6 +535,7 @@ def test_a_big_text_file_is_split_by_pieces(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("held_out", "num_held"), [(0.05, 51), (0.03, 51), (0.005, 5)])
+@pytest.mark.sampled(1)
 def test_a_text_is_held_out_from_a_line_on_if_that_is_about_as_much(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_out: float, num_held: int
 ) -> None:

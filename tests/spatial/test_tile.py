@@ -256,6 +256,36 @@ class ChangedInPlace(nn.Module):
         return out
 
 
+class ChangedForLater(nn.Module):
+    """Changes an image in place between two convolutions of it, which autograd allows in evaluation only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(4))
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = self.layers[1](self.layers[0](value))
+        early = self.layers[2](value)
+        value.mul_(3)
+        out: Tensor = self.layers[3](early) + self.layers[3](value)
+        return out
+
+
+@pytest.mark.parametrize("evaluation", [torch.no_grad, torch.inference_mode])
+@pytest.mark.sampled(1)
+def test_an_image_with_fetched_pixels_is_changed_in_place(evaluation: Any) -> None:
+    plan, shape = over(2, 1, fused=2), (2, 3, 16, 8)
+
+    def rank(_: int) -> None:
+        torch.manual_seed(0)
+        mesh, whole, given = Mesh(plan), ChangedForLater(), torch.randn(shape)
+        model = parallelize(copy.deepcopy(whole), plan, mesh, example=lambda: (torch.zeros(shape),))
+        with evaluation():
+            assert torch.allclose(model(tile(given, mesh)), tile(whole(given), mesh), atol=1e-5)
+
+    run_local(rank, 2)
+
+
 @pytest.mark.parametrize("hand_over", ["gather", "batch"])
 @pytest.mark.sampled(1)
 def test_an_image_that_was_changed_in_place_is_handed_over_again(hand_over: Any) -> None:
@@ -527,6 +557,25 @@ REMEDY = "; hand tiles over before it (tile.until = the name of a module), or us
 )
 def test_an_operation_without_a_rule_is_named(function: Any, words: str) -> None:
     assert f"tile = 1 × 2: {words}" in reason(lambda: Calls(function), over(1, 2))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda v: [v, v[..., 1:].relu_()][0] + 1,
+        lambda v: [v[..., 1:], v[:, 1:].mul_(2)][0] + 1,
+        lambda v: [v[..., 1:], v[..., :-1].mul_(2)][0] + 1,
+        lambda v: [v, v.flatten(1).relu_()][0] + 1,
+        lambda v: [v.flatten(1), v.mul_(2)][0] + 1,
+    ],
+)
+@pytest.mark.sampled(1)
+def test_copies_of_pixels_are_not_used_after_another_was_changed_in_place(function: Any) -> None:
+    """Where torch has views, tiles have copies: of slices, and of what is handed over."""
+    assert reason(lambda: Calls(function), over(1, 2)) == (
+        "tile = 1 × 2: the operation 'add' takes pixels of which another copy (a slice, an image or what it was handed "
+        f"over as) was changed in place{REMEDY}"
+    )
 
 
 def test_the_module_around_it_is_named_too() -> None:

@@ -115,6 +115,8 @@ FORMS: dict[str, Function] = {
     "unshuffle": lambda v: torch.pixel_unshuffle(downscale_factor=2, input=v),
     "pad": lambda v: F.pad(pad=(1, 2, 0, 1), value=0.5, input=v),
     "pad that crops, then in place": lambda v: F.pad(v, (-1, -1, -1, -1)).mul_(2) * v[:, :, 1:-1, 1:-1],
+    "pad of nothing, then in place": lambda v: F.pad(v, (0, 0, 0, 0)).mul_(2) * v,
+    "slice, then in place": lambda v: torch.relu_((v * 1)[:, :, 1:]) * v[:, :, 1:].clone().mul_(2) * v[:, :, :-1],
     "norms": lambda v: (
         torch.group_norm(x=v, num_groups=2, weight=SCALES)
         + torch.layer_norm(v, (4, 6, 8), None, None, 1e-5, False)

@@ -22,6 +22,7 @@ from torch import Tensor
 from weft.comm import Axis, Pending, exchange
 from weft.inspection.annotations import Annotation
 from weft.inspection.first_order import Transposable
+from weft.inspection.memory_traffic import storage_key
 from weft.inspection.parameter_cut import Interval
 from weft.spatial.ownership import Line, Transfers, inside, length, meet, transfers
 from weft.spatial.tile_layout import Grid, TileLayout, layout_of, set_layout
@@ -64,7 +65,7 @@ class HaloDim:
 
     def of_held(self, tensor: Tensor, pixels: Interval) -> Tensor:
         """Return these pixels of a tensor that holds the held pixels."""
-        return tensor.narrow(self.dim, pixels[0] - self.held[0], length(pixels))
+        return tensor if pixels == self.held else tensor.narrow(self.dim, pixels[0] - self.held[0], length(pixels))
 
     def exchange_strips(self, value: Tensor, meanwhile: Callable[[], None] | None = None) -> Strips:
         """Send the pixels that others need of `value`, which holds the held pixels. Return those received, in order.
@@ -216,13 +217,17 @@ class HaloBackward:
         return columns.add_up(gradient, received)
 
 
+def has_storage_of(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether a tensor lies in the memory of another, as a view of it does."""
+    return storage_key(tensor) == storage_key(other)
+
+
 def _gathered(value: Tensor, halo: Halo) -> Tensor:
     out, of_columns, of_rows = halo.gather(value)
     if value.requires_grad:
         halo.note_backward(of_columns, of_rows)
-    # Not a view: later operations may change it in place.
-    is_view = out.untyped_storage()._cdata == value.untyped_storage()._cdata
-    return out.clone() if is_view else out
+    # Not a view: later operations may change it in place, which autograd allows of no view that was made here.
+    return out.clone() if out._is_view() or has_storage_of(out, value) else out
 
 
 _FETCH = Transposable(_gathered, lambda gradient, halo: HaloBackward(halo, gradient).finish(), "tile")
@@ -255,6 +260,12 @@ def _empty_like(value: Tensor, shape: Sequence[int]) -> Tensor:
 _WIDENED = Annotation[tuple[Tensor, int]]("widened")
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return a number that every change in place raises. Tensors of torch.inference_mode() count none."""
+    with torch._C.DisableTorchFunction():
+        return 0 if tensor.is_inference() else tensor._version
+
+
 def widen(
     grid: Grid, value: Tensor, layout: TileLayout, rows: Sequence[Interval], columns: Sequence[Interval]
 ) -> tuple[Tensor, TileLayout]:
@@ -263,7 +274,7 @@ def widen(
     if found == layout:
         return value, layout
     wide = set_layout(fetch(value, Halo.of(grid, layout, found.rows.held, found.columns.held)), found)
-    _WIDENED.set(value, (wide, value._version))
+    _WIDENED.set(value, (wide, version_of(value)))
     return wide, found
 
 
@@ -271,7 +282,7 @@ def widest(tensor: Tensor) -> Tensor:
     """Return the widened version of a tile if there is one and the tile has not changed since."""
     while True:
         wide, version = _WIDENED.get(tensor) or (tensor, -1)
-        if version != tensor._version or layout_of(tensor) is None:
+        if version != version_of(tensor) or layout_of(tensor) is None:
             return tensor
         tensor = wide
 
@@ -288,3 +299,45 @@ def _hull(line: Line, needs: Sequence[Interval]) -> Line:
         begin, end = meet(need, (0, line.size))
         found.append((min(held[0], begin), max(held[1], end)) if end > begin else held)
     return Line(line.size, tuple(found))
+
+
+# --- copies of pixels where torch has views: of slices, and of what is handed over. A change of one in place does not
+# reach the others, whose later use is refused.
+
+
+@dataclass(eq=False)
+class _Copies:
+    """An image and copies of its pixels. `changed` stands for the one of them that was changed in place last."""
+
+    changed: object = None
+
+
+_COPIES = Annotation[tuple[_Copies, object]]("copies")  # and what stands for the tensor among them
+
+
+def note_copy(copied: Tensor, image: Tensor) -> None:
+    """Note that a tensor has the pixels of an image where torch has a view of them. Of a view nothing is noted."""
+    if has_storage_of(copied, image):
+        return
+    copies, own = _COPIES.get(_root(image)) or (_Copies(), object())
+    if copies.changed is not None:  # what was copied before the change stays outdated
+        copies = _Copies()
+    _COPIES.set(_root(image), (copies, own))
+    _COPIES.set(_root(copied), (copies, object()))
+
+
+def note_change(tensor: Tensor) -> None:
+    """Note that a tensor is changed in place, which outdates all other copies of its pixels."""
+    if found := _COPIES.get(_root(tensor)):
+        found[0].changed = found[1]
+
+
+def is_outdated(tensor: Tensor) -> bool:
+    """Return whether another copy of a tensor's pixels was changed in place, where torch would change them here too."""
+    found = _COPIES.get(_root(tensor))
+    return found is not None and found[0].changed not in (None, found[1])
+
+
+def _root(tensor: Tensor) -> Tensor:
+    """Return the tensor that a view is of. Tensors of torch.inference_mode() do not know it."""
+    return tensor if tensor._base is None else tensor._base

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -67,17 +68,19 @@ def pointwise(context: RuleContext, func: Rule, name: str, args: Any, kwargs: An
     tensors = [*tensors_in(args), *tensors_in(kwargs)]
     if plain_name(name) in SHAPED_AS_FIRST and not isinstance(layout_of(args[0]), TileLayout):
         return func(*args, **kwargs)
-    if is_in_place(name, kwargs):
+    is_change = is_in_place(name, kwargs)
+    if is_change:
         target = layout_of(args[0])
         if not isinstance(target, TileLayout):
             raise Unsupported("changes a tensor that is not in tiles")
     else:
         target = common_layout([widest(tensor) for tensor in tensors], name)
-    if plain_name(name) == "prelu":  # its weight has one element per channel
-        args = (bring(context.grid, args[0], target), *args[1:])
-    else:
-        args, kwargs = map_tensors(lambda tensor: bring(context.grid, tensor, target), (args, kwargs))
-    return set_layouts(func(*args, **kwargs), target)
+    first, rest = args[:1], args[1:]
+    if not is_change:  # else the tensor itself is changed, and none with more of its pixels
+        first = map_tensors(partial(bring, context.grid, target=target), first)
+    if plain_name(name) != "prelu":  # its weight has one element per channel
+        rest, kwargs = map_tensors(partial(bring, context.grid, target=target), (rest, kwargs))
+    return set_layouts(func(*first, *rest, **kwargs), target)
 
 
 def random_operation(context: RuleContext, func: Rule, name: str, args: Any, kwargs: Any) -> Any:

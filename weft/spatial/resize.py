@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.inspection.parameter_cut import Interval
-from weft.spatial.halo import Halo, fetch, widen
+from weft.spatial.halo import Halo, fetch, has_storage_of, widen
 from weft.spatial.hand_over import own_part, sum_over
 from weft.spatial.ownership import Line, SlidingWindow
 from weft.spatial.pools import average_pool, max_pool
@@ -212,10 +212,12 @@ def pad(
         out = outputs(line, line.size + before + after)
         lines.append(out)
         needs.append([(begin - before, end - before) for begin, end in out.held])
-    value = fetch(value, Halo.of(grid, layout, needs[0], needs[1], float(fill or 0)))
+    image, value = value, fetch(value, Halo.of(grid, layout, needs[0], needs[1], float(fill or 0)))
     if around:
         others = [one for dim in range(-1, min(around) - 1, -1) for one in around.get(dim, (0, 0))]
         value = F.pad(value, others, value=fill)
+    elif has_storage_of(value, image):  # as torch, whose result may be changed in place
+        value = value.clone()
     return value, TileLayout(lines[0], lines[1], layout.dims)
 
 

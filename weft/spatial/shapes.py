@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.spatial import resize
 from weft.spatial.arguments import PARAMETERS, Arguments, argument, is_in_place, number, plain_name
-from weft.spatial.halo import widest
+from weft.spatial.halo import note_copy, widest
 from weft.spatial.hand_over import own_part, sum_over
 from weft.spatial.operands import Rule, RuleContext, bring, common_layout, pointwise, set_layouts
 from weft.spatial.tile_layout import TileLayout, layout_of, set_layout
@@ -251,9 +251,12 @@ def indexed(context: RuleContext, func: Rule, name: str, args: Any, kwargs: Any)
         if not isinstance(item, int):
             order.append(dim)
         dim += 1
+    image = value
     if any(parts):
         value, layout = resize.crop(context.grid, value, layout, parts)
-    return set_layout(value[tuple(items)], permuted_layout(layout, num_dims, order))
+    found = set_layout(value[tuple(items)], permuted_layout(layout, num_dims, order))
+    note_copy(found, image)
+    return found
 
 
 RULES: dict[str, Rule] = {

@@ -29,8 +29,8 @@ from weft.inspection.nested_tensors import map_tensors, tensors_in
 from weft.models.vision.pools import avg_pool2d
 from weft.plan import Tile
 from weft.spatial import norms
-from weft.spatial.arguments import DRAWS, META, normalise, plain_name
-from weft.spatial.halo import forget_widened
+from weft.spatial.arguments import DRAWS, META, is_in_place, normalise, plain_name
+from weft.spatial.halo import forget_widened, is_outdated, note_change, note_copy, version_of
 from weft.spatial.hand_over import from_share, own_samples, to_share, to_whole
 from weft.spatial.operands import random_operation
 from weft.spatial.rules import RULES
@@ -39,6 +39,7 @@ from weft.spatial.tile_layout import BatchShare, Grid, LayoutNotes, TileLayout, 
 from weft.spatial.windows import NO_EXTRA, Extra, NeedsWhole, Unsupported
 
 _HANDED_OVER = Annotation[tuple[Tensor, int]]("handed_over")  # on a tile: what it was handed over as, at which version
+OUTDATED = "takes pixels of which another copy (a slice, an image or what it was handed over as) was changed in place"
 Position = tuple[str, int]  # a unit ("" for the root), and the number of a layer in it
 
 
@@ -57,19 +58,13 @@ def handed_over(tensor: Tensor) -> Tensor:
     it was changed in place since then.
     """
     found = _HANDED_OVER.get(tensor)
-    return tensor if found is None or found[1] != _version(tensor) else found[0]
+    return tensor if found is None or found[1] != version_of(tensor) else found[0]
 
 
 def forget_handed_over(tensors: Iterable[Tensor]) -> None:
     """Drop what tensors that outlive the forward were handed over as."""
     for tensor in tensors:
         _HANDED_OVER.pop(tensor)
-
-
-def _version(tensor: Tensor) -> int:
-    """Return a number that every change in place raises. Tensors of torch.inference_mode() count no changes."""
-    with torch._C.DisableTorchFunction():
-        return 0 if tensor.is_inference() else tensor._version
 
 
 class View(TorchFunctionMode):
@@ -135,13 +130,15 @@ class View(TorchFunctionMode):
             args, kwargs = (args, kwargs) if args else normalise(func, "avg_pool2d", args, kwargs)
         if self.point is not None and not self.position[0]:  # code around units takes what they were given
             args, kwargs = map_tensors(handed_over, (args, kwargs))
-        layouts = [layout for tensor in tensors_in((args, kwargs)) if (layout := layout_of(tensor)) is not None]
+        tensors = tensors_in((args, kwargs))
+        layouts = [layout for tensor in tensors if (layout := layout_of(tensor)) is not None]
+        name = str(getattr(func, "__name__", type(func).__name__))
         if not layouts:
+            self._note_changes(name, tensors, kwargs)
             if self.grid.batch is not None and func in (F.batch_norm, torch.batch_norm):
                 args, kwargs = normalise(func, "batch_norm", args, kwargs)
                 return _batch_norm(self.grid, *args, **kwargs)
             return func(*args, **kwargs)
-        name = str(getattr(func, "__name__", type(func).__name__))
         if isinstance(func, torch._ops.OpOverload):  # as fake tensors ask for their device
             if func.namespace == "prim":
                 return func(*args, **kwargs)
@@ -152,6 +149,7 @@ class View(TorchFunctionMode):
                 return result
         if plain_name(name) in META:
             return func(*args, **kwargs)
+        self._note_changes(name, tensors, kwargs)
         try:
             if not any(isinstance(layout, TileLayout) for layout in layouts):
                 return self._on_shares(func, name, args, kwargs)
@@ -173,6 +171,15 @@ class View(TorchFunctionMode):
                 raise self._refusal(name, f"cannot go on in tiles ({reason})", " earlier") from None
             args, kwargs = map_tensors(self.hand_over, (args, kwargs))
             return self.__torch_function__(func, types, args, kwargs)
+
+    def _note_changes(self, name: str, tensors: list[Tensor], kwargs: Mapping[str, Any]) -> None:
+        """Note which tensor an operation changes in place. Refuse outdated ones."""
+        if any(map(is_outdated, tensors)):
+            raise self._refusal(name, OUTDATED, "")
+        if tensors and is_in_place(name, kwargs):
+            note_change(tensors[0])
+            forget_widened(tensors[:1])
+            forget_handed_over(tensors[:1])
 
     def pass_point(self, given: Any) -> None:
         """Called when the module `tile.until` begins: set `point` from its arguments, which are then handed over."""
@@ -200,7 +207,7 @@ class View(TorchFunctionMode):
         whole = handed_over(tensor)
         if whole is tensor:
             whole = self._hand_over(tensor)
-            _HANDED_OVER.set(tensor, (whole, _version(tensor)))
+            _HANDED_OVER.set(tensor, (whole, version_of(tensor)))
         return whole
 
     def _hand_over(self, tensor: Tensor) -> Tensor:
@@ -208,13 +215,15 @@ class View(TorchFunctionMode):
 
         A whole tensor becomes a share if the plan has shares.
         """
-        layout = layout_of(tensor)
-        if self.tile.hand_over == "batch":
-            if isinstance(layout, TileLayout):
-                return set_layout(*to_share(self.grid, tensor, layout))
-            is_whole = layout is None and self.tile.until and tensor.dim() > 1
-            return set_layout(*own_samples(self.grid, tensor)) if is_whole else tensor
-        return set_layout(to_whole(self.grid, tensor, layout), None) if isinstance(layout, TileLayout) else tensor
+        layout, is_batch = layout_of(tensor), self.tile.hand_over == "batch"
+        if isinstance(layout, TileLayout):
+            found, own = (
+                to_share(self.grid, tensor, layout) if is_batch else (to_whole(self.grid, tensor, layout), None)
+            )
+            note_copy(found, tensor)
+            return set_layout(found, own)
+        is_whole = layout is None and self.tile.until and tensor.dim() > 1
+        return set_layout(*own_samples(self.grid, tensor)) if is_batch and is_whole else tensor
 
     def _to_tiles(self, target: TileLayout, tensor: Tensor) -> Tensor:
         layout = layout_of(tensor)
