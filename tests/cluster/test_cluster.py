@@ -28,7 +28,8 @@ from weft.cluster.hardware import (
 from weft.cluster.local_gpus import Gpu
 from weft.errors import ConfigError, PlanError
 
-NODES = ["a100-40", "a100-80", "gh200", "h100", "h100-500w", "h200", "mi250x", "v100-16", "v100-32"]
+NODES = ["a100-40", "a100-80", "b200", "b300", "gb200", "gb300", "gh200", "h100", "h100-500w", "h200", "h800"]
+NODES += ["mi250x", "mi355x", "v100-16", "v100-32"]
 MACHINES = {"alps": 2688, "frontera": 8368, "frontier": 9856, "lassen": 792, "perlmutter": 1536, "selene": 560}
 MACHINES["summit"] = 4608
 
@@ -122,18 +123,19 @@ def test_figures_have_plausible_units(name: str) -> None:
     entry = read_entry(CATALOG / f"{name}.toml")
     node, device = entry.node, entry.node.device
     assert entry.max_nodes == MACHINES.get(name)
-    assert 16e9 <= device.memory_bytes <= 141e9
+    assert 16e9 <= device.memory_bytes <= 288e9
     assert device.memory_bandwidth_bytes_per_second is not None
-    assert 100e9 <= device.memory_bandwidth_bytes_per_second <= 5e12
-    assert all(1e12 <= flops <= 2e15 for flops in device.peak_flops.values())
+    assert 100e9 <= device.memory_bandwidth_bytes_per_second <= 8e12
+    assert all(1e12 <= flops <= 5.1e15 for flops in device.peak_flops.values())
     assert {"fp64", "fp32"} <= set(device.peak_flops)
-    assert 50e9 <= node.intra.bandwidth_bytes_per_second <= 450e9
-    # A NIC moves between 100 and 400 Gb/s.
-    assert 11e9 <= node.inter.bandwidth_bytes_per_second / node.inter.num_nics <= 50e9
+    assert 50e9 <= node.intra.bandwidth_bytes_per_second <= 900e9
+    # A NIC moves between 100 and 800 Gb/s.
+    assert 11e9 <= node.inter.bandwidth_bytes_per_second / node.inter.num_nics <= 100e9
     assert 1e-6 <= node.intra.latency_seconds <= node.inter.latency_seconds <= 50e-6
-    assert 192e9 <= node.host_memory_bytes <= 2e12
-    assert 40 <= node.num_cpu_cores <= 288
-    assert node.num_devices in (2, 4, 6, 8, 16)
+    racks = node.num_devices // 72 or 1 / 9  # in racks of 72 devices, of 9 nodes
+    assert 192e9 <= node.host_memory_bytes <= 18e12 * racks
+    assert 40 <= node.num_cpu_cores <= 2592 * racks
+    assert node.num_devices in (2, 4, 6, 8, 16, 72)
 
 
 def test_known_figures() -> None:
