@@ -1,4 +1,4 @@
-"""Costs that plans share: the search with them, and its bounds, gives the answers of a search without."""
+"""Costs that plans share, and bounds: the search with them gives the answers of a search that times every plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weft.planner.search import Model, TextSearch, search
 from weft.profiling.software import Software
 
 SMALL = GPT2Config(vocab_size=50304, n_positions=1024, n_embd=1024, n_layer=8, n_head=16)
-NUM_SAMPLED, NUM_SOAK = 1, 41
+NUM_SAMPLED, NUM_SOAK = 1, 200
 WORDS = ((), ("pipe>=2",), ("no recompute",), ("x>=2", "sequence=true"), ("schedule=interleaved",), ("offload<=0.5",))
 
 
@@ -69,7 +69,7 @@ def on(cluster: Cluster, gigabytes: float) -> Model:
 def question_of(seed: int) -> tuple[Model, Question]:
     """A model that few of the plans fit, and a question about it."""
     rng = random.Random(f"common {seed}")
-    cluster = load(rng.choice(["h100:1x8", "h100:2x4", "a100-40:4x4"]))
+    cluster = load(rng.choice(["h100:1x8", "h100:2x4", "a100-40:4x4", "gh200:4x4"]))
     question = Question(rng.choice([16, 24, 64]), 1024, "bf16", parse_constraints(rng.choice(WORDS)))
     return on(cluster, rng.choice([2.5, 3.0, 4.0, 6.0])), question
 
@@ -89,7 +89,6 @@ def check_question(seed: int) -> None:
     found, alone = (search(one, question) for one in (model, EachAlone(model.steps, model.profile)))
     assert shown(found) == shown(alone)
     assert found.num_considered <= alone.num_considered
-    assert found.refused == alone.refused
 
 
 @pytest.mark.parametrize("seed", range(NUM_SAMPLED))

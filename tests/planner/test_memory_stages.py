@@ -46,7 +46,8 @@ def all_stages(pipe: Pipe) -> list[Pipe]:
 
 def slowest(plan: Plan) -> float:
     """The seconds of a micro-batch on the slowest rank."""
-    return sum(model().steps.common_times(plan).busiest)
+    alone, degree = model().steps.planned_stages(plan).alone, plan.pipe.degree
+    return max(sum(map(sum, alone[rank::degree])) for rank in range(degree))
 
 
 def stages_that_fit(plan: Plan, num_micro_batches: int, limit_bytes: float) -> Plan | None:
@@ -166,7 +167,7 @@ def test_bounds_of_stages_are_below_what_they_bound(pipe: Pipe) -> None:
             assert stages is None or choice.costs.may_fit(limit)
             if stages is not None:
                 found += 1
-                seconds = model().steps.estimate(choice.plan_of(*stages), COUNT)
+                seconds = model().steps.step_seconds(choice.plan_of(*stages), COUNT)
                 assert 0.5 * seconds < choice.bound(*stages) <= seconds
     assert found > 1
     nothing = model().stage_choice(plan, COUNT, RESERVE_BYTES)

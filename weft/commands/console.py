@@ -105,6 +105,7 @@ def _memory_rows(prediction: Prediction) -> dict[str, int]:
     """Returns the predicted bytes of a device by what they hold, without those that are 0."""
     cost = prediction.cost
     rows = {**cost.state_bytes, "activations": cost.saved_bytes, "temporary": cost.transient_bytes}
+    rows["margin for allocator, CUDA and NCCL"] = prediction.margin_bytes
     return {name: num_bytes for name, num_bytes in rows.items() if num_bytes}
 
 
@@ -112,7 +113,7 @@ def _memory_text(prediction: Prediction) -> str:
     largest = sorted(_memory_rows(prediction).items(), key=lambda row: -row[1])
     hosted = sum(prediction.cost.host_bytes.values())
     return (
-        f"{format_bytes(prediction.cost.memory_bytes)} of {format_bytes(prediction.memory_limit_bytes)} per device "
+        f"{format_bytes(prediction.memory_bytes)} of {format_bytes(prediction.memory_limit_bytes)} per device "
         f"(predicted): {', '.join(f'{name} {format_bytes(num_bytes)}' for name, num_bytes in largest)}"
         f"{f'; {format_bytes(hosted)} in host memory' if hosted else ''}"
     )
@@ -133,7 +134,7 @@ def _memory_table(prediction: Prediction) -> Table:
     table.add_column("bytes", justify="right")
     for name, num_bytes in _memory_rows(prediction).items():
         table.add_row(name, format_bytes(num_bytes))
-    total, limit = prediction.cost.memory_bytes, prediction.memory_limit_bytes
+    total, limit = prediction.memory_bytes, prediction.memory_limit_bytes
     style = "bold red" if total > limit else "bold"
     which = f" (pipe rank {prediction.pipe_rank}, the fullest)" if prediction.pipe_rank is not None else ""
     table.add_row(f"total{which}", f"{format_bytes(total)} of {format_bytes(limit)}", style=style)

@@ -26,6 +26,7 @@ from weft.inspection.functional_call import call_with
 from weft.inspection.memory_traffic import FusedTraffic
 from weft.parallel.fp8 import traced_as_on_a_gpu
 from weft.profiling import cast, fake
+from weft.profiling.fused_attention import attention_of_a_gpu
 from weft.profiling.parts import TensorMetadata
 
 NO_TRAFFIC = FusedTraffic()
@@ -64,7 +65,7 @@ def partition(
     several ranks.
     """
     multiplying = traced_as_on_a_gpu(block, sends_rows) if matmul == "fp8" else nullcontext()
-    with FakeTensorMode(allow_non_fake_inputs=True), multiplying:
+    with FakeTensorMode(allow_non_fake_inputs=True), multiplying, attention_of_a_gpu():
         named = [*block.named_parameters(), *block.named_buffers()]
         state = [cast(fake(tensor), dtype) for _, tensor in named]
         leaves, form = tree_flatten(tree_map(_fake_tensor, args))

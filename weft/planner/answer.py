@@ -76,7 +76,13 @@ class Answer:
         if not self.found.best:
             return found
         plan = self.best.plan
-        return (*found, *cost_assumptions(profile_under(self.model.profile, plan), plan))
+        across = tuple(
+            f"{axis} = {plan.degree(axis)} crosses nodes, for which no published run was compared: its time rests on "
+            f"the bandwidth between nodes alone"
+            for axis in ("x", "y")
+            if plan.degree(axis) > 1 and link_of(axis, plan, self.model.cluster).crosses_nodes
+        )
+        return (*found, *across, *cost_assumptions(profile_under(self.model.profile, plan), plan))
 
     def layouts(self, most: int = 8) -> list[Candidate]:
         """Returns the best plan of each layout, at most `most`. Plans with equal degrees and equal schedule are one
@@ -149,6 +155,7 @@ class Answer:
             "where": step.where,
             "memory": one.memory.parts(),
             "memory_bytes": one.memory.total_bytes,
+            "margin_bytes": one.memory.total_bytes - one.memory.tensor_bytes,
             "bubble_share": step.wait_share,
             "traffic": list(self._traffic(one)) if is_first else [],
             "timeline": _timeline(one) if is_first else None,

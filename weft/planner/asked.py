@@ -71,6 +71,13 @@ class AskedFields:
                     plan = with_fields(plan, {name: self.fields[name]})
         return plan
 
+    def piped(self, plan: Plan) -> Plan:
+        """Returns a plan with a pipeline with the asked fields of `pipe`, so that bounds count them, as `shaped`."""
+        own = {name: value for name, value in self.fields.items() if name.startswith("pipe.")}
+        with suppress(PlanError):
+            return with_fields(plan, own) if own and plan.pipe.degree > 1 else plan
+        return plan
+
     def refuse(self, reason: str) -> None:
         """Remembers why a plan with the asked fields is refused."""
         self._refusals[reason] += 1
@@ -84,8 +91,8 @@ class AskedFields:
 
         `alone` is the reason why a plan with nothing but the stated value is refused, if it is.
         """
-        if constraint.name in self.fields and self._refusals:
-            return self._refusals.most_common(1)[0][0]
+        if constraint.name in self.fields and (alone is not None or self._refusals):
+            return alone or self._refusals.most_common(1)[0][0]
         if constraint in self._limits:
             return "a share lies between 0 and 1"
         values = self._values.get(constraint.name, set())

@@ -42,6 +42,13 @@ from weft.sharding.layout import (
 
 RESERVE_BYTES = 1.5e9  # the CUDA context, NCCL's buffers, libraries' workspaces
 SLACK = 1.02  # memory of the allocator divided by memory of tensors
+
+
+def margin_bytes(tensor_bytes: float) -> int:
+    """Bytes of device memory beside those of tensors: the allocator's overhead, CUDA context and libraries."""
+    return int(tensor_bytes * (SLACK - 1) + RESERVE_BYTES)
+
+
 _RANK_PARTS = ProfileCache[tuple[Any, int], Profile]()
 NUM_MESSAGES = 2  # messages between stages in flight, one in and one out; sent results of stages are counted apart
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from weft.plan import Plan, Recompute
 from weft.planner.closed_form_memory import RankMemory, Sizes, WorkingMemory, least_bytes, memory, working
 from weft.planner.memory_stages import StageCosts
-from weft.planner.step import CommonTimes, StepModel
+from weft.planner.step import PlannedStages, StepModel
 
 
 class CommonCosts:
@@ -43,6 +43,10 @@ class CommonCosts:
         """
         return self._steps.bound(self._plan, self.num_micro_batches)
 
+    def least_seconds_of(self, plan: Plan, is_closer: bool = False) -> float:
+        """A lower bound of `seconds(plan)`; if `is_closer`, a higher one that takes longer."""
+        return self.least_seconds
+
     @property
     def floor_bytes(self) -> float:
         """A lower bound of `memory` under any data, shard and offloaded state."""
@@ -68,8 +72,8 @@ class CommonCosts:
         return plan.changed(pipe=mine.pipe, tensor=mine.tensor)
 
     def seconds(self, plan: Plan) -> float:
-        """Seconds of a step in closed form."""
-        return self._steps.estimate(plan, self.num_micro_batches)
+        """Seconds of a step."""
+        return self._steps.step_seconds(plan, self.num_micro_batches)
 
     def memory(self, plan: Plan) -> RankMemory:
         """Memory of the rank that needs most under `form_of(plan)`."""
@@ -84,8 +88,8 @@ class TextCosts(CommonCosts):
         self._plan, self._steps, self._sizes_of = plan, steps, sizes_of
 
     @cached_property
-    def _times(self) -> CommonTimes:
-        return self._steps.common_times(self._plan)
+    def _planned(self) -> PlannedStages:
+        return self._steps.planned_stages(self._plan)
 
     @cached_property
     def _sizes(self) -> Sizes:
@@ -97,9 +101,18 @@ class TextCosts(CommonCosts):
         kept_bytes = self._steps.kept_bytes(self._plan)
         return largest(working(self._sizes, self._plan, stages, self.num_micro_batches, kept_bytes))
 
+    @cached_property
+    def _least_makespan(self) -> float:
+        return self._steps.least_makespan(self._plan, self.num_micro_batches, self._planned)
+
     @property
     def least_seconds(self) -> float:
-        return self._steps.bound(self._plan, self.num_micro_batches, self._times)
+        return self.least_seconds_of(self._plan)
+
+    def least_seconds_of(self, plan: Plan, is_closer: bool = False) -> float:
+        if is_closer:
+            return self._steps.closer_bound(plan, self.num_micro_batches, self._planned)
+        return self._steps.bound(plan, self.num_micro_batches, self._planned, self._least_makespan)
 
     @cached_property
     def floor_bytes(self) -> float:
@@ -122,7 +135,7 @@ class TextCosts(CommonCosts):
         return self._stage_costs[recompute]
 
     def seconds(self, plan: Plan) -> float:
-        return self._steps.estimate(plan, self.num_micro_batches, self._times)
+        return self._steps.step_seconds(plan, self.num_micro_batches, self._planned)
 
     def memory(self, plan: Plan) -> RankMemory:
         # The state follows from data, shard, the memory policy and the number of stages, which all forms share.

@@ -49,10 +49,12 @@ def expert_seconds(part: BlockWork, plan: Plan, scale: float, kernels: Kernels) 
             added = ADDED_BYTES * num_experts * inputs * outputs * max(0.0, 1 - rows / CALIBRATED_ROWS)
             weights_gradient += added / kernels.bytes_per_second
     forward, backward = products, rows_gradient + weights_gradient
-    if plan.matmul == "fp8" and "fp8" in device.peak_flops:
-        product = part.expert_flops * share / (device.peak_flops["fp8"] * device.calibration * FP8_PRODUCT["row"])
+    fp8 = "row" if plan.matmul == "fp8" else software.fp8
+    if fp8 and "fp8" in device.peak_flops:
+        product = part.expert_flops * share / (device.peak_flops["fp8"] * device.calibration * FP8_PRODUCT[fp8])
         is_sent = plan.num_expert_parts > 1 or part.is_routed_evenly
-        moved = EXPERT_CAST_BYTES * part.expert_numel / plan.num_expert_parts
+        is_cast = not software.keeps_fp8_weights
+        moved = is_cast * EXPERT_CAST_BYTES * part.expert_numel / plan.num_expert_parts
         moved += is_sent * SENT_ROW_BYTES * part.routed_numel * share
         forward, backward = (count * product + moved / kernels.bytes_per_second for count in (1, 2))
     copied = [_copied_rows(part, share, copies, split, num_experts, kernels) for copies in software.row_copies]

@@ -17,11 +17,13 @@ from weft.planner.search import Model, search
 GB = 1e9
 TENTH_MORE = 1.1
 MAX_TIMES = 64
+LEAST_LONGER = 0.0005  # of a step: plans that differ by less take as long
 WORDS = {
     "compute": "compute",
     "bubble": "waiting in the pipeline",
     "optimizer": "the optimizer",
     "data": "gradients over data and shard",
+    "host": "copies to the host and back",
 }
 
 
@@ -65,8 +67,14 @@ def why(model: Model, question: Question, found: SearchResult) -> str:
         return f"{opening} No other layout of the axes is among the best."
     changes = {name: _where(other).get(name, 0.0) - where.get(name, 0.0) for name in {**where, **_where(other)}}
     worse, seconds = max(sorted(changes.items()), key=lambda pair: pair[1])
-    because = f", mostly by {_word(worse)} (+{seconds:.3g} s)" if seconds > 0.001 * total else ""
-    return f"{opening} The next layout, {short(other.plan)}, takes {other.seconds / total - 1:.1%} longer{because}."
+    longer = other.seconds - total
+    if longer < LEAST_LONGER * total:
+        return f"{opening} The next layout, {short(other.plan)}, takes as long."
+    because = f", mostly by {_word(worse)} (+{min(seconds, longer):.3g} s)" if seconds > 0.001 * total else ""
+    if seconds > 2 * longer:  # it takes longer for one thing, and less long for another
+        better, saved = min(sorted(changes.items()), key=lambda pair: pair[1])
+        because = f": {seconds:.3g} s more by {_word(worse)}, and {-saved:.3g} s less by {_word(better)}"
+    return f"{opening} The next layout, {short(other.plan)}, takes {longer / total:.1%} longer{because}."
 
 
 def _stages_by_memory(model: Model, candidate: Candidate) -> str:
@@ -90,7 +98,7 @@ def _recompute_in_stages(model: Model, candidate: Candidate, equal: Plan) -> str
     tensor = replace(equal.tensor, regather=False)
     everywhere = replace(equal, tensor=tensor, memory=replace(policy, recompute_stages=None))
     needed, limit = model.held(nowhere, count).total_bytes, model.cluster.node.device.memory_bytes
-    longer = model.steps.step(everywhere, count).seconds / candidate.seconds - 1
+    longer = model.step(everywhere, count).seconds / candidate.seconds - 1
     return (
         f" {policy.recompute_stages} of {equal.pipe.num_stages} stages recompute, the first ones, which hold the most "
         f"micro-batches: without recompute it needs {needed / GB:.1f} of {limit / GB:.4g} GB, and with recompute in "
@@ -228,7 +236,7 @@ def _faster(link: Link) -> Link:
 
 
 def _timed_again(model: Model, candidates: Sequence[Candidate]) -> list[Candidate]:
-    steps = (model.steps.step(one.plan, one.num_micro_batches) for one in candidates)
+    steps = (model.step(one.plan, one.num_micro_batches) for one in candidates)
     return [replace(one, seconds=step.seconds, step=step) for one, step in zip(candidates, steps, strict=True)]
 
 

@@ -12,6 +12,7 @@ from weft.memory.offload_weights import WEIGHTS, LinkTraffic, home_bytes
 from weft.plan import Plan
 from weft.planner.step import HOST_LINK_SHARE
 from weft.profiling import Profile
+from weft.sharding.layout import COMPUTE_DTYPE, NUM_DEVICE_BUFFERS, gradient_dtype
 from weft.strategy import Cost
 
 
@@ -35,6 +36,22 @@ def copied_seconds(
     link_seconds = {ACTIVATIONS: 2 * sent_bytes / rate, WEIGHTS: streamed / rate}
     exposed = max(0.0, busy_forward - forward) + max(0.0, busy_backward - (compute - forward))
     return {kind: seconds for kind, seconds in link_seconds.items() if seconds}, exposed
+
+
+def equal_trips(num_streamed: int, numel: float, plan: Plan, num_micro_batches: int) -> LinkTraffic:
+    """The traffic of a step's streamed weights, as `link_traffic` counts it, if all streamed blocks are equal.
+
+    `numel` are the parameters of a block.
+    """
+    weight = numel * COMPUTE_DTYPE[plan.precision].itemsize
+    trained = num_streamed * numel * gradient_dtype(plan, num_micro_batches).itemsize
+    whole, kept = num_streamed * weight, min(num_streamed, NUM_DEVICE_BUFFERS) * weight
+    more = num_micro_batches - 1
+    return LinkTraffic(
+        int(whole + more * (whole - kept)),
+        int(num_micro_batches * (whole - kept) + more * trained),
+        int(num_micro_batches * trained),
+    )
 
 
 def update_seconds(one: Cost, profile: Profile, plan: Plan, cluster: Cluster) -> float:

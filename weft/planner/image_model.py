@@ -13,6 +13,7 @@ from weft.cluster.hardware import Cluster
 from weft.compile.saved_bytes import needs_pieces
 from weft.data.config import ImageShape
 from weft.inspection.blocks import find_blocks
+from weft.memory.offload_activations import offloadable_storages, offloaded_blocks
 from weft.models import VisionConfig, build
 from weft.plan import Plan
 from weft.planner.closed_form_memory import RankMemory
@@ -65,6 +66,11 @@ class ImageModel(Model):
     def held(self, plan: Plan, num_micro_batches: int) -> RankMemory:
         """Memory of the rank that needs most."""
         return self.steps.held(plan, num_micro_batches)
+
+    def _sent_bytes(self, plan: Plan) -> float:
+        places = offloaded_blocks(len(self.profile.blocks), plan.memory.activations)
+        stored = (offloadable_storages(self.profile.blocks[place], plan) for place in places)
+        return (plan.micro_batch or 1) * sum(sum(one.values()) for one in stored) / plan.tile.degree
 
     def common(self, plan: Plan, num_micro_batches: int) -> CommonCosts:
         """The costs of plans that differ only in data, shard and offloaded state. Each plan is computed anew."""

@@ -39,6 +39,12 @@ class ImageSearch(Search):
             return super()._allowed(strategy, fields)
         return ({"tile": tile} for tile in self._tiles(fields["tile"].rows, fields["tile"].columns))
 
+    def _refuses(self, plan: Plan, reason: str | None = None) -> bool:
+        return super()._refuses(replace(plan, tile=Tile()), reason)  # a dry run of tiles was made before
+
+    def _may_pipe(self, inner: Plan, pipe: Pipe) -> bool:
+        return super()._may_pipe(replace(inner, tile=Tile()), pipe)
+
     def _branches(self, fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         """Yields the fields if the model has such branches. Why it has not is an answer only to who asks for them."""
         key, is_asked = tuple(fields.items()), any(name.startswith("branch.") for name in self._names)

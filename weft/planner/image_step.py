@@ -22,7 +22,7 @@ from weft.planner.image_sections import ImageSections
 from weft.planner.in_flight import alive_at_once
 from weft.planner.micro_batch import Seconds
 from weft.planner.question import inner_settings
-from weft.planner.step import FIXED_SECONDS, CommonTimes, PlannedStage, StepModel, StepTime, on_rank
+from weft.planner.step import FIXED_SECONDS, PlannedStage, PlannedStages, StepModel, StepTime, on_rank
 from weft.profiling.workload import BlockWork
 from weft.schedule.schedules import make_schedule
 from weft.schedule.simulate import simulate
@@ -97,30 +97,42 @@ class ImageSteps(StepModel):
     def kernel_seconds(self, plan: Plan) -> float:
         return sum(self.chain(plan))
 
-    def bound(self, plan: Plan, num_micro_batches: int, common: CommonTimes | None = None) -> float:
+    def bound(
+        self,
+        plan: Plan,
+        num_micro_batches: int,
+        planned: PlannedStages | None = None,
+        makespan_seconds: float | None = None,
+    ) -> float:
         return num_micro_batches * sum(self.chain(plan)) / plan.pipe.degree + FIXED_SECONDS
 
     def step(self, plan: Plan, num_micro_batches: int) -> StepTime:
-        """Times a step. Branches wait for what they communicate: nothing overlaps with it.
-
-        A rank of a pipeline communicates for the branches of its own stages, also while others wait for its results.
-        """
-        found, sizes = super().step(plan, num_micro_batches), self.branch_sizes(plan)
-        if sizes is None:
+        found, sent = super().step(plan, num_micro_batches), self._branch_seconds(plan, num_micro_batches)
+        if not sent:
             return found
-        assert plan.micro_batch is not None
-        calls = [(name, float(num_bytes * plan.micro_batch)) for name, num_bytes in sizes.calls] * num_micro_batches
-        if plan.branch.splits_batch:  # gradients of what all ranks hold
-            calls.append(("all_reduce", sizes.shared_numel / plan.shard.degree * self.software.gradient_bytes))
-        sent = sum(self.seconds("branch", operation, num_bytes, plan) for operation, num_bytes in calls)
-        sent *= (num_micro_batches + plan.pipe.degree - 1) / (num_micro_batches * plan.pipe.degree)
         exposed = {**found.exposed_seconds, "branch": sent}
         return replace(
             found, seconds=found.seconds + sent, exposed_seconds=exposed, where={**found.where, "branch": sent}
         )
 
-    def estimate(self, plan: Plan, num_micro_batches: int, common: CommonTimes | None = None) -> float:
-        return self.step(plan, num_micro_batches).seconds
+    def step_seconds(self, plan: Plan, num_micro_batches: int, planned: PlannedStages | None = None) -> float:
+        sent = self._branch_seconds(plan, num_micro_batches)
+        return super().step_seconds(plan, num_micro_batches, planned) + sent
+
+    def _branch_seconds(self, plan: Plan, num_micro_batches: int) -> float:
+        """Seconds in which branches wait for what they communicate: nothing overlaps with it.
+
+        A rank of a pipeline communicates for the branches of its own stages, also while others wait for its results.
+        """
+        sizes = self.branch_sizes(plan)
+        if sizes is None:
+            return 0.0
+        assert plan.micro_batch is not None
+        calls = [(name, float(num_bytes * plan.micro_batch)) for name, num_bytes in sizes.calls] * num_micro_batches
+        if plan.branch.splits_batch:  # gradients of what all ranks hold
+            calls.append(("all_reduce", sizes.shared_numel / plan.shard.degree * self.software.gradient_bytes))
+        sent = sum(self.seconds("branch", operation, num_bytes, plan) for operation, num_bytes in calls)
+        return sent * (num_micro_batches + plan.pipe.degree - 1) / (num_micro_batches * plan.pipe.degree)
 
     def groups(self, plan: Plan) -> list[tuple[int, int]]:
         """Returns the sections [begin, end) of each stage.
@@ -145,7 +157,7 @@ class ImageSteps(StepModel):
             for one in self.section_seconds(plan.of_stage(stage))[begin:end]:
                 total = total.plus(one)
             own = sections[begin:end]
-            parts = tuple((one.part, plan.micro_batch * one.images) for one in own)
+            parts = tuple((one.part, plan.micro_batch * one.images, 1) for one in own)
             message = own[-1].boundary_bytes * own[-1].images * plan.micro_batch
             numel = self._held_numel(own, sizes)
             found.append(PlannedStage(total, numel, len(own), message, parts))

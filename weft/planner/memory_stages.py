@@ -122,16 +122,19 @@ class StageChoice:
         return None if found is None else self.plan_of(*found)
 
     def bound(self, count: int, shares: Sequence[int]) -> float:
-        """A lower bound of the seconds of a step with these stages, of which the first `count` recompute."""
-        seconds = self._rank_seconds(count, shares)
-        wait = (sum(seconds) - max(seconds)) / self.costs.chunks
-        return (self.costs.num_micro_batches * max(seconds) + wait) * ROUNDING
+        """A lower bound of the seconds of a step with these stages, of which the first `count` recompute.
+
+        A rank computes all micro-batches, and the first and the last go through the stages before its own.
+        """
+        least = before = 0.0
+        for rank, seconds in enumerate(self._rank_seconds(count, shares)):
+            least = max(least, before + self.costs.num_micro_batches * seconds)
+            before += shares[rank] // self._chunks * self.costs.seconds.block
+        return least * ROUNDING
 
     def least_seconds(self, count: int) -> float:
         """A lower bound of the seconds of a step with any stages, of which the first `count` recompute."""
-        total = sum(self._ends) + self.costs.units.num_blocks * self.costs.seconds.block
-        slowest = self._least_rank_seconds(count)
-        return (self.costs.num_micro_batches * slowest + (total - slowest) / self.costs.chunks) * ROUNDING
+        return self.costs.num_micro_batches * self._least_rank_seconds(count) * ROUNDING
 
     def _least_rank_seconds(self, count: int) -> float:
         """The seconds of the slowest rank, if the first `count` stages recompute and blocks could be cut anywhere."""

@@ -35,6 +35,7 @@ from weft.parallel.branch.axis import describe_deal, work_share
 from weft.pipeline.build import Staging, stage
 from weft.pipeline.cost import edge_bytes
 from weft.plan import Branch, Plan
+from weft.planner.closed_form_memory import margin_bytes
 from weft.planner.host_link import copied_seconds, update_seconds
 from weft.planner.image_model import planned_images, software_for_images
 from weft.planner.kfac_cost import with_kfac
@@ -83,6 +84,12 @@ class Prediction:
     weights: float = 0.0
     assumptions: tuple[str, ...] = ()  # sentences, for facts that could not be determined
     branches: str = ""  # the branches of each rank, and their imbalance
+    margin_bytes: int = 0  # of device memory, beside tensors: the allocator's overhead, the CUDA context and NCCL
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of device memory that the run needs, with the margin: what a search for plans holds to the limit."""
+        return self.cost.memory_bytes + self.margin_bytes
 
     def to_json(self) -> dict[str, Any]:
         """Returns the prediction as plain values, for JSON."""
@@ -92,6 +99,7 @@ class Prediction:
                 "saved_bytes": self.cost.saved_bytes,
                 "transient_bytes": self.cost.transient_bytes,
                 "total_bytes": self.cost.memory_bytes,
+                "margin_bytes": self.margin_bytes,
                 "limit_bytes": self.memory_limit_bytes,
                 "pipe_rank": self.pipe_rank,
                 "host_bytes": dict(self.cost.host_bytes),
@@ -180,6 +188,7 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
         plan.memory.weights,
         (*whole.assumptions, *cost_assumptions(whole, plan)),
         describe_deal(whole, plan) if plan.branch.degree > 1 else "",
+        0 if is_cpu(cluster) else margin_bytes(costs[worst].memory_bytes),
     )
 
 

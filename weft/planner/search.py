@@ -1,19 +1,20 @@
 """The search for the fastest plans that fit into memory.
 
 It always tries next what has the lowest bound of its time, and ends when no remaining bound is lower than the times of
-the plans found. So it misses no plan that is among the fastest, and times few others. Each bound leads to higher ones:
+the plans found. Each bound is at most the time of every plan behind it, so the search misses no plan that is among the
+fastest, and times few others. Each bound leads to higher ones:
 
 1. Settings that shape a rank's own work (those that the strategies of the axes name, micro-batch, recompute): a step
    takes at least its kernels, and then its kernels and collectives, divided over all devices.
 2. Each of them with a pipeline and its schedule: waits, and the update of the state, are added.
-3. A pipeline with all divisions of its ranks over shard, with its stages, and data: these are checked for memory and
-   timed in closed form.
-4. A plan that does not fit: it is tried with stages by memory, with recompute in its first stages, with fewer
+3. All divisions of a pipeline's ranks over shard, with its stages, and data are checked for memory.
+4. The schedule of a plan that fits is run, as if its ranks never waited for parameters and gradients, and then with all
+   collectives.
+5. A plan that does not fit: it is tried with stages by memory, with recompute in its first stages, with fewer
    micro-batches in flight, and with inputs of matmuls gathered again (`smaller_forms.py`), all of them slower.
 
-A plan that does not fit is also tried with the smallest share of its state in host memory with which it does. The best
-plans, also in other forms, are then timed by simulating their schedules. The search is deterministic: the same question
-has the same answer.
+A plan that does not fit is also tried with the smallest share of its state in host memory with which it does. Other
+forms of the best plans are tried at last. The search is deterministic: the same question has the same answer.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import heapq
 import math
 from abc import ABC, abstractmethod
+from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,26 +31,28 @@ from typing import Any, Literal, Self
 
 from weft.cluster.hardware import Cluster
 from weft.errors import PlanError
+from weft.memory.offload_activations import offloaded_blocks
 from weft.parallel.apply import STRATEGIES
 from weft.plan import Memory as MemoryPolicy
 from weft.plan import Pipe, Plan, Recompute, Shard
 from weft.planner.asked import AskedFields
-from weft.planner.candidate import Candidate, SearchResult, offloaded, rank
+from weft.planner.candidate import Candidate, SearchResult, nearest_to_fit, offloaded, rank
 from weft.planner.closed_form_memory import RankMemory, Sizes, plan_sizes
 from weft.planner.common_costs import CommonCosts, TextCosts, costs_of_stages
+from weft.planner.host_link import copied_seconds, equal_trips
 from weft.planner.memory_stages import StageChoice
 from weft.planner.other_forms import with_other_forms
-from weft.planner.question import Constraint, Question, size_settings, with_fields
+from weft.planner.question import NOT_TRIED, Constraint, Question, size_settings, with_fields
+from weft.planner.schedule_time import schedule_refusal
 from weft.planner.smaller_forms import IN_FLIGHT, SmallerForms
-from weft.planner.step import StepModel
+from weft.planner.step import StepModel, StepTime
 from weft.profiling import Profile, ProfileCache
-from weft.schedule.schedules import SCHEDULES, refuse_schedule
+from weft.schedule.schedules import SCHEDULES
+from weft.sharding.layout import evenly_spaced
 from weft.strategy import SearchSpace, Strategy, divisors
 
-MAX_MICRO_BATCH = 64
-NUM_TIMED = 48  # plans, the best in closed form, that are timed by simulation
-NUM_TOO_LARGE = 5
-CLOSED_FORM_ERROR = 1.1  # times in closed form are at most so many times those by simulation
+SAME = 2e-9  # relative difference of times that may be rounding
+NUM_SURE = 10  # of the plans that are kept, the first so many are sure to be the fastest that there are
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 # Both are the same on every cluster.
 _SIZES = ProfileCache[tuple[Any, ...], Sizes]()
@@ -107,6 +111,24 @@ class Model:
         """The costs that the plan shares with plans that differ only in data, shard and offloaded state."""
         return TextCosts(plan, num_micro_batches, self.steps, self._sizes_of)
 
+    def step(self, plan: Plan, num_micro_batches: int) -> StepTime:
+        """Times a step, with copies of activations and weights to the host and back that compute does not hide."""
+        found, memory = self.steps.step(plan, num_micro_batches), plan.memory
+        if not memory.activations and not memory.weights:
+            return found
+        num_streamed = len(evenly_spaced(self.num_blocks, memory.weights))
+        trips = equal_trips(num_streamed, self.profile.blocks[-1].numel, plan, num_micro_batches)
+        sent = int(num_micro_batches * self._sent_bytes(plan))
+        copied, exposed = copied_seconds(sent, trips, plan, found.where["compute"], self.cluster)
+        return (
+            replace(found, seconds=found.seconds + exposed, where={**found.where, "host": exposed}) if copied else found
+        )
+
+    def _sent_bytes(self, plan: Plan) -> float:
+        """Bytes of saved activations that a micro-batch sends to the host."""
+        sent = len(offloaded_blocks(self.num_blocks, plan.memory.activations)) * self._sizes_of(plan).block_sent
+        return sent * (plan.micro_batch or 1) / plan.num_parts("tokens")
+
     def stage_choice(self, plan: Plan, num_micro_batches: int, limit_bytes: float) -> StageChoice | None:
         """Returns what chooses the plan's stages by memory; None if the model's blocks are not equal."""
         costs = costs_of_stages(plan, num_micro_batches, self.steps, self._sizes_of)
@@ -132,8 +154,9 @@ class Search(ABC):
         self.steps = model.steps
         self.num_devices = model.steps.cluster.num_devices
         self.limit_seconds, self.limit_bytes = math.inf, model.steps.cluster.node.device.memory_bytes
-        self.num_considered, self._room = 0, max(keep, NUM_TIMED)
-        self._best: list[tuple[float, int, Candidate]] = []  # a heap with the slowest plan on top
+        self.num_considered, self._room = 0, max(keep, NUM_SURE)
+        self._num_sure = min(keep, NUM_SURE)
+        self._best: list[Candidate] = []  # in order of their times
         self._large: list[Candidate] = []  # plans that do not fit and would be among the fastest
         # What may still be tried: (lower bound of its seconds, order, function that tries it, arguments).
         self._untried: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -151,24 +174,13 @@ class Search(ABC):
         while self._untried and not self._is_slow(self._untried[0][0]):
             _, _, try_it, arguments = heapq.heappop(self._untried)
             try_it(*arguments)
-        kept = sorted((item[2] for item in self._best), key=rank)
-        forms = with_other_forms(kept, self.model, self.limit_bytes, self._reason, self._asked.holds_outer)
+        forms = with_other_forms(self._best, self.model, self.limit_bytes, self._reason, self._asked.holds_outer)
         timed = sorted(map(self._time, forms), key=rank)
         timed = [one for one in timed if one.seconds < self.limit_seconds][: self.keep]
-        large = self._nearest(timed[0].seconds if timed else math.inf)
+        large = nearest_to_fit(self._large, timed[0].seconds if timed else math.inf, self._seconds)
         refused = tuple((what, reason) for reason, what in self._refused.items())
         least = 0.0 if math.isinf(self._least) else self._least * self.num_devices
         return SearchResult(tuple(timed), tuple(large), refused, self.num_considered, least, self._unmet())
-
-    def _nearest(self, seconds: float) -> list[Candidate]:
-        """The plans of different layouts that are nearest to fit, of those that would be faster than `seconds`; of all
-        that would be among the fastest, if none would.
-        """
-        large = [one for one in self._large if one.seconds < seconds] or self._large
-        found: dict[tuple[int, ...], Candidate] = {}
-        for one in sorted(large, key=lambda candidate: candidate.memory.total_bytes):
-            found.setdefault(tuple(one.plan.degrees.values()), one)
-        return [*found.values()][:NUM_TOO_LARGE]
 
     def _unmet(self) -> dict[str, str]:
         """By the text of each constraint that no plan satisfied, the reason."""
@@ -180,7 +192,10 @@ class Search(ABC):
         if not constraint.is_equal or constraint.name == "tile.degree":
             return None
         try:
-            return self._reason(with_fields(self._base, {constraint.name: constraint.value}))
+            alone = self._base
+            if constraint.name in NOT_TRIED and constraint.name.startswith("pipe."):  # which no pipeline does not have
+                alone = replace(alone, pipe=Pipe(2))
+            return self._reason(with_fields(alone, {constraint.name: constraint.value}))
         except PlanError as error:
             return str(error)
 
@@ -239,8 +254,6 @@ class Search(ABC):
         """Yields the plan with each micro-batch and recompute policy; with kept collectives where experts are split."""
         batch = self.question.batch
         for micro_batch in divisors(batch):
-            if micro_batch > MAX_MICRO_BATCH and "micro_batch" not in self._names:
-                break
             if inner.tile.hand_over == "batch" and micro_batch % inner.tile.degree:
                 continue
             for recompute in RECOMPUTES[:1] if inner.tensor.regather else self._recomputes:
@@ -268,6 +281,28 @@ class Search(ABC):
         reasons = (strategy.refuse(self.model.profile, plan) for strategy in STRATEGIES)
         return next((reason for reason in reasons if reason is not None), None)
 
+    def _refuses(self, plan: Plan, reason: str | None = None) -> bool:
+        """Does the model refuse the whole plan, or is there another `reason`? Remembers why.
+
+        Settings that are each allowed may not go together.
+        """
+        reason = reason or self._reason(plan)
+        if reason is not None:
+            self._refused.setdefault(reason, plan.describe_axes())
+            self._asked.refuse(reason)
+        return reason is not None
+
+    def _may_pipe(self, inner: Plan, pipe: Pipe) -> bool:
+        """Does the model allow the pipeline around the settings of `inner`, whatever the other axes and micro-batches?
+
+        The answer is the same for all micro-batches.
+        """
+        key = pipe, inner.changed(micro_batch=None)
+        if pipe.degree > 1 and key not in self._reasons:
+            self._reasons[key] = self._reason(key[1].changed(pipe=pipe))
+        reason = self._reasons.get(key)
+        return reason is None or not self._refuses(inner.changed(pipe=pipe), reason)
+
     def _lay_out(self, inner: Plan) -> None:
         """Tries all pipelines around the settings of `inner` later, in the order of their bounds."""
         room, batch = self.num_devices // inner.num_ranks, self.question.batch
@@ -280,7 +315,12 @@ class Search(ABC):
             if batch % num_samples:
                 continue
             for pipe in self._pipes(degree, inner):
-                plan = inner.changed(pipe=pipe, shard=Shard(ranks))
+                if not self._may_pipe(inner, pipe):
+                    continue
+                plan = self._asked.piped(inner.changed(pipe=pipe, shard=Shard(ranks)))
+                if (reason := schedule_refusal(plan, batch // num_samples)) is not None:
+                    self._refuses(plan, reason)
+                    continue
                 common = self.model.common(plan, batch // num_samples)
                 if not self._is_slow(bound := common.least_seconds):
                     self._try_later(bound, self._divide, plan, common)
@@ -309,23 +349,22 @@ class Search(ABC):
             return plan
         try:
             plan = with_fields(plan, self._asked.fields)
-            pipe = plan.pipe
-            reason = refuse_schedule(pipe.schedule, pipe.degree, num_micro_batches, **pipe.options)
-            reason = reason or self._reason(plan)
+            reason = schedule_refusal(plan, num_micro_batches)
         except PlanError as error:
             reason = str(error)
-        if reason is not None:
-            self._refused.setdefault(reason, plan.describe_axes())
-            self._asked.refuse(reason)
-        return plan if reason is None else None
+        return None if self._refuses(plan, reason) else plan
 
     def _is_slow(self, seconds: float) -> bool:
-        """Are all plans kept so far faster than `seconds`, and are there enough of them? Or is the limit lower?"""
-        is_over = seconds >= self.limit_seconds * CLOSED_FORM_ERROR
-        return is_over or (len(self._best) >= self._room and seconds >= -self._best[0][0])
+        """Are enough plans faster than `seconds`, or is the limit lower? Equally fast plans are of interest."""
+        if seconds >= self.limit_seconds:
+            return True
+        return len(self._best) >= self._num_sure and seconds > self._best[self._num_sure - 1].seconds * (1 + SAME)
+
+    def _seconds(self, candidate: Candidate) -> float:
+        return self.steps.step_seconds(candidate.plan, candidate.num_micro_batches)
 
     def _time(self, candidate: Candidate) -> Candidate:
-        step = self.steps.step(candidate.plan, candidate.num_micro_batches)
+        step = self.model.step(candidate.plan, candidate.num_micro_batches)
         return replace(candidate, seconds=step.seconds, step=step)
 
     def _try_smaller(self, plan: Plan, common: CommonCosts) -> None:
@@ -334,28 +373,39 @@ class Search(ABC):
             self._consider(form, costs)
 
     def _consider(self, plan: Plan, common: CommonCosts) -> None:
-        """Keeps a plan if it is among the fastest that fit, or would be if it fitted."""
+        """Times a plan that fits later, and tries one that does not in smaller forms."""
         self.num_considered += 1
-        seconds = common.seconds(plan)
-        if self._is_slow(seconds):
+        bound = common.least_seconds_of(plan)
+        if self._is_slow(bound):
             return  # if it does not fit, it is not worth reporting either
-        candidate = Candidate(plan, common.num_micro_batches, seconds, common.memory(plan))
+        candidate = Candidate(plan, common.num_micro_batches, bound, common.memory(plan))
         found: Candidate | None = candidate
         is_large = candidate.memory.total_bytes > self.limit_bytes
         if is_large:
             self._large.append(candidate)
         is_capped = plan.pipe.in_flight is not None and IN_FLIGHT not in self._names
         if is_large and not plan.tensor.regather and not is_capped:
-            self._try_later(seconds, self._try_smaller, plan, common)
+            self._try_later(bound, self._try_smaller, plan, common)
         if is_large or self._shares[:1] != [0.0]:
             found = offloaded(candidate, common, self._shares, self.steps.cluster.node)
-        if found is None or self._is_slow(found.seconds):
+        if found is not None:
+            self._try_later(common.least_seconds_of(found.plan), self._run_schedule, found, common)
+
+    def _run_schedule(self, candidate: Candidate, common: CommonCosts) -> None:
+        """Keeps a plan that fits later, when no bound is lower than that for which its schedule is run."""
+        self._try_later(common.least_seconds_of(candidate.plan, is_closer=True), self._keep, candidate, common)
+
+    def _keep(self, candidate: Candidate, common: CommonCosts) -> None:
+        """Times a plan that fits, and keeps it if it is among the fastest."""
+        if self._refuses(candidate.plan):
             return
-        item = (-found.seconds, -self.num_considered, found)
-        if len(self._best) < self._room:
-            heapq.heappush(self._best, item)
-        elif item > self._best[0]:
-            heapq.heapreplace(self._best, item)
+        plan, count = candidate.plan, candidate.num_micro_batches
+        is_copied = plan.memory.activations > 0 or plan.memory.weights > 0
+        found = replace(candidate, seconds=self.model.step(plan, count).seconds if is_copied else common.seconds(plan))
+        if self._is_slow(found.seconds):
+            return
+        insort(self._best, found, key=rank)
+        del self._best[self._room :]
 
 
 class TextSearch(Search):

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from weft.cluster.hardware import ring_seconds
 from weft.parallel.apply import STRATEGIES
@@ -22,14 +22,14 @@ from weft.plan import Pipe, Plan
 from weft.planner.closed_form_memory import spared_bytes, updated_bytes
 from weft.planner.micro_batch import MicroBatchModel, Seconds, expert_replicas, place
 from weft.planner.network_use import divide, seconds_of, waits
-from weft.planner.schedule_time import ScheduleTime, run
+from weft.planner.schedule_time import ScheduleTime, least_makespan, run
 from weft.planner.stage_units import ModelUnits, StageUnits, UnitSeconds, equal_stages
 from weft.profiling.workload import BlockWork, Call
 from weft.schedule.schedules import make_schedule
 from weft.schedule.shadow import with_shadows
 from weft.schedule.simulate import Timeline, simulate
 from weft.sharding.layout import COMPUTE_DTYPE, evenly_spaced
-from weft.strategy import Buffer, Strategy
+from weft.strategy import Buffer, Strategy, divisors
 
 BUFFER_AXES = [one for one in STRATEGIES if type(one).buffer_calls is not Strategy.buffer_calls]
 ROUNDING = 1 - 1e-9  # bounds are so much lower, as quotients in another order are rounded differently
@@ -72,28 +72,43 @@ class PlannedStage(NamedTuple):
     """One pipeline stage on one of its ranks.
 
     `seconds` are those of one micro-batch, `message_bytes` the output that the rank sends on, and `parts` the stage's
-    blocks with the micro-batch of each.
+    blocks, each with its micro-batch and how many there are of it.
     """
 
     seconds: Seconds
     numel: float
     num_blocks: int
     message_bytes: float
-    parts: tuple[tuple[BlockWork, float], ...]
+    parts: tuple[tuple[BlockWork, float, int], ...]
 
 
-class CommonTimes(NamedTuple):
-    """What times of plans share that differ only in data and shard.
+class PlannedStages(NamedTuple):
+    """A plan's stages. Plans that differ only in data, shard and state on the host have the same.
 
-    Seconds of one micro-batch on the busiest pipeline rank and in the whole model, the blocks and the parameters of
-    that rank, and the parameters of the largest rank.
+    Equal stages are one object.
     """
 
-    busiest: Seconds
-    total: Seconds
-    num_blocks: int
-    numel: float
-    largest_numel: float
+    stages: tuple[PlannedStage, ...]
+    largest_numel: float  # parameters of the rank that has most
+
+    @property
+    def alone(self) -> tuple[Seconds, ...]:
+        """Seconds of one micro-batch in each stage, without collectives over flat buffers."""
+        return tuple(one.seconds for one in self.stages)
+
+
+class _TimedStep(NamedTuple):
+    """The parts of a step's time. `both` are the seconds of each stage with the collectives over its flat buffers."""
+
+    both: tuple[Seconds, ...]
+    messages: tuple[float, ...]
+    schedule: ScheduleTime
+    reduction: float
+    optimizer: float
+
+    @property
+    def seconds(self) -> float:
+        return self.schedule.makespan_seconds + self.reduction + self.optimizer
 
 
 @dataclass(frozen=True)
@@ -112,41 +127,28 @@ class StepModel(MicroBatchModel):
         num_stages = plan.pipe.num_stages if plan.pipe.degree > 1 else 1
         return equal_stages(len(self.workload.blocks), num_stages, plan.memory.recompute_stages)
 
-    @cached_property
-    def _rank_units(self) -> dict[tuple[int, int], tuple[tuple[StageUnits, ...], tuple[StageUnits, ...]]]:
-        return {}
+    def planned_stages(self, plan: Plan) -> PlannedStages:
+        """The plan's stages, with what `seconds` and `step` need of them."""
+        stages = tuple(self.stages(plan))
+        ranks = ([stages[stage].numel for stage, _ in on_rank(plan.pipe, rank)] for rank in range(plan.pipe.degree))
+        return PlannedStages(stages, max(map(sum, ranks)))
 
-    def rank_units(self, plan: Plan) -> tuple[StageUnits, ...]:
-        """The different sums of stages that the plan's pipeline ranks hold."""
-        stages, degree = self.stage_units(plan), plan.pipe.degree
-        key = id(stages), degree
-        if key not in self._rank_units:
-            ranks = (stages[rank::degree] for rank in range(degree))
-            found = tuple(dict.fromkeys(_sum(own) for own in ranks))
-            self._rank_units[key] = stages, found  # holds the stages: their id stays unique
-        return self._rank_units[key][1]
+    def _messages(self, plan: Plan, planned: PlannedStages) -> tuple[float, ...]:
+        """Seconds of a message behind each stage but the last."""
+        return tuple(self.seconds("pipe", "send", stage.message_bytes, plan) for stage in planned.stages[:-1])
 
-    def common_times(self, plan: Plan) -> CommonTimes:
-        """What `estimate` needs of a plan apart from its data and shard."""
-        ranks = self.rank_units(plan)
-        busiest, total, units = self._busiest(plan, ranks)
-        largest = max(self._numel(one, plan) for one in ranks)
-        return CommonTimes(busiest, total, max(1, units.num_blocks), self._numel(units, plan), largest)
+    def _least_messages(self, plan: Plan, planned: PlannedStages) -> tuple[float, ...]:
+        """As `_messages`, the least under any division of `plan.shard` over data and shard.
 
-    def estimate(self, plan: Plan, num_micro_batches: int, common: CommonTimes | None = None) -> float:
-        """Seconds of a step in closed form, with 1f1b's waits. For the search; `step` simulates the schedule.
-
-        `common` are the plan's common times, if they are known.
+        Ranks of shard lie between neighbours on pipe, so fewer of them may put these into one node.
         """
-        busiest, total, count, numel, largest = common or self.common_times(plan)
-        ignored: dict[str, float] = {}
-        both = self._beside_buffers(busiest, numel, count, plan, ignored)
-        slower = [new / old if old else 1.0 for new, old in zip(both, busiest, strict=True)]
-        total = Seconds(total.forward * slower[0], total.backward * slower[1])
-        makespan = _makespan(both, total, plan.pipe, num_micro_batches)
-        makespan += 2 * (plan.pipe.degree - 1) * self.seconds("pipe", "send", self._message_bytes(plan), plan)
-        reduction = self._reduction(largest, plan, [busiest], count, ignored)
-        return makespan + reduction + self._optimizer_seconds(largest, plan, num_micro_batches)
+        inner, degree = plan.place("pipe")
+        inners = [inner // plan.shard.degree * shard for shard in divisors(plan.shard.degree)]
+        known: dict[float, float] = {}
+        for num_bytes in {stage.message_bytes for stage in planned.stages[:-1]}:
+            each = (self._call_seconds("send", num_bytes, one, degree) for one in inners)
+            known[num_bytes] = min(each) if num_bytes else 0.0
+        return tuple(known[stage.message_bytes] for stage in planned.stages[:-1])
 
     def unit_seconds(self, plan: Plan) -> UnitSeconds:
         """Seconds of one micro-batch in each end of the model, in one block, and in a block of a stage that recomputes,
@@ -157,37 +159,33 @@ class StepModel(MicroBatchModel):
         again = blocks if count is None else self._chain(plan.of_stage(0))[1]
         return UnitSeconds(sum(first), sum(blocks) / each, sum(last), sum(again) / each)
 
-    def bound(self, plan: Plan, num_micro_batches: int, common: CommonTimes | None = None) -> float:
-        """A lower bound of `estimate` for the plan, and for those with another `data` and `shard` of as many ranks.
+    def bound(
+        self,
+        plan: Plan,
+        num_micro_batches: int,
+        planned: PlannedStages | None = None,
+        makespan_seconds: float | None = None,
+    ) -> float:
+        """A lower bound of a step's seconds under the plan, and those with another `data` and `shard` of as many ranks.
 
-        All of these ranks must be in `plan.shard`: the more of them it has, the less each updates. Collectives count as
-        hidden. `common` are the plan's common times, if they are known.
+        All of these ranks must be in `plan.shard`: the more of them it has, the less each updates. Collectives over
+        flat buffers count as hidden. `planned` are the plan's stages, and `makespan_seconds` is the `least_makespan` of
+        such a plan, if they are known: then it is a bound for this division alone.
         """
-        busiest, total, _, _, largest = common or self.common_times(plan)
-        makespan = _makespan(busiest, total, plan.pipe, num_micro_batches)
-        return makespan + self._update_seconds(largest, plan, num_micro_batches) * ROUNDING
+        planned = planned or self.planned_stages(plan)
+        if makespan_seconds is None:
+            makespan_seconds = self.least_makespan(plan, num_micro_batches, planned)
+        return (makespan_seconds + self._update_seconds(planned.largest_numel, plan, num_micro_batches)) * ROUNDING
 
-    def _busiest(self, plan: Plan, ranks: Sequence[StageUnits]) -> tuple[Seconds, Seconds, StageUnits]:
-        """Seconds of one micro-batch on the busiest of these pipeline ranks and in the whole model; what that rank
-        holds.
-        """
-        count = plan.memory.recompute_stages
-        first, blocks, last = self._chain(plan if count is None else plan.of_stage(count))
-        again = blocks if count is None else self._chain(plan.of_stage(0))[1]  # of recomputed blocks
-        each = len(self.workload.blocks) or 1
+    def least_makespan(self, plan: Plan, num_micro_batches: int, planned: PlannedStages) -> float:
+        """A lower bound of the seconds of the schedule, by formula, for any division of `plan.shard`."""
+        messages = self._least_messages(plan, planned)
+        return least_makespan(plan.pipe, num_micro_batches, planned.alone, messages)
 
-        def load(one: StageUnits, way: int) -> float:
-            own = (one.num_blocks - one.num_recomputed) / each * blocks[way]
-            if one.num_recomputed:
-                own += one.num_recomputed / each * again[way]
-            return own + one.has_first * first[way] + one.has_last * last[way]
-
-        loads = [Seconds(load(one, 0), load(one, 1)) for one in ranks]
-        busiest, units = max(zip(loads, ranks, strict=True), key=lambda pair: pair[0][0] + pair[0][1])
-        if count is None:
-            return busiest, blocks.plus(first).plus(last), units
-        every = _sum(self.stage_units(plan))
-        return busiest, Seconds(load(every, 0), load(every, 1)), units
+    def closer_bound(self, plan: Plan, num_micro_batches: int, planned: PlannedStages) -> float:
+        """A lower bound of a step's seconds under the plan, for which the schedule is run. `planned` are its stages."""
+        schedule = self._run(plan, planned.alone, self._messages(plan, planned), num_micro_batches)
+        return self.bound(plan, num_micro_batches, planned, schedule.makespan_seconds)
 
     def _numel(self, units: StageUnits, plan: Plan) -> float:
         """The number of parameters of a stage or rank, before `shard` splits them. x and y leave experts whole, unless
@@ -246,44 +244,71 @@ class StepModel(MicroBatchModel):
     def stages(self, plan: Plan) -> list[PlannedStage]:
         """The plan's stages; the ends of the model belong to those with its first and its last unit."""
         assert plan.micro_batch is not None
-        work, micro_batch = self.workload, plan.micro_batch
-        distinct = {id(part): part for part in (work.first, *work.blocks, work.last)}  # most blocks are the same object
-        message, found, begin, inside = self._message_bytes(plan), [], 0, dict[int, Seconds]()
+        work, micro_batch, message, begin = self.workload, plan.micro_batch, self._message_bytes(plan), 0
+        one_numel = self._numel(StageUnits(1, False, False), plan)
+        found: list[PlannedStage] = []
+        known: dict[Any, PlannedStage] = {}
         for stage, units in enumerate(self.stage_units(plan)):
-            if stage in (0, plan.memory.recompute_stages):  # from here on, stages have another policy
+            end = begin + units.num_blocks
+            key = units, stage < (plan.memory.recompute_stages or 0), None if len(self._kinds) == 1 else begin
+            if key not in known:
                 own_plan = plan.of_stage(stage)
-                inside = {key: self.inside(part, own_plan, micro_batch) for key, part in distinct.items()}
-            blocks = work.blocks[begin : begin + units.num_blocks]
-            begin += units.num_blocks
-            own = [*[work.first] * units.has_first, *blocks, *[work.last] * units.has_last]
-            seconds = Seconds()
-            for part in own:
-                seconds = seconds.plus(inside[id(part)])
-            numel, one = self._numel(units, plan), self._numel(StageUnits(1, False, False), plan)
-            count = max(1, round(numel / one)) if one else 1
-            found.append(PlannedStage(seconds, numel, count, message, tuple((part, micro_batch) for part in own)))
+                first, blocks, last = self._chain(own_plan)
+                kinds = [*Counter(work.blocks[begin:end]).items()]
+                if len(self._kinds) > 1:
+                    blocks = Seconds()
+                    for part, count in kinds:
+                        blocks = blocks.plus(self.inside(part, own_plan, micro_batch), count)
+                elif self._kinds:
+                    blocks = Seconds().plus(blocks, units.num_blocks / len(work.blocks))
+                seconds = blocks.plus(first, units.has_first).plus(last, units.has_last)
+                ends = [(work.first, int(units.has_first)), (work.last, int(units.has_last))]
+                numel = self._numel(units, plan)
+                num_buffers = max(1, round(numel / one_numel)) if one_numel else 1
+                parts = tuple((part, micro_batch, count) for part, count in (*kinds, *ends) if count)
+                known[key] = PlannedStage(seconds, numel, num_buffers, message, parts)
+            begin = end
+            found.append(known[key])
         return found
 
+    def _timed(
+        self, plan: Plan, num_micro_batches: int, planned: PlannedStages, exposed: dict[str, float]
+    ) -> _TimedStep:
+        """Times a step. Adds the seconds that collectives over flat buffers add to stages to `exposed`, by axis."""
+        beside: dict[int, tuple[Seconds, dict[str, float]]] = {}
+        for one in planned.stages:
+            if id(one) not in beside:
+                added: dict[str, float] = {}
+                beside[id(one)] = self._beside_buffers(one.seconds, one.numel, one.num_blocks, plan, added), added
+            for axis, seconds in beside[id(one)][1].items():
+                exposed[axis] = exposed.get(axis, 0.0) + seconds
+        both = tuple(beside[id(one)][0] for one in planned.stages)
+        messages = self._messages(plan, planned)
+        schedule = self._run(plan, both, messages, num_micro_batches)
+        count = max(stage.num_blocks for stage in planned.stages)
+        reduction = self._reduction(planned.largest_numel, plan, planned.alone, count)
+        optimizer = self._optimizer_seconds(planned.largest_numel, plan, num_micro_batches)
+        return _TimedStep(both, messages, schedule, reduction, optimizer)
+
+    def step_seconds(self, plan: Plan, num_micro_batches: int, planned: PlannedStages | None = None) -> float:
+        """The seconds of a step, as `step` returns them, in less time. `planned` are its stages, if they are known."""
+        return self._timed(plan, num_micro_batches, planned or self.planned_stages(plan), {}).seconds
+
     def step(self, plan: Plan, num_micro_batches: int) -> StepTime:
-        """Times a step under a plan, with the schedule simulated."""
-        stages, exposed = self.stages(plan), dict[str, float]()
-        alone = [stage.seconds for stage in stages]
-        both = [self._beside_buffers(one.seconds, one.numel, one.num_blocks, plan, exposed) for one in stages]
-        messages = [self.seconds("pipe", "send", stage.message_bytes, plan) for stage in stages[:-1]]
-        makespan, bubble = self._run(plan, both, messages, num_micro_batches)
-        timeline = partial(self._timeline, plan, both, messages, num_micro_batches)
-        largest = max(sum(stages[stage].numel for stage, _ in on_rank(plan.pipe, r)) for r in range(plan.pipe.degree))
-        own = self._where(plan, num_micro_batches, stages, both, exposed)
-        reduction = self._reduction(largest, plan, alone, max(stage.num_blocks for stage in stages), exposed)
-        optimizer = self._optimizer_seconds(largest, plan, num_micro_batches)
+        """Times a step under a plan, and divides its seconds."""
+        planned, exposed = self.planned_stages(plan), dict[str, float]()
+        timed, stages, alone = self._timed(plan, num_micro_batches, planned, exposed), planned.stages, planned.alone
+        timeline = partial(self._timeline, plan, timed.both, timed.messages, num_micro_batches)
+        own = self._where(plan, num_micro_batches, stages, timed.both, exposed)
+        exposed["data"] = exposed.get("data", 0.0) + timed.reduction
         compute = max(self._load(plan.pipe, rank, alone) for rank in range(plan.pipe.degree)) * num_micro_batches
-        rest = {
-            "bubble": makespan - sum(own.values()),
-            "data": own.get("data", 0.0) + reduction,
-            "optimizer": optimizer,
+        where = {
+            **own,
+            "bubble": timed.schedule.makespan_seconds - sum(own.values()),
+            "data": own.get("data", 0.0) + timed.reduction,
+            "optimizer": timed.optimizer,
         }
-        where = {**own, **rest}
-        return StepTime(makespan + reduction + optimizer, compute, exposed, bubble, optimizer, where, timeline)
+        return StepTime(timed.seconds, compute, exposed, timed.schedule.bubble_share, timed.optimizer, where, timeline)
 
     def _load(self, pipe: Pipe, rank: int, stages: Sequence[Seconds]) -> float:
         """Seconds that a pipeline rank computes for each micro-batch."""
@@ -293,8 +318,8 @@ class StepModel(MicroBatchModel):
         self,
         plan: Plan,
         num_micro_batches: int,
-        stages: list[PlannedStage],
-        both: list[Seconds],
+        stages: Sequence[PlannedStage],
+        both: Sequence[Seconds],
         exposed: Mapping[str, float],
     ) -> dict[str, float]:
         """Seconds of the busiest pipeline rank in a step: its kernels, and the time that each axis adds to them.
@@ -307,8 +332,8 @@ class StepModel(MicroBatchModel):
         for stage, share in on_rank(plan.pipe, rank):
             own_plan = plan.of_stage(stage)
             plans[own_plan.memory.recompute] = own_plan
-            for part, micro_batch in stages[stage].parts:
-                parts[part, micro_batch, own_plan.memory.recompute] += share  # type: ignore[assignment]
+            for part, micro_batch, count in stages[stage].parts:
+                parts[part, micro_batch, own_plan.memory.recompute] += share * count  # type: ignore[assignment]
         found: defaultdict[str, float] = defaultdict(float)
         for (part, micro_batch, recompute), count in parts.items():
             for axis, seconds in self.exposed(part, plans[recompute], micro_batch).items():
@@ -360,13 +385,15 @@ class StepModel(MicroBatchModel):
     def _known_waits(self) -> dict[object, Seconds]:
         return {}
 
-    def _run(self, plan: Plan, stages: list[Seconds], messages: list[float], num_micro_batches: int) -> ScheduleTime:
+    def _run(
+        self, plan: Plan, stages: tuple[Seconds, ...], messages: tuple[float, ...], num_micro_batches: int
+    ) -> ScheduleTime:
         if plan.pipe.degree == 1:
             return ScheduleTime(sum(stages[0]) * num_micro_batches, 0.0)
-        return run(plan.pipe, num_micro_batches, tuple(stages), tuple(messages))
+        return run(plan.pipe, num_micro_batches, stages, messages)
 
     def _timeline(
-        self, plan: Plan, stages: list[Seconds], messages: list[float], num_micro_batches: int
+        self, plan: Plan, stages: Sequence[Seconds], messages: Sequence[float], num_micro_batches: int
     ) -> Timeline | None:
         if plan.pipe.degree == 1:
             return None
@@ -376,9 +403,7 @@ class StepModel(MicroBatchModel):
         halves = [stage.backward / 2 for stage in stages]
         return simulate(schedule, [stage.forward for stage in stages], halves, halves, messages)
 
-    def _reduction(
-        self, largest: float, plan: Plan, stages: list[Seconds], count: int, exposed: dict[str, float]
-    ) -> float:
+    def _reduction(self, largest: float, plan: Plan, stages: Sequence[Seconds], count: int) -> float:
         """Seconds that a step takes longer for reducing gradients over all axes, and between mirrored replicas.
 
         The last backward hides as much of it as it can. `largest` is the number of parameters of the largest rank,
@@ -407,14 +432,7 @@ class StepModel(MicroBatchModel):
             ahead = reduce_seconds * (chunks - 1) / chunks
             last = before + reduce_seconds - ahead
             reduce_seconds = self.beside(longest, last, last / count) - without + self.beside(others, ahead) - others
-        exposed["data"] = exposed.get("data", 0.0) + reduce_seconds
         return reduce_seconds
-
-
-def _sum(stages: Sequence[StageUnits]) -> StageUnits:
-    """What several stages hold together."""
-    num_blocks, num_recomputed = sum(one.num_blocks for one in stages), sum(one.num_recomputed for one in stages)
-    return StageUnits(num_blocks, stages[0].has_first, stages[-1].has_last, num_recomputed)
 
 
 def on_rank(pipe: Pipe, rank: int) -> list[tuple[int, float]]:
@@ -422,21 +440,3 @@ def on_rank(pipe: Pipe, rank: int) -> list[tuple[int, float]]:
     if pipe.is_mirrored:
         return [(rank, 0.5), (pipe.degree - 1 - rank, 0.5)]
     return [(stage, 1.0) for stage in range(rank, pipe.num_stages, pipe.degree)]
-
-
-def _makespan(busiest: Seconds, total: Seconds, pipe: Pipe, num_micro_batches: int) -> float:
-    """The duration of a pipeline in closed form: the busiest rank's work, and the other ranks' work on one micro-batch.
-
-    It is 1f1b's duration less the waits that other schedules avoid.
-    """
-    if pipe.degree == 1:
-        return num_micro_batches * sum(total)
-    # With fewer micro-batches than stages, a rank has no other chunk to compute while it waits.
-    chunks = pipe.chunks or 2 if pipe.schedule == "interleaved" and num_micro_batches >= pipe.degree else 1
-    wait = (sum(total) - sum(busiest)) / chunks
-    wait -= (total.backward - busiest.backward) / 2 if pipe.schedule == "zero-bubble" else 0
-    if pipe.in_flight is None:
-        return num_micro_batches * sum(busiest) + wait
-    # A rank that holds the cap waits until the oldest micro-batch has gone through all ranks and back.
-    free = pipe.in_flight - (pipe.num_stages - pipe.degree)  # beside those of one group at all stages but the last
-    return num_micro_batches * max(sum(busiest), sum(total) / free if free > 0 else 0.0) + wait

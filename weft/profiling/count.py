@@ -37,6 +37,7 @@ from weft.models.loss_head import example_labels, returns_loss
 from weft.profiling.autograd_graph import leaves_of, nodes_behind
 from weft.profiling.branches import DataFlow
 from weft.profiling.flops import KEPT_OPERATIONS, count_product
+from weft.profiling.fused_attention import attention_of_a_gpu
 from weft.profiling.parts import (
     Block,
     Convolution,
@@ -78,7 +79,7 @@ def count(
         given = tree_map(partial(cast, dtype=dtype), example())  # allocated before the forward
         experts = [layer.name for block in structure.blocks for layer in block.experts]
         with no_fakes_left(model), _explained(model), tally.watching(model, experts):
-            with example_labels(model, finish):
+            with example_labels(model, finish), attention_of_a_gpu():
                 output = call_with(model, state, given)
             finished = None if finish is None else finish(output)
     tally.end(tensors_of((output, finished)), state)

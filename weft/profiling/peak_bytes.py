@@ -29,6 +29,7 @@ from weft.inspection.live_bytes import LiveTensors
 from weft.models.loss import fused_rows_loss, rows_loss
 from weft.models.loss_head import example_labels, loss_head_of
 from weft.profiling import Block, Profile, ProfileCache, ProfileSource, cast, fake
+from weft.profiling.fused_attention import attention_of_a_gpu
 from weft.profiling.saved_in_pieces import as_in_pieces
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]  # applies a memory policy to a block's forward
@@ -112,7 +113,14 @@ def _run(source: ProfileSource, policy: str, wrap: Wrap, is_loss_fused: bool = F
         recorder = _PeakRecorder(LiveTensors(ignored=state.values()))
         recording = _recording(source.model, groups, wrap, recorder, runs_last)
         pieces = as_in_pieces() if source.in_pieces else nullcontext()
-        with recording, _loss(source.model, is_loss_fused), pieces, recorder.live, torch.enable_grad():
+        with (
+            recording,
+            _loss(source.model, is_loss_fused),
+            pieces,
+            recorder.live,
+            torch.enable_grad(),
+            attention_of_a_gpu(),
+        ):
             call_with(step, state, ())
             recorder.note()
     ran = (block for name, block in source.blocks.items() if name in recorder.start_bytes)
