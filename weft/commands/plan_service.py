@@ -105,12 +105,13 @@ def _show(
 ) -> None:
     asked = "" if question.rate is None else f", {question.rate:g} requests/s"
     shown = Table(title=f"{name} on {cluster.name}{asked}", title_justify="left", box=None, pad_edge=False)
-    heads = ["a replica", "devices", "requests/s", "first p99", "next p99", "replicas", "devices in all", "$/M tokens"]
+    heads = ["a replica", "devices", "rate", "first", "next", "replicas", "in all", "$/M"]
     for head in heads:
         shown.add_column(head, justify="left" if head == heads[0] else "right", no_wrap=head == heads[0])
     for one in found[:NUM_SHOWN]:
         shown.add_row(*_cells(one))
     console.print(shown)
+    say(console, "rate: requests/s of a replica; first, next: p99 of waits for tokens; in all: devices; $/M: tokens.")
     top = found[0]
     if top.num_devices > cluster.num_devices:
         say(console, f"This takes {top.num_devices} devices, and {cluster.name} has {cluster.num_devices}.")
