@@ -50,8 +50,7 @@ from weft.planner.serving_cpu import predict_decode
 from weft.schema import build_dataclass
 from weft.serve.cpu_costs import CpuCosts
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.head.graph_head import GraphHead
-from weft.serve.head.vocabulary_graph import build_graph
+from weft.serve.head.graph_head import GraphHead, build_graph
 from weft.serve.measurement.measure_decode import measure_decode
 from weft.serve.scheduling.request import Request, Sampling
 from weft.serve.weights.packed_linear import pack_head, pack_model

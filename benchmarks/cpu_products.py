@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.serve.weights.cpu_products import CpuWeight, arranged, why_dequantised
-from weft.serve.weights.weight_formats import dequantised_product, weight_format
+from weft.serve.weights.weight_formats import weight_format
 
 SHAPES = ((1024, 1536), (1024, 5632), (2816, 1024), (1024, 32000))  # inputs, outputs
 FORMATS = ("fp16", "int8-row", "int8", "int4")
@@ -61,7 +61,7 @@ def times(num_in: int, num_out: int, num_rows: int) -> dict[str, float]:
         parts = form.quantise(weight)
         codes = [arrange(name, parts) for _ in range(number(parts[0].numel()))]
         found[name] = milliseconds([lambda one=one: one.product(hidden) for one in codes])  # type: ignore[misc]
-        decoded = [lambda form=form, parts=parts: dequantised_product(form, hidden, parts)]  # type: ignore[misc]
+        decoded = [lambda form=form, parts=parts: form.product(hidden, parts)]  # type: ignore[misc]
         found[f"{name} decoded"] = milliseconds(decoded)
     return found
 

@@ -40,7 +40,7 @@ from weft.serve.attention.choice import LokiChoice
 from weft.serve.attention.formats import DEFAULT_BLOCK_SIZE, CacheFormat, Loki
 from weft.serve.attention.four_bits import FourBitStorage
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.model.decode_graph import GraphRecorder
+from weft.serve.model.step_graphs import GraphRecorder
 from weft.serve.scheduling.request import Request, Sampling
 from weft.serve.scheduling.speculation import EarlyLayers
 from weft.serve.weights.group_codes import joined_ranges

@@ -22,13 +22,13 @@ from weft.serve.attention.four_bits import FourBitPages, FourBitStorage
 from weft.serve.attention.plain import PlainPages, decode_attention
 from weft.serve.attention.whole_attention_kernel import whole_attention_by_kernel
 from weft.serve.engine import Engine, EngineOptions
-from weft.serve.model.decode_graph import GraphRecorder
 from weft.serve.model.fused_kernel import rotate_and_store_by_kernel
+from weft.serve.model.step_graphs import GraphRecorder
 from weft.serve.scheduling.request import Request, Sampling
+from weft.serve.weights.expert_kernel import order_by_kernel, route_by_kernel
 from weft.serve.weights.fast_path import place_of
 from weft.serve.weights.packed_experts import PackedExperts
 from weft.serve.weights.packed_linear import PackedLinear, pack_model
-from weft.serve.weights.router_kernel import order_by_kernel, route_by_kernel
 from weft.serve.weights.weight_formats import CPU_FORMATS, FORMATS
 
 TINY_EXPERTS = replace(

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from weft.serve.attention.attend import add_up
 from weft.serve.attention.batch import PagedBatch, PageShare
+from weft.serve.attention.decode_attention_kernel import add_up_by_kernel
 from weft.serve.attention.plain import PlainPages
-from weft.serve.attention.split_attention_kernel import add_up_by_kernel
 
 PAGE, DEGREE, REPEATS = 16, 2, 15
 

@@ -26,8 +26,7 @@ from torch import Tensor
 
 from weft.models import DecoderConfig, build, initialise
 from weft.serve.calibration.graph_index import NUM_LIKELY
-from weft.serve.head.graph_head import GraphHead, with_chosen_beam
-from weft.serve.head.vocabulary_graph import VocabularyGraph, build_graph, search
+from weft.serve.head.graph_head import GraphHead, VocabularyGraph, build_graph, search, with_chosen_beam
 
 RESULT = harness.RESULTS / "vocabulary-search-cpu.json"
 VOCAB, WIDTH, SEQUENCE, BATCH, NUM_STATES = 32768, 512, 256, 64, 2000

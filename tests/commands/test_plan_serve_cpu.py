@@ -19,8 +19,7 @@ from weft.planner.serving_cpu import predict_decode
 from weft.serve.attention.formats import Loki, save_loki
 from weft.serve.cpu_costs import CpuCosts
 from weft.serve.head import graph_head
-from weft.serve.head.graph_head import GraphHead
-from weft.serve.head.vocabulary_graph import VocabularyGraph
+from weft.serve.head.graph_head import GraphHead, VocabularyGraph
 from weft.serve.measurement import measure_decode
 
 MODEL = "mpt-125m"

@@ -13,10 +13,9 @@ from weft.models.attention import RMSNorm
 from weft.models.expert_rows import sort_by_expert
 from weft.models.experts import StackedExperts
 from weft.models.router import Router
-from weft.serve.weights import packed_expert_kernel, router_kernel
-from weft.serve.weights.packed_expert_kernel import sorted_rows_by_kernel, tokens_by_kernel
+from weft.serve.weights import expert_kernel
+from weft.serve.weights.expert_kernel import order_by_kernel, route_by_kernel, sorted_rows_by_kernel, tokens_by_kernel
 from weft.serve.weights.packed_experts import PackedExperts
-from weft.serve.weights.router_kernel import order_by_kernel, route_by_kernel
 from weft.serve.weights.weight_formats import weight_format
 
 
@@ -61,9 +60,9 @@ def experts(cases: tuple[Any, ...] = FEW) -> dict[str, dict[str, float]]:
     sorted. Controls: the codes of other experts, and the weights of other choices.
     """
     found = {}
-    packed_expert_kernel._OUTPUTS, packed_expert_kernel._PROGRAMS, packed_expert_kernel._MAX_ROWS = 64, 4, 16
+    expert_kernel._OUTPUTS, expert_kernel._PROGRAMS, expert_kernel._MAX_ROWS = 64, 4, 16
     for kernel, dtype, kind, sizes, num_tokens, k in cases:
-        packed_expert_kernel.kernel_for = lambda *_, kernel=kernel: kernel  # type: ignore[assignment]
+        expert_kernel.kernel_for = lambda *_, kernel=kernel: kernel  # type: ignore[assignment]
         packed = experts_of(kind, *sizes)
         tokens, weights = torch.randn(num_tokens, sizes[1]).to(dtype), torch.rand(num_tokens, k)
         chosen = torch.stack([torch.randperm(sizes[0] - 1)[:k] for _ in range(num_tokens)])  # nobody chooses the last
@@ -91,7 +90,7 @@ def routes() -> dict[str, dict[str, float]]:
     choices.
     """
     found = {}
-    router_kernel._LOADED = 512
+    expert_kernel._LOADED = 512
     for dtype, num_experts, size, num_tokens, k, is_normalised in (
         (torch.float32, 8, 100, 3, 2, True),
         (torch.float32, 60, 64, 1, 6, False),

@@ -41,7 +41,7 @@ from weft.serve.attention.four_bits import FourBitPages
 from weft.serve.attention.loki_kernel import chosen_slots_by_kernel
 from weft.serve.attention.plain import PlainStorage, decode_attention, prompt_attention_by_tiles
 from weft.serve.attention.prompt_attention_kernel import prompt_attention_by_kernel
-from weft.serve.head import filter_kernel, sampling_kernel
+from weft.serve.head import sampling_kernel
 from weft.serve.head.sampling import _settings_of, draw, filtered_draw_by_sorting
 from weft.serve.model.fused_kernel import (
     gated_by_kernel,
@@ -58,7 +58,7 @@ from weft.serve.weights.group_codes import group_range
 from weft.serve.weights.packed_product_kernel import packed_product_by_kernel
 from weft.serve.weights.packed_row_kernel import product_of_rows_by_kernel
 from weft.serve.weights.packed_token_kernel import TokenLaunch, product_of_token_by_kernel
-from weft.serve.weights.plain_steps import AfterProduct, plain_gate, rotate_by_angles
+from weft.serve.weights.steps import AfterProduct, plain_gate, rotate_by_angles
 from weft.serve.weights.weight_formats import Grouped, RowFp8, WeightFormat, weight_format
 from weft.sharding import gradient_kernel as take_kernel
 from weft.sharding.gradient_kernel import copy_with_squares
@@ -576,7 +576,7 @@ def serving() -> dict[str, dict[str, float]]:
 def filters() -> dict[str, dict[str, float]]:
     """Of draws by temperature, top_k, top_p and min_p, with many equal logits: how many differ."""
     found = {}
-    filter_kernel._CHUNK, sampling_kernel._TOKENS = 128, 64
+    sampling_kernel._CHUNK, sampling_kernel._TOKENS = 128, 64
     for dtype in (torch.float32, torch.bfloat16):
         number, vocab = 16, 203
         logits = (torch.randn(number, vocab + 5) * 3).to(dtype)[:, :vocab]
@@ -593,7 +593,7 @@ def filters() -> dict[str, dict[str, float]]:
         names = ("temperature", "top_k", "top_p", "log_min_p")
         settings: Any = SimpleNamespace(keys=keys, **dict(zip(names, given, strict=True)))
         plain = filtered_draw_by_sorting(logits.float(), settings, positions)
-        left = filter_kernel.filter_by_kernel(logits, *given)
+        left = sampling_kernel.filter_by_kernel(logits, *given)
         drawn = sampling_kernel.draw_by_kernel(logits, temperature, keys, positions, left)
         free = sampling_kernel.draw_by_kernel(logits, temperature, keys, positions)
         found[f"draws {dtype}"] = {
@@ -601,10 +601,10 @@ def filters() -> dict[str, dict[str, float]]:
             "alike without filters": float((free == plain).sum() > 13),
         }
     # A top_p next to 1: by rounding, 40 tokens have less than this share of their sum. They are left all the same.
-    filter_kernel._CHUNK = 64
+    sampling_kernel._CHUNK = 64
     logits = torch.stack([torch.randn(64, generator=torch.Generator().manual_seed(seed)) for seed in (57, 242, 615)])
     one = torch.ones(3, 1)
-    lowest, last = filter_kernel.filter_by_kernel(logits, one, 40 * one, 0.99999994 * one, (1e-38 * one).log())
+    lowest, last = sampling_kernel.filter_by_kernel(logits, one, 40 * one, 0.99999994 * one, (1e-38 * one).log())
     bits = logits.view(torch.int32)
     order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     is_left = (order > lowest[:, None]) | ((order == lowest[:, None]) & (torch.arange(64) <= last[:, None]))

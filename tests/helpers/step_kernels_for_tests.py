@@ -10,13 +10,13 @@ from weft.models.attention import RMSNorm
 from weft.serve.attention import decode_attention_kernel, plain, prompt_attention_kernel, whole_attention_kernel
 from weft.serve.attention.attend import add_up, takes_kernels
 from weft.serve.attention.batch import PagedBatch, PageShare, angles_at, slots_of
+from weft.serve.attention.decode_attention_kernel import add_up_by_kernel
 from weft.serve.attention.plain import PlainPages, decode_attention
-from weft.serve.attention.split_attention_kernel import add_up_by_kernel
 from weft.serve.attention.whole_attention_kernel import whole_attention_by_kernel
 from weft.serve.head import sampling_kernel
 from weft.serve.head.sampling import likeliest
 from weft.serve.head.sampling_kernel import likeliest_by_kernel
-from weft.serve.weights.plain_steps import rotate_by_angles
+from weft.serve.weights.steps import rotate_by_angles
 
 BLOCK_SIZE = 4
 LENGTHS = (1, 17, 50)  # of one part; with a new token that begins a tile; of several parts, if there are programs

@@ -28,8 +28,7 @@ from weft.models import DecoderConfig
 from weft.planner import serving_cpu
 from weft.planner.serving_cpu import CpuDecode
 from weft.serve.cpu_costs import CpuCosts, kept_bytes
-from weft.serve.head.graph_head import GraphHead
-from weft.serve.head.vocabulary_graph import VocabularyGraph
+from weft.serve.head.graph_head import GraphHead, VocabularyGraph
 from weft.serve.model.recurrent import TABLE_BYTES
 from weft.serve.weights.weight_formats import FORMATS, weight_bytes
 

@@ -15,8 +15,7 @@ from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import save_folder
 from weft.plan import Pipe, Plan, Tensor
-from weft.serve.calibration.corrected_blocks import corrected_parts, make_room_for_corrected
-from weft.serve.calibration.corrected_codes import pack_corrected
+from weft.serve.calibration.corrected_codes import corrected_parts, make_room_for_corrected, pack_corrected
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.follow_steps import follow_steps
 from weft.serve.loading import load_model

@@ -24,7 +24,7 @@ from weft.errors import ConfigError
 from weft.models import GPT2, Decoder
 from weft.serve.attention.formats import CacheFormat
 from weft.serve.attention.four_bits import FourBitStorage
-from weft.serve.drafts.early_layers import EarlyLayersDrafter
+from weft.serve.drafts.model_drafts import EarlyLayersDrafter
 from weft.serve.scheduling.request import Request
 from weft.serve.scheduling.scheduler import ActiveRequest
 from weft.serve.scheduling.speculation import EarlyLayers, early_layers

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from weft.errors import ConfigError, NumbersError
 from weft.models import save_folder
-from weft.serve.attention.host_pages import HostPages
 from weft.serve.engine import Engine, EngineOptions, LaunchedStep
 from weft.serve.model import model_part
-from weft.serve.model.decode_graph import DecodeGraphs, Replay, graph_sizes
-from weft.serve.model.mixed_graph import MixedGraphs, mixed_sizes
+from weft.serve.model.cache_memory import HostPages
+from weft.serve.model.step_graphs import DecodeGraphs, MixedGraphs, Replay, graph_sizes, mixed_sizes
 from weft.serve.model.step_inputs import StepInputs
 from weft.serve.scheduling.blocks import PagedBlocks
 from weft.serve.scheduling.request import Request, RequestError, Sampling
@@ -161,9 +160,8 @@ def test_decodes_by_graphs_are_padded_to_the_next_size_and_change_nothing() -> N
     requests = [Request(str(i), (i + 1, 5, 7), 3 + 2 * i, GREEDY) for i in range(6)]
     for record in (recorder, refuse):
         engine = make_engine(model, max_running=6, overlap=True)
-        engine._graphs = DecodeGraphs(
-            engine._part.paged, engine._part.cache, engine._sampler.last, engine._part.layout, CONTEXT, record
-        )
+        given = (engine._part.paged, engine._part.cache, engine._sampler.last, engine._part.layout, CONTEXT)
+        engine._graphs = DecodeGraphs(*given, graph_sizes(6), record)
         if record is refuse:
             with pytest.warns(UserWarning, match="cannot be captured .* going on without CUDA graphs"):
                 results = tokens_of(serve_all(engine, requests))
@@ -196,7 +194,7 @@ def test_steps_with_prompts_by_graphs_are_padded_to_the_next_size_and_change_not
     for record in (recorder, refuse):
         engine = make_engine(model, max_running=6, token_budget=24, overlap=True)
         part = engine._part
-        given = (part.paged, part.cache, engine._sampler.last, part.layout, CONTEXT, 20, record)
+        given = (part.paged, part.cache, engine._sampler.last, part.layout, CONTEXT, mixed_sizes(20), record)
         engine._mixed_graphs = graphs = MixedGraphs(*given)
         sizes = list[int]()
         monkeypatch.setattr(graphs, "run", recorded(graphs.run, sizes))

@@ -70,7 +70,7 @@ def random_tokens(number: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 def oracle(layer: FourBitPages, tokens: tuple[Tensor, Tensor, Tensor], window: int | None = None) -> Tensor:
     """Attention of every token, one by one, over the layer's decoded pages and its own page's keys as they are."""
     query, own, _ = tokens
-    keys, values = (one.flatten(0, 1) for one in layer.decoded(TABLE[0].long(), torch.float64))
+    keys, values = (one.flatten(0, 1) for one in layer.dequantised(TABLE[0].long(), torch.float64))
     out = []
     for place in range(len(query)):
         first = place // layer._size * layer._size
@@ -139,7 +139,7 @@ def test_a_chunk_over_several_pages_leaves_the_keys_of_its_last_page(first: int,
 def test_pages_hold_the_rounded_numbers() -> None:
     tokens, layer = random_tokens(GROUP), new_layer()
     attended(layer, tokens, [GROUP])
-    keys, values = layer.decoded(TABLE[0, 0].long(), torch.float64)
+    keys, values = layer.dequantised(TABLE[0, 0].long(), torch.float64)
     scale = layer._key_ranges[TABLE[0, 0].long(), ..., 0].double()  # [key heads, channels]
     assert bool(((keys - tokens[1]).abs() <= scale / 2 * (1 + 1e-6)).all())
     assert float(scale[:, 1].min()) > 5 * float(scale[:, 0].max())  # the large channel alone has a large scale
@@ -258,7 +258,7 @@ def test_tokens_do_not_depend_on_chunks_memory_prefixes_swapping_or_drafts(
 ) -> None:
     requests, expected = requests_and_tokens()
     draft_always(monkeypatch)
-    monkeypatch.setattr(four_bits, "DECODED_TOKENS", 2 * GROUP)  # several requests are decoded in turns
+    monkeypatch.setattr(four_bits, "DEQUANTISED_TOKENS", 2 * GROUP)  # several requests are decoded in turns
     drafter = {"speculate": longer_model()} if options.get("speculate") == "itself" else {}
     engine = engine_of(**{**options, **drafter})
     assert tokens_of(serve_all(engine, requests, every=1)) == expected

@@ -13,14 +13,17 @@ from torch import Tensor
 from weft.errors import ConfigError
 from weft.serve.head.graph_head import (
     GraphHead,
+    VocabularyGraph,
+    build_graph,
     graph_head,
     load,
     output_identity,
     output_matrix,
+    points_of,
     save,
+    search,
     with_chosen_beam,
 )
-from weft.serve.head.vocabulary_graph import VocabularyGraph, build_graph, points_of, search
 from weft.serve.scheduling.request import Request, RequestError, Sampling
 from weft.serve.scheduling.speculation import EarlyLayers
 

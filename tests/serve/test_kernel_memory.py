@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from weft.serve.attention.shared_memory import A100, L40S, has_room_for_four_bits, has_room_for_tiles
+from weft.serve.attention.attend import A100, L40S, has_room_for_four_bits, has_room_for_tiles
 
 pytestmark = pytest.mark.processes
 

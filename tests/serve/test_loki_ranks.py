@@ -21,10 +21,9 @@ from weft.errors import ConfigError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, build
-from weft.plan import Pipe, Plan, Tensor
+from weft.plan import Context, Pipe, Plan, Tensor
 from weft.serve.attention.choice import LokiChoice
-from weft.serve.attention.formats import CacheFormat, Loki, cache_format, save_loki
-from weft.serve.attention.model_identity import model_identity
+from weft.serve.attention.formats import CacheFormat, Loki, cache_format, model_identity, save_loki
 from weft.serve.calibration.loki_calibration import calibrate
 from weft.serve.costs import ServedCosts
 from weft.serve.engine import Engine, EngineOptions
@@ -48,6 +47,7 @@ FOUR_RANKS = [
     ("mixtral", Plan(expert=2, tensor=Tensor(2))),
     ("qwen2", Plan(data=2, tensor=Tensor(2))),
 ]
+OVER_PAGES = ("mistral", Plan(context=Context(2), tensor=Tensor(2)))
 
 
 @cache
@@ -155,7 +155,7 @@ def test_tokens_of_answers_are_decodes_and_those_of_prompts_are_not() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("one_in", [2, pytest.param(1, marks=pytest.mark.soak)])
 def test_four_ranks_give_the_tokens_of_one_under_every_axis(one_in: int) -> None:
-    cases = FOUR_RANKS[::one_in]
+    cases = [*FOUR_RANKS[::one_in], OVER_PAGES]
     expected = {name: on_one_rank(name, 2 if plan.tensor.x == 4 else 1) for name, plan in cases}
     for name, plan in cases:
         refuse_plan(CONFIGS[name], plan)
@@ -166,6 +166,7 @@ def test_four_ranks_give_the_tokens_of_one_under_every_axis(one_in: int) -> None
 
     def served(name: str, plan: Plan) -> Any:
         options = EngineOptions(**SCARCE, cache=CacheFormat(loki=calibrated(name)))  # type: ignore[arg-type]
+        options = replace(options, block_size=options.block_size // plan.context.degree)
         return tokens_on_ranks(name, Mesh(plan), requests(), options)
 
     for (name, plan), found in zip(cases, run_local(rank, 4, LIMIT_SECONDS)[0], strict=True):

@@ -29,8 +29,12 @@ from weft.models import DecoderConfig, save_folder
 from weft.models.experts import StackedExperts
 from weft.plan import Plan
 from weft.plan import Tensor as TensorDegrees
-from weft.serve.calibration.corrected_blocks import corrected_parts, make_room_for_corrected
-from weft.serve.calibration.corrected_codes import pack_corrected, second_moments
+from weft.serve.calibration.corrected_codes import (
+    corrected_parts,
+    make_room_for_corrected,
+    pack_corrected,
+    second_moments,
+)
 from weft.serve.loading import load_model
 from weft.serve.model.model_part import EngineOptions
 from weft.serve.parallel.rank_part import (

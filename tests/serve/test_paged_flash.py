@@ -111,13 +111,13 @@ def test_the_real_function_takes_these_arguments(monkeypatch: pytest.MonkeyPatch
         return pages_by_loop(*given, **more)
 
     monkeypatch.setattr(varlen, "varlen_attn", bound)
-    assert paged_flash.largest_error(CPU, torch.float32, 16, prompt_attention) < 1e-5
+    assert paged_flash.largest_error(CPU, torch.float32, 16) < 1e-5
     assert [call.arguments["window_size"] for call in calls] == [(-1, 0), (8, 0)]
 
 
 @pytest.mark.skipif(not HAS_PAGES, reason="torch's varlen_attn takes no block tables before 2.12")
 def test_without_flash_attention_3_the_real_function_is_not_called() -> None:
-    assert not paged_flash.has_paged_flash(CPU, torch.bfloat16, 16, prompt_attention)
+    assert not paged_flash.has_paged_flash(CPU, torch.bfloat16, 16)
 
 
 def test_a_machine_with_flash_attention_3_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,7 @@ from weft.serve.attention.choice import LokiChoice
 from weft.serve.attention.formats import CacheFormat
 from weft.serve.attention.four_bits import FourBitStorage
 from weft.serve.calibration.loki_calibration import calibrate
-from weft.serve.head.graph_head import GraphHead, output_identity, output_matrix
-from weft.serve.head.vocabulary_graph import build_graph
+from weft.serve.head.graph_head import GraphHead, build_graph, output_identity, output_matrix
 from weft.serve.model.recurrent import FusedGRU, FusedLSTM, RecurrentRows
 from weft.serve.model.step_inputs import text_inputs
 from weft.serve.scheduling.request import Request, Sampling

@@ -1,10 +1,13 @@
-"""The ranks of `context` hold the keys and values of each request together: tokens and logits are those of one rank."""
+"""The ranks of `context` hold the keys and values of each request together: tokens and logits are those of one rank,
+and Loki chooses the tokens that one rank would choose.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,8 +29,10 @@ from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.plan import Context, Pipe, Plan
 from weft.plan import Tensor as TensorDegrees
+from weft.serve.attention import choice, formats
 from weft.serve.attention.batch import PageShare
-from weft.serve.attention.plain import PlainPages
+from weft.serve.attention.choice import LokiChoice, choice_calls
+from weft.serve.attention.formats import CacheFormat, Loki
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.follow_steps import follow_steps
 from weft.serve.model.model_part import ModelPart
@@ -35,7 +40,9 @@ from weft.serve.model.ranks import ServingRanks
 from weft.serve.parallel.rank_part import refuse_plan
 from weft.serve.parallel.traffic import ServedSizes, step_calls
 
-SEQUENCE = ((7, 13, 14, 15, 16), (5, 0, 3, 1))  # two chunks and three decodes, in blocks anywhere in the cache
+ENDS = (9, 20, *range(21, 41))  # of two chunks, and of decodes
+BLOCKS = (5, 0, 3, 1, 7, 2, 4, 6, 9, 8)  # anywhere in the cache
+CHOICE = LokiChoice(dims=0.5, tokens=0.6, newest=1, dense_below=3)
 TWO = Plan(context=Context(2))
 # Sliding windows, learned positions, norms of heads, and other axes beside.
 FOUR_RANKS = [
@@ -59,58 +66,101 @@ def test_four_ranks_beside_other_axes(one_in: int) -> None:
     check(FOUR_RANKS[::one_in], 4)
 
 
+def loki_of(name: str, choice: LokiChoice = CHOICE) -> CacheFormat:
+    """Axes that mix all dims, of each layer and key head of a tiny model."""
+    sizes = ServedSizes.of(CONFIGS[name])
+    shape = (sizes.num_layers, sizes.num_key_heads, sizes.head_dim, sizes.head_dim)
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return CacheFormat(loki=Loki(torch.linalg.qr(drawn)[0], choice))
+
+
+def ends_of(name: str) -> tuple[int, ...]:
+    return tuple(end for end in ENDS if end <= 32) if name == "gpt2" else ENDS  # as many positions as it has
+
+
+def as_tensor(rows: list[Any]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
 @pytest.mark.processes
-def test_logits_and_traffic_are_as_stated_and_a_dropped_part_is_noticed() -> None:
-    """Logits equal those of one rank to 1e-12, and have the same bits on all ranks. Negative control: what rank 1
-    computes of its own pages is dropped. Each rank has half of the pages.
+@pytest.mark.parametrize(
+    ("degree", "cases"),
+    [
+        (2, [*(("plain", name) for name in ("llama", "mistral", "gpt2")), ("loki", "llama"), ("loki", "mistral")]),
+        pytest.param(4, [("plain", "llama"), ("loki", "gpt2")], marks=pytest.mark.soak),
+    ],
+)
+def test_logits_and_traffic_are_as_stated_and_mistakes_are_noticed(degree: int, cases: list[tuple[str, str]]) -> None:
+    """Logits equal those of one rank to 1e-12, and have the same bits on all ranks. Each rank has its share of the
+    pages. Negative controls: what rank 1 computes of its own pages is dropped; of Loki, scores are relative to the best
+    of a rank's own tokens.
     """
-    names = ("llama", "mistral", "gpt2")
-    options = EngineOptions(block_size=4, num_blocks=6)
-    expected = {name: logits_of(ModelPart(whole_model(name), options), *SEQUENCE) for name in names}
-    for name in names:
-        refuse_plan(CONFIGS[name], TWO)
+    plan, steps = Plan(context=Context(degree)), {"prompt": (0, 9), "decode": (19, 20)}
 
-    def rank(index: int) -> dict[str, Any]:
+    def part_on(cache: str, name: str, page_size: int, ranks: ServingRanks | None = None) -> ModelPart:
+        model, form = whole_model(name) if ranks is None else part_of(name, ranks.place), loki_of(name)
+        options = EngineOptions(block_size=page_size, num_blocks=10, context_length=48)
+        return ModelPart(model, replace(options, cache=form) if cache == "loki" else options, ranks)
+
+    def rank(index: int) -> list[dict[str, Any]]:
         torch.set_num_threads(1)
-        mesh = Mesh(TWO)
-        ranks = ServingRanks(mesh)
-        parts = {name: ModelPart(part_of(name, ranks.place), replace(options, block_size=2), ranks) for name in names}
-        pages = sum(page.nbytes for layer in parts["llama"].cache for page in layer.pages)
-        logits = {name: logits_of(part, *SEQUENCE).tolist() for name, part in parts.items()}
-        mesh.ledger.clear()
-        inputs = step_of(tuple(range(9)), 0, 5, [0, 1], 4)
-        assert parts["llama"].logits(inputs) is not None
-        calls = {"/".join(key): [one.calls, one.num_bytes] for key, one in mesh.ledger.entries().items()}
-        whole = PlainPages.attend
+        mesh, found = Mesh(plan), list[dict[str, Any]]()
+        ranks, merged, gathered = ServingRanks(mesh), formats.merged, choice.gathered
 
-        def dropped(*given: Any) -> Tensor:
-            part = whole(*given)
-            if index == 1 and given[4].num_decodes:
-                part[..., -1] = -torch.inf
-            return part
+        def dropped(own: Tensor, axis: Any, dtype: torch.dtype) -> Tensor:
+            if index == 1 and len(own) == 1:
+                own[..., -1] = -torch.inf
+            return merged(own, axis, dtype)
 
-        PlainPages.attend = dropped  # type: ignore[method-assign]
-        wrong = logits_of(parts["llama"], *SEQUENCE).tolist()
-        return {"logits": logits, "wrong": wrong, "calls": calls, "pages": pages}
+        def of_own_tokens(own: Tensor, axis: Any) -> Tensor:
+            return own[None] if own.shape[-1] == 1 else gathered(own, axis)
 
-    found = run_local(rank, 2, LIMIT_SECONDS)
-    for name, logits in expected.items():
-        torch.testing.assert_close(
-            torch.tensor(found[0]["logits"][name], dtype=torch.float64), logits, atol=1e-12, rtol=0
-        )
-        assert found[0]["logits"][name] == found[1]["logits"][name]
-    wrong = (torch.tensor(found[0]["wrong"], dtype=torch.float64) - expected["llama"]).abs().amax(1)
-    assert wrong[:2].max() < 1e-12  # of chunks
-    assert wrong[2:].min() > 1e-3  # of decodes
-    stated = list(step_calls(ServedSizes.of(CONFIGS["llama"]), TWO, 0, 5, 1, 8))
-    counts, sums = Counter("/".join(key) for key, _ in stated), Counter[str]()
-    for key, num_bytes in stated:
-        sums["/".join(key)] += num_bytes
-    assert counts  # of both layers
-    for one in found:
-        assert one["calls"] == {key: [counts[key], sums[key]] for key in counts}
-        whole = ModelPart(whole_model("llama"), options)
-        assert 2 * one["pages"] == sum(page.nbytes for layer in whole.cache for page in layer.pages)
+        for cache, name in cases:
+            part, calls = part_on(cache, name, 4 // degree, ranks), []
+            logits = logits_of(part, ends_of(name), BLOCKS).tolist()
+            for begin, end in steps.values():
+                mesh.ledger.clear()
+                part.logits(step_of(range(20), begin, end, BLOCKS[:5], 4))
+                calls.append({"/".join(key): [one.calls, one.num_bytes] for key, one in mesh.ledger.entries().items()})
+            wrong = []
+            for module, mistake in ((formats, {"merged": dropped}), (choice, {"gathered": of_own_tokens})):
+                with patch.multiple(module, **mistake):
+                    wrong.append(logits_of(part, ends_of(name), BLOCKS).tolist())
+            pages = sum(page.nbytes for layer in part.cache for page in layer.pages)
+            found.append({"logits": logits, "calls": calls, "wrong": wrong, "pages": pages})
+        return found
+
+    for _, name in cases:
+        refuse_plan(CONFIGS[name], plan)
+    found = run_local(rank, degree, LIMIT_SECONDS)
+    for (cache, name), *on_ranks in zip(cases, *found, strict=True):
+        whole, sizes = part_on(cache, name, 4), ServedSizes.of(CONFIGS[name])
+        expected = logits_of(whole, ends_of(name), BLOCKS)
+        num_bytes = sum(page.nbytes for layer in whole.cache for page in layer.pages)
+        for own in on_ranks:
+            torch.testing.assert_close(as_tensor(own["logits"]), expected, atol=1e-12, rtol=0)
+            assert own["logits"] == on_ranks[0]["logits"]
+            assert degree * own["pages"] == num_bytes
+            without, apart = ((as_tensor(rows) - expected).abs().amax(1) for rows in own["wrong"])
+            assert without[:2].max() < 1e-12  # of chunks
+            assert not bool((without[2:] < 1e-3).all())  # of decodes; NaN where no other rank has chosen tokens
+            assert (apart.max() > 1e-3) == (cache == "loki" and sizes.num_heads > sizes.num_key_heads)
+            for (begin, end), calls in zip(steps.values(), own["calls"], strict=True):
+                stated = list(step_calls(sizes, plan, 0, end - begin, 1, 8))
+                if cache == "loki" and end - begin == 1:
+                    heads, pages = (sizes.num_heads, sizes.num_key_heads), (5, degree, 4 // degree)
+                    stated += sizes.num_layers * list(choice_calls(CHOICE, 1, heads, pages, 8))
+                counts, sums = Counter("/".join(key) for key, _ in stated), Counter[str]()
+                for key, size in stated:
+                    sums["/".join(key)] += size
+                assert counts  # of all layers
+                assert calls == {key: [counts[key], sums[key]] for key in counts}
+        if cache == "loki":
+            dense = EngineOptions(
+                block_size=4, num_blocks=10, context_length=48, cache=loki_of(name, LokiChoice(tokens=1.0))
+            )
+            every = logits_of(ModelPart(whole_model(name), dense), ends_of(name), BLOCKS)
+            assert (every - expected)[2:].abs().max() > 1e-3
 
 
 @pytest.mark.processes

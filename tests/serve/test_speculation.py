@@ -32,8 +32,8 @@ from weft.mesh import Mesh
 from weft.models import DecoderConfig, RecurrentModel, build, initialise
 from weft.plan import Pipe, Plan
 from weft.plan import Tensor as TensorDegrees
-from weft.serve.drafts.draft_model import ModelDrafter
-from weft.serve.drafts.ngram_drafter import NgramDrafter, NgramIndex
+from weft.serve.drafts.drafters import NgramDrafter, NgramIndex
+from weft.serve.drafts.model_drafts import ModelDrafter
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.head.sampling import gumbel_noise
 from weft.serve.http.metrics import ServerMetrics

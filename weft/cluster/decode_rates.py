@@ -138,7 +138,7 @@ class AttentionTimes:
 
 @dataclass(frozen=True)
 class SearchTimes:
-    """Seconds of a graph search (`serve/head/vocabulary_graph.py`): for each round, edge that is followed, logit that
+    """Seconds of a graph search (`serve/head/graph_head.py`): for each round, edge that is followed, logit that
     is computed, and byte of a row that a logit is computed of.
     """
 

@@ -26,8 +26,8 @@ from weft.serve.attention.plain import MAX_WHOLE_DECODES
 from weft.serve.attention.reads import CacheReads, PromptPart, cache_reads, prompt_part
 from weft.serve.loading import model_config
 from weft.serve.model.cache_memory import GPU_SHARE, step_bytes
-from weft.serve.model.mixed_graph import MAX_TOKENS
-from weft.serve.model.streamed_traffic import streamed_bytes
+from weft.serve.model.step_graphs import MAX_TOKENS
+from weft.serve.model.streamed_model import streamed_bytes
 from weft.serve.parallel.rank_part import RankPlace, part_bytes, refuse_plan, stage_of
 from weft.serve.parallel.traffic import ServedSizes, step_calls
 from weft.serve.refusals import ServingCase, kind_of, refuse

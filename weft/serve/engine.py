@@ -4,7 +4,7 @@
 
 On a GPU, the tokens of a step are read after the next step is launched, so the host's work is hidden behind the
 device's: a step returns the tokens of the one before it. Steps are replayed as CUDA graphs
-(`serve/model/decode_graph.py`, and `serve/model/mixed_graph.py` for those with prompts). One thread uses an engine.
+(`serve/model/step_graphs.py`). One thread uses an engine.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from weft.errors import NumbersError
 from weft.serve.drafts.drafters import make_drafter
 from weft.serve.follow_steps import read_together
 from weft.serve.head.sampling import SampledTokens, Sampler
-from weft.serve.model.decode_graph import DecodeGraphs, GraphRecorder
-from weft.serve.model.mixed_graph import MixedGraphs
 from weft.serve.model.model_part import ModelPart
 from weft.serve.model.paged_model import PagedModel
 from weft.serve.model.ranks import RankMessage, ServingRanks
+from weft.serve.model.step_graphs import DecodeGraphs, GraphRecorder, MixedGraphs, graph_sizes, mixed_sizes
 from weft.serve.model.step_inputs import StepInputs, is_decode, runs_of, step_inputs
 from weft.serve.scheduling.blocks import PagedBlocks
 from weft.serve.scheduling.grammar import AnswerMatcher
@@ -114,10 +113,11 @@ class Engine:
         has_graphs = options.graphs and not options.adapters and part.streamed is None
         if has_graphs and on_gpu and isinstance(part.paged, PagedModel) and part.paged.has_decode_kernel:
             paged, last, length, record = part.paged, self._sampler.last, self.context_length, GraphRecorder()
-            self._graphs = DecodeGraphs(paged, part.cache, last, part.layout, length, record)
+            sizes = graph_sizes(self._scheduler.max_running)
+            self._graphs = DecodeGraphs(paged, part.cache, last, part.layout, length, sizes, record)
             if paged.has_prompt_kernel:
-                budget = self._scheduler.token_budget
-                self._mixed_graphs = MixedGraphs(paged, part.cache, last, part.layout, length, budget, record)
+                sizes = mixed_sizes(self._scheduler.token_budget)
+                self._mixed_graphs = MixedGraphs(paged, part.cache, last, part.layout, length, sizes, record)
         self._all: dict[str, ActiveRequest] = {}
         self._begun: deque[BegunStep] = deque()
         self._launched: LaunchedStep | None = None

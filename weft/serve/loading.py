@@ -29,8 +29,7 @@ from weft.saved_run import (
     saved_values,
     with_intact_checkpoint,
 )
-from weft.serve.calibration.corrected_blocks import corrected_parts, make_room_for_corrected
-from weft.serve.calibration.corrected_codes import pack_corrected
+from weft.serve.calibration.corrected_codes import corrected_parts, make_room_for_corrected, pack_corrected
 from weft.serve.model.adapters import merge_adapter
 from weft.serve.model.ranks import ServingRanks
 from weft.serve.model.streamed_model import stream_model

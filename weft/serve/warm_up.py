@@ -19,7 +19,7 @@ import torch
 
 from weft.serve.calibration.bars import Bar, no_bar
 from weft.serve.engine import Engine
-from weft.serve.model.decode_graph import graph_sizes
+from weft.serve.model.step_graphs import graph_sizes
 from weft.serve.scheduling.grammar import ANY_OBJECT
 from weft.serve.scheduling.request import Request, Sampling
 from weft.serve.spec import EngineOptions

@@ -7,7 +7,8 @@ says which of them it sees. Without a share, that gives the attention. Ranks of 
 denominator. One all-gather brings the parts to all ranks, which add them up in the order of the ranks, so that all have
 the same bits.
 
-These functions run on a CPU and in dtypes other than fp16 and bf16. On GPUs, storages and choices have kernels instead.
+These functions run on a CPU and in dtypes other than fp16 and bf16. On GPUs, storages and choices have kernels instead,
+where these have room in the GPU's shared memory.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from weft.comm import Axis, all_gather
 from weft.serve.attention.batch import CacheSizes, PagedBatch, PageShare
 
 _SCORES = 1 << 24  # of a part that are computed at a time
+A100, L40S = 166_912, 101_376  # bytes of shared memory that a program may have on these GPUs
+_ROCM = 64 << 10  # where torch may not know it
 
 
 class DecodeReader(Protocol):
@@ -43,12 +46,14 @@ def takes_kernels(query: Tensor) -> bool:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Results of tokens end to end. One is not copied."""
+    """Return the results of some tokens end to end. A single result is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def staging(batch: PagedBatch, sizes: CacheSizes) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for the keys and values of one step alone, where they are changed before they are kept."""
+    """Return the slots of a step's tokens, and empty keys and values for these tokens alone. Storages that change keys
+    and values before they keep them have them written here first.
+    """
     number = len(batch.slots)
     shape = (2, number, sizes.num_key_heads, sizes.head_dim)
     keys, values = torch.empty(shape, dtype=sizes.dtype, device=sizes.device)
@@ -56,7 +61,7 @@ def staging(batch: PagedBatch, sizes: CacheSizes) -> tuple[Tensor, Tensor, Tenso
 
 
 def attend_decodes(query: Tensor, reader: DecodeReader, batch: PagedBatch, window: int | None) -> Tensor:
-    """Attention of the decodes of a batch [requests, heads, head_dim], or this rank's part of it."""
+    """Return the attention of a batch's decodes [requests, heads, head_dim], or this rank's part of it."""
     number, at_once, parts = batch.num_decodes, reader.requests_at_once(batch), list[Tensor]()
     for begin in range(0, number, at_once):
         some = slice(begin, min(begin + at_once, number))
@@ -69,8 +74,8 @@ def attend_decodes(query: Tensor, reader: DecodeReader, batch: PagedBatch, windo
 
 
 def attend_chunk(query: Tensor, key: Tensor, value: Tensor, end: int, window: int | None, share: PageShare) -> Tensor:
-    """Attention of the last tokens before position `end` of a request, or this rank's part of it. Keys and values are
-    those of the rank's tokens before `end`, in their order.
+    """Return the attention of the last tokens before position `end` of a request, or this rank's part of it. Keys and
+    values are those of the rank's tokens before `end`, in their order.
     """
     ends = torch.arange(end - len(query) + 1, end + 1, device=query.device)
     mask = share.sees(ends, len(key), window)
@@ -83,9 +88,9 @@ def attend_chunk(query: Tensor, key: Tensor, value: Tensor, end: int, window: in
 
 
 def attention_to(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, share: PageShare) -> Tensor:
-    """Attention of queries [batch, tokens, heads, head_dim] to keys and values [batch, keys, key heads, head_dim], or a
-    rank's part of it. Each query sees those that the mask [batch, tokens, keys], or [batch, tokens, key heads, keys],
-    names.
+    """Return the attention of queries [batch, tokens, heads, head_dim] to keys and values [batch, keys, key heads,
+    head_dim], or a rank's part of it. A query sees the keys that the mask [batch, tokens, keys], or [batch, tokens, key
+    heads, keys], names.
     """
     if share.degree == 1 and mask.dim() == 3:
         return masked_attention(query, key, value, mask[:, None])
@@ -93,15 +98,17 @@ def attention_to(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, share:
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Attention of [batch, tokens, heads, head_dim]; key heads may be fewer. The mask is broadcast over heads."""
+    """Return the attention of [batch, tokens, heads, head_dim]; key heads may be fewer. The mask is broadcast over
+    heads.
+    """
     group = query.shape[2] // key.shape[2]
     key, value = (heads.repeat_interleave(group, dim=2).transpose(1, 2) for heads in (key, value))
     return F.scaled_dot_product_attention(query.transpose(1, 2), key, value, attn_mask=mask).transpose(1, 2)
 
 
 def partial_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, has_logs: bool = True) -> Tensor:
-    """`attention_to`, whatever the mask. With logarithms it is a part [batch, tokens, heads, head_dim + 1], in float32
-    at least; where a query sees none of the keys: zeros, and minus infinity.
+    """Return what `attention_to` returns, for any mask. With logarithms it is a part [batch, tokens, heads, head_dim +
+    1], in float32 at least; where a query sees none of the keys, it is zeros and minus infinity.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     grouped = query.to(wide).unflatten(2, (key.shape[2], -1))
@@ -118,30 +125,32 @@ def partial_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, h
 
 
 def room_for_parts(query: Tensor) -> Tensor:
-    """An empty tensor for a rank's part of the attention of queries."""
+    """Return an empty tensor for a rank's part of the attention of queries."""
     wide = torch.promote_types(query.dtype, torch.float32)
     return torch.empty(*query.shape[:2], query.shape[2] + 1, dtype=wide, device=query.device)
 
 
 def merged(own: Tensor, axis: Axis, dtype: torch.dtype) -> Tensor:
-    """The attention [tokens, heads, head_dim] from the parts [tokens, heads, head_dim + 1] of all ranks of an axis."""
+    """Gather the parts [tokens, heads, head_dim + 1] of all ranks of an axis. Return their sum, the attention [tokens,
+    heads, head_dim].
+    """
     parts = gathered(own, axis)
     if parts.is_cuda and parts.dtype == torch.float32:
-        from weft.serve.attention.split_attention_kernel import add_up_by_kernel
+        from weft.serve.attention.decode_attention_kernel import add_up_by_kernel
 
         return add_up_by_kernel(parts, dtype)
     return add_up(parts, dtype)
 
 
 def gathered(own: Tensor, axis: Axis) -> Tensor:
-    """The tensors of all ranks of an axis: [ranks, ...]."""
+    """Return the tensors of all ranks of an axis: [ranks, ...]."""
     parts = own.new_empty(axis.degree, *own.shape)
     all_gather(parts.view(-1), own.contiguous().view(-1), axis).wait()
     return parts
 
 
 def add_up(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The attention [tokens, heads, head_dim] from the parts [ranks, tokens, heads, head_dim + 1]."""
+    """Return the attention [tokens, heads, head_dim] from the parts [ranks, tokens, heads, head_dim + 1]."""
     logs = parts[..., -1:]
     weights = (logs - logs.amax(0)).exp()  # some rank has the token itself, so the highest is a number
     total, mixed = torch.zeros_like(weights[0]), torch.zeros_like(parts[0, ..., :-1])
@@ -151,5 +160,26 @@ def add_up(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def merge_bytes(num_tokens: int, num_heads: int, head_dim: int, degree: int, item_bytes: int) -> int:
-    """Bytes that `merged` gathers in a layer."""
+    """Return the bytes that `merged` gathers in a layer."""
     return degree * num_tokens * num_heads * (head_dim + 1) * max(4, item_bytes)
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Return the shared memory that a program on a GPU may have. For a CPU, where kernels are interpreted: an
+    A100's.
+    """
+    if device.type != "cuda":
+        return A100
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", _ROCM))
+
+
+def has_room_for_tiles(num_heads: int, num_key_heads: int, head_dim: int, shared: int) -> bool:
+    """Has the kernel of prompts in 16 bits (`prompt_attention_kernel.py`) room in so many bytes?"""
+    group, width = (1 << (number - 1).bit_length() for number in (num_heads // num_key_heads, head_dim))
+    most_width, most = (256, 2048) if shared >= A100 else (128, 2048) if shared >= L40S else (128, 512)
+    return width <= most_width and group * width <= most
+
+
+def has_room_for_four_bits(shared: int) -> bool:
+    """Has the kernel of prompts over 4 bits (`four_bit_prompt_kernel.py`) room in so many bytes?"""
+    return shared >= L40S

@@ -20,7 +20,7 @@ TILE_QUERIES = 16  # tokens of a prompt in a tile, at most; with the heads that 
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device; the host does not wait for it."""
+    """Return a copy on the device; the host does not wait for it."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
@@ -64,30 +64,32 @@ class PageShare:
         return self.degree * self.page_size
 
     def count(self, lengths: Tensor) -> Tensor:
-        """How many of the first `lengths` tokens of a request are own ones. A negative length is none."""
+        """Return how many of the first `lengths` tokens of a request are own ones. A negative length is none."""
         lengths = lengths.clamp(min=0)
         in_block = (lengths % self.block_size - self.index * self.page_size).clamp(0, self.page_size)
         return lengths // self.block_size * self.page_size + in_block
 
     def number(self, length: int) -> int:
-        """How many of the first `length` tokens of a request are own ones."""
+        """Return how many of the first `length` tokens of a request are own ones."""
         return int(self.count(torch.tensor(length)))
 
     def positions(self, number: int, device: torch.device) -> Tensor:
-        """The positions of the first `number` own tokens."""
+        """Return the positions of the first `number` own tokens."""
         own = torch.arange(number, device=device)
         return (own // self.page_size * self.degree + self.index) * self.page_size + own % self.page_size
 
     def sees(self, ends: Tensor, number: int, window: int | None) -> Tensor:
-        """Which of the first `number` own tokens a query sees that attends to the last `window` tokens before each of
-        `ends`: [ends, number].
+        """Return which of this rank's first `number` tokens a query sees that attends to the last `window` tokens
+        before each of `ends`: [ends, number].
         """
         own = torch.arange(number, device=ends.device)
         mask = own < self.count(ends)[:, None]
         return mask if window is None else mask & (own >= self.count(ends - window)[:, None])
 
     def own_slots(self, slots: Tensor, padding_slot: int) -> Tensor:
-        """Where tokens with these slots in whole blocks go in own pages; those of other ranks go to `padding_slot`."""
+        """Return the slots in this rank's pages of tokens with these slots in whole blocks; `padding_slot` for tokens
+        of other ranks.
+        """
         blocks, places = slots // self.block_size, slots % self.block_size
         own = blocks * self.page_size + places % self.page_size
         return torch.where(places // self.page_size == self.index, own, padding_slot)
@@ -115,7 +117,7 @@ class PagedBatch:
     _angles: tuple[Tensor, Tensor] | None = None
 
     def decode_places(self, window: int | None) -> DecodePlaces:
-        """Where the decodes attend to, on a CPU. All blocks of the model with this window share it."""
+        """Return the slots that decodes attend to, on a CPU. All blocks of the model with this window share them."""
         found = self._places.get(window)
         if found is None:
             run = self._run(window) if self.num_decodes == 1 else None
@@ -124,7 +126,7 @@ class PagedBatch:
         return found
 
     def _run(self, window: int | None) -> slice | None:
-        """The slots that the first request attends to, if its blocks lie one after the other."""
+        """Return the slots that the first request attends to, if its blocks lie one after the other."""
         length = int(self.lengths[0])
         first, *others = self.tables[0, : -(-length // self.block_size)].tolist()
         if others != list(range(first + 1, first + 1 + len(others))):
@@ -148,14 +150,16 @@ class PagedBatch:
         return slots_of(self.tables[: self.num_decodes], self.tables.shape[1] * self.block_size, self.block_size)
 
     def own_places(self, window: int | None) -> tuple[Tensor, Tensor]:
-        """`own_slots`, and which of these tokens each decode sees. Blocks of the model with this window share it."""
+        """Return `own_slots`, and which of these tokens each decode sees. All blocks of the model with this window
+        share them.
+        """
         if window not in self._own_places:
             lengths, number = self.lengths[: self.num_decodes], self.own_slots.shape[1]
             self._own_places[window] = self.own_slots, self.pages.sees(lengths, number, window)
         return self._own_places[window]
 
     def angles(self, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The tokens' angles (`angles_at`), of tables for all positions. All blocks share them."""
+        """Return the tokens' angles (`angles_at`), of tables for all positions. All blocks share them."""
         if self._angles is None:
             self._angles = angles_at(rotary, self.positions)
         return self._angles
@@ -215,7 +219,8 @@ def angles_at(rotary: tuple[Tensor, Tensor], positions: Tensor) -> tuple[Tensor,
 def tiles_of(
     queries: Sequence[int], lengths: Sequence[int], first_token: int = 0, first_row: int = 0
 ) -> list[tuple[int, int, int, int]]:
-    """The tiles of chunks of prompts: the first token, how many there are, the row in the block tables, the position.
+    """Return the tiles of chunks of prompts: for each the first token, the number of tokens, the row in the block
+    tables and the position.
 
     Each chunk has so many `queries`, the last of the `lengths` tokens that its request has in the cache.
     """
@@ -232,9 +237,9 @@ def tiles_of(
 def pages_of(
     queries: Sequence[int], lengths: Sequence[int], block_size: int, first_row: int = 0
 ) -> list[tuple[int, int, int, int, int, bool]]:
-    """The pages of chunks of prompts: the row in the block tables, the page's number in its request, the first of the
-    chunk's tokens in it among the tokens of all chunks, where these begin and end in the page, and whether the page is
-    one of the two that the request has beside the cache after the chunk (`four_bits.py`).
+    """Return the pages of chunks of prompts: for each the row in the block tables; the page's number in its request;
+    the first of the chunk's tokens in it, among the tokens of all chunks; where these begin and end in the page; and
+    whether it is one of the two pages whose keys the request keeps beside the cache after the chunk (`four_bits.py`).
 
     Each chunk has so many `queries`, the last of the `lengths` tokens that its request has in the cache.
     """
@@ -251,14 +256,14 @@ def pages_of(
 
 
 def slots_of(tables: Tensor, length: int, block_size: int) -> Tensor:
-    """The slots of the first `length` tokens of each table [requests, blocks] -> [requests, length]."""
+    """Return the slots of the first `length` tokens of each table [requests, blocks] -> [requests, length]."""
     offsets = torch.arange(block_size, device=tables.device)
     num_blocks = -(-length // block_size)
     return (tables[:, :num_blocks, None] * block_size + offsets).flatten(1)[:, :length]
 
 
 def decode_places(tables: Tensor, lengths: Tensor, block_size: int, window: int | None) -> tuple[Tensor, Tensor]:
-    """The slots of requests, and which of them their newest tokens attend to: both [requests, slots].
+    """Return the slots of requests, and which of them their newest tokens attend to: both [requests, slots].
 
     Where they do not attend, slots are those of their own newest tokens: other requests may have left NaN elsewhere,
     and weights of 0 times NaN are NaN.

@@ -5,9 +5,9 @@ Keys of a head lie near a subspace of few dims. Calibration finds its axes, most
 with a query along the same axes. Their first dims are kept a second time, end to end, so that a GPU reads them alone. A
 decode
 
-    scores = first_scores(queries, first dims of keys)          by each query
-    scores = joint_scores(scores, highest by each query, ...)   by each key head; tokens that are always chosen: inf
-    places, counts = the highest                                of equal scores the first token
+    scores = first_scores(queries, first dims of keys)      by each query
+    joint = highest of (scores - best of each query)        by each key head; tokens that are always chosen: infinite
+    places = those of the highest                           of equal scores the first token
 
 and attends to the chosen tokens exactly: of each key head those with the highest scores, the newest and the first one.
 Scores of several queries that share a key head are taken relative to each query's best, and the highest counts, so that
@@ -18,7 +18,7 @@ Ranks of `context` that hold pages together score their own tokens. Two small al
 would choose: the first has each query's highest score, the second the scores and positions of each rank's best tokens,
 as many as may be chosen in all. Each rank then attends to those of its own tokens that are among the chosen.
 
-GPUs run the kernels of `loki_axes_kernel.py` and `loki_kernel.py`; plain functions run on a CPU, in dtypes other than
+GPUs run the kernels of `loki_kernel.py`; plain functions run on a CPU, in dtypes other than
 fp16 and bf16, and over pages that ranks hold together.
 """
 
@@ -59,12 +59,14 @@ class LokiChoice:
         return max(1, math.ceil(self.dims * head_dim))
 
     def num_tokens(self, lengths: Tensor) -> Tensor:
-        """How many of so many tokens are attended to."""
+        """Return how many tokens a decode attends to, of requests with these `lengths`."""
         chosen = (self.tokens * lengths).ceil().long().clamp(min=self.newest + 1)
         return torch.where(lengths < self.dense_below, lengths, torch.minimum(chosen, lengths))
 
     def most_tokens(self, length: int) -> int:
-        """At least the most of `num_tokens` for up to `length` tokens; by float32 of kernels it may be one more."""
+        """Return a bound of `num_tokens` for requests of up to `length` tokens. Kernels compute in float32, and may
+        choose one token more.
+        """
         return min(length, max(math.ceil(self.tokens * length) + 1, self.newest + 1, self.dense_below))
 
 
@@ -75,7 +77,13 @@ class LokiPages:
 
     def __init__(self, axes: Tensor, choice: LokiChoice, plain: PlainPages, sizes: CacheSizes) -> None:
         self._plain, self._choice, self._sizes = plain, choice, sizes
-        self._axes = axes_of_heads(axes, sizes)
+        if axes.shape != (sizes.num_key_heads, sizes.head_dim, sizes.head_dim):
+            raise ConfigError(
+                f"Loki's axes are of {axes.shape[0]} key heads of {axes.shape[-1]}, and the model has "
+                f"{sizes.num_key_heads} of {sizes.head_dim}; run weft calibrate on the model that is served"
+            )
+        wide = torch.promote_types(sizes.dtype, torch.float32)
+        self._axes = axes.to(sizes.device, wide).contiguous()
         num_dims = choice.num_dims(sizes.head_dim)
         shape = (sizes.num_blocks, sizes.num_key_heads, sizes.block_size, num_dims)
         self._first = plain.keys.new_zeros(shape)
@@ -117,7 +125,7 @@ class LokiPages:
         return joined(parts)
 
     def requests_at_once(self, batch: PagedBatch) -> int:
-        """As many as may run: tokens that are computed again may be more."""
+        """Return how many requests may run at once. A step that computes tokens again may have more decodes."""
         return self._sizes.num_rows
 
     def read(self, query: Tensor, batch: PagedBatch, some: slice, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,9 +136,9 @@ class LokiPages:
         return *self._plain.read_places(batch, some, places), mask
 
     def _turn_and_store(self, query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, by_kernel: bool) -> Tensor:
-        """Queries along the axes. Keys along the axes, and values, go to the pages."""
+        """Return queries along the axes, and write keys along the axes and values to the pages."""
         if by_kernel:
-            from weft.serve.attention.loki_axes_kernel import turn_and_store_by_kernel
+            from weft.serve.attention.loki_kernel import turn_and_store_by_kernel
 
             return turn_and_store_by_kernel(query, keys, values, self._axes, slots, self.pages)
         keys, first, size = self._along_axes(keys), self._first, self._first.shape[2]
@@ -139,56 +147,18 @@ class LokiPages:
         return self._along_axes(query)
 
     def _along_axes(self, heads: Tensor) -> Tensor:
-        """Queries or keys [tokens, heads, head_dim] along the axes of their key heads."""
+        """Return queries or keys [tokens, heads, head_dim] along the axes of their key heads."""
         grouped = heads.to(self._axes.dtype).unflatten(1, (len(self._axes), -1))  # [tokens, key heads, group, head_dim]
         return torch.einsum("thgd,hde->thge", grouped, self._axes).flatten(1, 2).to(heads.dtype)
 
 
-def axes_of_heads(axes: Tensor, sizes: CacheSizes) -> Tensor:
-    """The axes of a cache's heads, on its device. Raises ConfigError if they are of others."""
-    if axes.shape != (sizes.num_key_heads, sizes.head_dim, sizes.head_dim):
-        raise ConfigError(
-            f"Loki's axes are of {axes.shape[0]} key heads of {axes.shape[-1]}, and the model has "
-            f"{sizes.num_key_heads} of {sizes.head_dim}; run weft calibrate on the model that is served"
-        )
-    return axes.to(sizes.device, torch.promote_types(sizes.dtype, torch.float32)).contiguous()
-
-
 def first_scores(query: Tensor, first: Tensor) -> Tensor:
-    """Scores [requests, key heads, queries, tokens] of queries [requests, heads, head_dim] by the first dims of keys
-    [requests, tokens, key heads, dims] along the same axes.
+    """Return scores [requests, key heads, queries, tokens] of queries [requests, heads, head_dim] by the first dims of
+    keys [requests, tokens, key heads, dims] along the same axes.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     heads = query[..., : first.shape[-1]].unflatten(1, (first.shape[2], -1))
     return torch.einsum("bhgd,bthd->bhgt", heads.to(wide), first.to(wide))
-
-
-def attended_since(lengths: Tensor, window: int | None) -> Tensor:
-    """The first token [requests] that a decode may attend to."""
-    ends = lengths.long()
-    return torch.zeros_like(ends) if window is None else (ends - window).clamp(min=0)
-
-
-def highest_by_query(scores: Tensor, places: Tensor, lengths: Tensor, window: int | None) -> Tensor:
-    """The highest score [requests, key heads, queries, 1] of each query, of tokens at `places` [tokens] in their
-    requests; -inf where a query may attend to none of them.
-    """
-    begin, ends = attended_since(lengths, window)[:, None], lengths[:, None]
-    outside = (places < begin) | (places >= ends)
-    return scores.masked_fill(outside[:, None, None], -torch.inf).amax(-1, keepdim=True)
-
-
-def joint_scores(
-    scores: Tensor, best: Tensor, places: Tensor, lengths: Tensor, window: int | None, newest: int
-) -> Tensor:
-    """Scores [requests, key heads, tokens] by which tokens are chosen: `first_scores` relative to the best of each
-    query, the highest by the queries of a key head. The newest tokens and the first one have inf, tokens outside -inf.
-    """
-    begin, ends = attended_since(lengths, window)[:, None], lengths[:, None].long()
-    always = (places >= ends - newest) | (places == begin)
-    outside = (places < begin) | (places >= ends)
-    joint = (scores - best).amax(2)
-    return joint.masked_fill(always[:, None], torch.inf).masked_fill(outside[:, None], -torch.inf)
 
 
 def chosen_tokens(
@@ -200,19 +170,23 @@ def chosen_tokens(
     share: PageShare,
     axis: Axis | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The places [requests, key heads, chosen] of own tokens that queries may attend to, and which of them they do.
+    """Return the places [requests, key heads, chosen] of own tokens that queries may attend to, and which of them they
+    do.
 
     `first` are the first dims [requests, tokens, key heads, dims] of the keys of all own tokens. Of equal scores, the
     first token is taken. Ranks of an `axis` that hold pages together choose as one rank with all pages would.
     """
-    places = share.positions(first.shape[1], first.device)
-    scores = first_scores(query, first)
-    best = highest_by_query(scores, places, lengths, window)
+    places, scores = share.positions(first.shape[1], first.device), first_scores(query, first)
+    ends = lengths.long()
+    begins = torch.zeros_like(ends) if window is None else (ends - window).clamp(min=0)
+    outside = ((places < begins[:, None]) | (places >= ends[:, None]))[:, None]
+    best = scores.masked_fill(outside[:, None], -torch.inf).amax(-1, keepdim=True)  # of each query
     best = best if axis is None else gathered(best, axis).amax(0)
-    joint = joint_scores(scores, best, places, lengths, window, choice.newest)
+    always = (places >= ends[:, None] - choice.newest) | (places == begins[:, None])
+    joint = (scores - best).amax(2).masked_fill(always[:, None], torch.inf).masked_fill(outside, -torch.inf)
     most = most_candidates(choice, first.shape[1], share.degree)
     order = joint.argsort(dim=-1, descending=True, stable=True)[..., :most]
-    number = choice.num_tokens(lengths.long() - attended_since(lengths, window))
+    number = choice.num_tokens(ends - begins)
     if axis is not None:
         return order, chosen_of_all(joint.gather(-1, order), places[order], number, axis)
     counts = torch.arange(order.shape[-1], device=first.device) < number[:, None]
@@ -220,8 +194,8 @@ def chosen_tokens(
 
 
 def chosen_of_all(scores: Tensor, places: Tensor, number: Tensor, axis: Axis) -> Tensor:
-    """Which of this rank's candidates [requests, key heads, candidates] are among the `number` [requests] with the
-    highest scores on all ranks; of equal scores, the first token.
+    """Return which candidates of this rank [requests, key heads, candidates] have one of the `number` [requests]
+    highest scores of all ranks; of equal scores, the first token.
     """
     both = gathered(torch.stack([scores, places.to(scores.dtype)]), axis)  # positions below 2^24 are exact in float32
     every, every_place = both.movedim(0, -2).flatten(-2)  # [requests, key heads, ranks * candidates]
@@ -233,7 +207,7 @@ def chosen_of_all(scores: Tensor, places: Tensor, number: Tensor, axis: Axis) ->
 
 
 def most_candidates(choice: LokiChoice, num_own: int, degree: int) -> int:
-    """How many tokens of a request a rank proposes that has so many of it: all of them, or as many as may be chosen."""
+    """Return how many tokens of a request a rank proposes: all `num_own` that it has, or as many as may be chosen."""
     return min(num_own, choice.most_tokens(num_own * degree))
 
 
@@ -244,7 +218,7 @@ def choice_calls(
     pages: tuple[int, int, int],
     item_bytes: int,
 ) -> Iterator[tuple[Key, int]]:
-    """Yields the collectives by which a layer chooses the tokens of decodes, beside those of `traffic.step_calls`.
+    """Yield the collectives by which a layer chooses the tokens of decodes, beside those of `traffic.step_calls`.
 
     `heads` are a rank's heads and key heads; `pages` are the blocks of the longest request, the ranks of `context` and
     the tokens of a page. There are at most as many decodes as requests that run at once.

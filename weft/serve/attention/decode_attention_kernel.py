@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.serve.weights.early_launch_kernel import early_launch, wait_for_results
+from weft.serve.weights.shared_steps_kernel import early_launch, wait_for_results
 
 TOKENS = 64  # that are loaded at a time
 _PROGRAMS = 512  # as many as keep a GPU busy
@@ -28,8 +28,8 @@ VARYING = ("table_stride", "length_stride")  # from step to step: a kernel is no
 
 @triton.jit
 def _length(length_ptr, key_head, IS_CHOSEN: tl.constexpr, IS_EARLY: tl.constexpr):
-    """The tokens of a request. They are an input of the step, so they are known before kernels before this one end;
-    how many were chosen is not.
+    """Return the tokens of a request. They are an input of the step, so they are known before kernels before this one
+    end; how many were chosen is not.
     """
     if IS_CHOSEN:
         wait_for_results(IS_EARLY)
@@ -42,13 +42,45 @@ def _length(length_ptr, key_head, IS_CHOSEN: tl.constexpr, IS_EARLY: tl.constexp
 
 @triton.jit
 def bounds(length, part, WINDOW: tl.constexpr, NUM_PARTS: tl.constexpr, TOKENS: tl.constexpr):
-    """The first token of a part of a sequence, the one behind its last, and the number of parts that have tokens."""
+    """Return the first token of a part of a sequence, the one after its last, and the number of parts with tokens."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0) // TOKENS * TOKENS
     size = tl.maximum(tl.cdiv(tl.cdiv(length - first, NUM_PARTS), TOKENS), 1) * TOKENS
     begin = first + part * size
     return begin, tl.minimum(begin + size, length), tl.cdiv(length - first, size)
+
+
+@triton.jit
+def rescaled(highest, scores):
+    """Do one step of a running softmax. Return the highest score of each row [rows] with the new scores [rows,
+    columns], the weights of these, and the factor for the sums of earlier ones.
+    """
+    above = tl.maximum(highest, tl.max(scores, 1))
+    safe = tl.where(above == float("-inf"), 0.0, above)
+    return above, tl.exp2(scores - safe[:, None]), tl.exp2(highest - safe)
+
+
+@triton.jit
+def add_tokens(highest, total, mixed, scores, value):
+    """Add tokens to a running softmax: their scores [rows, tokens] and values [tokens, WIDTH]."""
+    highest, weights, kept = rescaled(highest, scores)
+    total = total * kept + tl.sum(weights, 1)
+    return highest, total, mixed * kept[:, None] + tl.dot(weights.to(value.dtype), value)
+
+
+@triton.jit
+def page_rows(table_ptr, token, valid, key_head, NUM_KEY_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Return the rows of the cache [slots * key heads] that hold tokens, by the block table of their request."""
+    block = tl.load(table_ptr + token // BLOCK_SIZE, mask=valid, other=0)
+    return (block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE) * NUM_KEY_HEADS + key_head
+
+
+@triton.jit
+def keys_and_values(key_ptr, value_ptr, row, valid, columns, HEAD_DIM: tl.constexpr):
+    """Load the keys and values in rows of the cache, [tokens, WIDTH] each. `columns` are [1, WIDTH]."""
+    place, loaded = row[:, None] * HEAD_DIM + columns, valid[:, None] & (columns < HEAD_DIM)
+    return tl.load(key_ptr + place, mask=loaded, other=0.0), tl.load(value_ptr + place, mask=loaded, other=0.0)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -78,24 +110,15 @@ def _parts(
         valid = token < end
         if IS_CHOSEN:
             chosen = chosen_ptr + (request * NUM_KEY_HEADS + key_head) * chosen_stride
-            slot = tl.load(chosen + token, mask=valid, other=0).to(tl.int64)
+            row = tl.load(chosen + token, mask=valid, other=0).to(tl.int64) * NUM_KEY_HEADS + key_head
         else:
-            block = tl.load(table_ptr + request * table_stride + token // BLOCK_SIZE, mask=valid, other=0)
-            slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
-        row = slot * NUM_KEY_HEADS + key_head
-        place, loaded = row[:, None] * HEAD_DIM + columns[None, :], valid[:, None] & (columns < HEAD_DIM)[None, :]
-        key = tl.load(key_ptr + place, mask=loaded, other=0.0)  # [TOKENS, WIDTH]
-        value = tl.load(value_ptr + place, mask=loaded, other=0.0)
+            row = page_rows(table_ptr + request * table_stride, token, valid, key_head, NUM_KEY_HEADS, BLOCK_SIZE)
+        key, value = keys_and_values(key_ptr, value_ptr, row, valid, columns[None, :], HEAD_DIM)
         scores = tl.dot(query, tl.trans(key)).to(tl.float32) * scale
         if WINDOW > 0:
             valid = valid & (token >= length - WINDOW)
         scores = tl.where(valid[None, :], scores, float("-inf"))
-        above = tl.maximum(highest, tl.max(scores, 1))
-        safe = tl.where(above == float("-inf"), 0.0, above)
-        weights, kept = tl.exp2(scores - safe[:, None]), tl.exp2(highest - safe)
-        total = total * kept + tl.sum(weights, 1)
-        mixed = mixed * kept[:, None] + tl.dot(weights.to(value.dtype), value)
-        highest = above
+        highest, total, mixed = add_tokens(highest, total, mixed, scores, value)
 
     # Without parts, row and place are those of the result.
     row = (request * NUM_PARTS + part) * NUM_HEADS + heads
@@ -156,7 +179,7 @@ def _add_parts(
 
 
 @triton.jit
-def _sum_of_parts(
+def sum_of_parts(
     mixed_ptr,
     log_ptr,
     out_ptr,
@@ -170,8 +193,17 @@ def _sum_of_parts(
     _add_parts(mixed_ptr, log_ptr, out_ptr, request, head, NUM_PARTS, NUM_HEADS, HEAD_DIM, NUM_PARTS, WIDTH, HEAD_DIM)
 
 
+def empty_parts(query: Tensor, out: Tensor, num_parts: int) -> tuple[Tensor, Tensor]:
+    """Return room for the results and the logarithms of parts of sequences; one part is the result `out`."""
+    if num_parts == 1:
+        return out, out
+    num_requests, num_heads, head_dim = query.shape
+    shape = (num_requests, num_parts, num_heads)
+    return out.new_empty(*shape, head_dim, dtype=torch.float32), out.new_empty(shape, dtype=torch.float32)
+
+
 def number_of_parts(num_requests: int, num_key_heads: int, num_programs: int | None = None) -> int:
-    """Into how many parts a sequence is split: a power of two."""
+    """Return the number of parts of a sequence, a power of two."""
     number = (num_programs or _PROGRAMS) // (num_requests * num_key_heads)
     return max(1, min(_MAX_PARTS, int(triton.next_power_of_2(number))))
 
@@ -197,10 +229,7 @@ def decode_attention_by_kernel(
     num_parts = number_of_parts(num_requests, num_key_heads)
     assert query.stride()[1:] == (head_dim, 1), "the heads of a query lie end to end"
     out = query.new_empty(query.shape) if out is None else out
-    parts, logs = out, out
-    if num_parts > 1:
-        parts = query.new_empty(num_requests, num_parts, num_heads, head_dim, dtype=torch.float32)
-        logs = query.new_empty(num_requests, num_parts, num_heads, dtype=torch.float32)
+    parts, logs = empty_parts(query, out, num_parts)
     sizes = {
         "NUM_HEADS": num_heads,
         "NUM_KEY_HEADS": num_key_heads,
@@ -235,4 +264,34 @@ def decode_attention_by_kernel(
     )
     if num_parts > 1:
         _sum_of_used_parts[num_requests, num_heads](parts, logs, lengths, out, lengths.stride(0), num_warps=4, **sizes)
+    return out
+
+
+@triton.jit
+def _add_up(
+    part_ptr, out_ptr, rank_stride, NUM_RANKS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    row, rank_stride = tl.program_id(0).to(tl.int64), tl.cast(rank_stride, tl.int64)
+    part_ptr += row * (HEAD_DIM + 1)
+    columns = tl.arange(0, WIDTH)
+    inside = columns < HEAD_DIM
+    highest = tl.load(part_ptr + HEAD_DIM)
+    for rank in tl.static_range(1, NUM_RANKS):
+        highest = tl.maximum(highest, tl.load(part_ptr + rank * rank_stride + HEAD_DIM))
+    mixed, total = tl.zeros([WIDTH], tl.float32), 0.0
+    for rank in tl.static_range(NUM_RANKS):
+        weight = tl.exp(tl.load(part_ptr + rank * rank_stride + HEAD_DIM) - highest)
+        total += weight
+        mixed += weight * tl.load(part_ptr + rank * rank_stride + columns, mask=inside, other=0.0)
+    tl.store(out_ptr + row * HEAD_DIM + columns, (mixed / total).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def add_up_by_kernel(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Equals `attend.add_up`; see there for the arguments."""
+    num_ranks, num_tokens, num_heads, width = parts.shape
+    assert parts.is_contiguous() and parts.dtype == torch.float32, "parts lie end to end"  # noqa: PT018
+    out = torch.empty(num_tokens, num_heads, width - 1, dtype=dtype, device=parts.device)
+    if num_tokens:
+        sizes = {"NUM_RANKS": num_ranks, "HEAD_DIM": width - 1, "WIDTH": triton.next_power_of_2(width - 1)}
+        _add_up[(num_tokens * num_heads,)](parts, out, parts.stride(0), num_warps=1, **sizes)
     return out

@@ -1,25 +1,38 @@
 """How the keys and values of a model are kept and attended to: what `weft serve --cache` names.
 
 A format is a storage (plain, or 4 bits) and a choice of the tokens to which decodes attend (all, or Loki's). `SERVED`
-is the table of those that are served. Ranks of `context` share the pages of each.
+is the table of those that are served. Ranks of `context` share the pages of each. A step of a block of the model is
+
+    slots, keys, values = layer.room(batch)          where the step's keys and values are written
+    query = rotate_and_store(..., slots, keys, values)
+    mixed = layer.attend(query, keys, values, batch, window)
+
+On a GPU, a step of few decodes over plain pages is one kernel instead (`whole_attention_kernel.py`). Which blocks
+belong to which request is the business of `serve/scheduling/blocks.py`.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.errors import ConfigError
-from weft.serve.attention.batch import CacheSizes
+from weft.inspection.parameter_cut import Cut
+from weft.serve.attention.attend import merged
+from weft.serve.attention.batch import CacheSizes, PagedBatch
 from weft.serve.attention.choice import LokiChoice, LokiPages
 from weft.serve.attention.four_bits import GROUP, GROUPS, FourBitStorage
-from weft.serve.attention.layer import CacheLayer
-from weft.serve.attention.plain import PlainPages, PlainStorage
+from weft.serve.attention.plain import MAX_WHOLE_DECODES, PlainPages, PlainStorage
 
 DEFAULT_BLOCK_SIZE = 16
 FOUR_BITS = {"int4" if group == GROUP else f"int4-{group}": group for group in GROUPS}
@@ -28,6 +41,43 @@ ALL, LOKI = "all", "loki"
 # Storage and choice: whether decodes on a GPU in 16 bits are kernels that read a request's own tokens alone, where a
 # rank has whole blocks, and where ranks share the pages. Elsewhere, plain functions attend.
 SERVED = {("plain", ALL): (True, True), ("plain", LOKI): (True, False), ("int4", ALL): (True, False)}
+MODULUS = 1 << 64  # of sums of hashes
+
+
+class KeptPages(Protocol):
+    """Keys and values in pages, and the attention to them."""
+
+    pages: Sequence[Tensor]  # each [blocks, ...]; to copy a block is to copy its entry of each
+
+    def room(self, batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Slots [tokens], and keys and values [slots, key heads, head_dim] of which these slots are to be written."""
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
+        """Keep what was written to `keys` and `values`. Returns the attention [tokens, heads, head_dim], or this rank's
+        part of it.
+        """
+
+
+class CacheLayer:
+    """The keys and values of one block of the model on this rank."""
+
+    def __init__(self, storage: KeptPages, sizes: CacheSizes) -> None:
+        self.storage, self._axis = storage, sizes.context
+        self.pages = storage.pages
+        # Zeros for `whole_attention_kernel.py`; None: pages are not plain or not whole, or `attend` does more.
+        self.counts: Tensor | None = None
+        if isinstance(storage, PlainPages) and sizes.context is None:
+            number = MAX_WHOLE_DECODES * sizes.num_key_heads
+            self.counts = torch.zeros(number, dtype=torch.int32, device=sizes.device)
+
+    def room(self, batch: PagedBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """`KeptPages.room`."""
+        return self.storage.room(batch)
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
+        """Keep what was written to `keys` and `values`, and attend: [tokens, heads, head_dim]."""
+        own = self.storage.attend(query, keys, values, batch, window)
+        return own if self._axis is None else merged(own, self._axis, query.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,10 +86,10 @@ class Loki:
 
     axes: Tensor
     choice: LokiChoice = field(default_factory=LokiChoice)
-    identity: str = ""  # of the model that the axes were made for (`model_identity.py`); "": any
+    identity: str = ""  # of the model that the axes were made for (`model_identity`); "": any
 
     def part(self, layers: range, key_heads: range) -> Loki:
-        """Those of a rank that has these of the model's layers and key heads."""
+        """Return the axes of a rank that has these layers and key heads of the model."""
         own = self.axes[layers.start : layers.stop, key_heads.start : key_heads.stop]
         return Loki(own, self.choice, self.identity)
 
@@ -83,11 +133,11 @@ class CacheFormat:
         return SERVED[self._kinds][is_shared]
 
     def part(self, layers: range, key_heads: range) -> CacheFormat:
-        """The format of a rank that has these of the model's layers and key heads."""
+        """Return the format of a rank that has these of the model's layers and key heads."""
         return self if self.loki is None else CacheFormat(self.storage, self.loki.part(layers, key_heads))
 
     def layer(self, index: int, sizes: CacheSizes) -> CacheLayer:
-        """The cache of the block number `index` of this rank's model."""
+        """Return the cache of the block number `index` of this rank's model."""
         pages = self.storage.new_pages(sizes)
         if self.loki is None:
             return CacheLayer(pages, sizes)
@@ -95,22 +145,22 @@ class CacheFormat:
         return CacheLayer(LokiPages(self.loki.axes[index], self.loki.choice, pages, sizes), sizes)
 
     def bytes_per_token(self, num_key_heads: int, head_dim: int, item_bytes: int) -> float:
-        """Bytes of a token in the pages of one block of the model."""
+        """Return the bytes of a token in the pages of one block of the model."""
         num_dims = 0 if self.loki is None else self.loki.choice.num_dims(head_dim)
         of_storage = self.storage.bytes_per_token(num_key_heads, head_dim, item_bytes)
         return of_storage + num_key_heads * num_dims * item_bytes
 
     def bytes_per_row(self, num_key_heads: int, head_dim: int, item_bytes: int) -> int:
-        """Bytes beside the pages for each running request, of one block of the model."""
+        """Return the bytes beside the pages that one block of the model needs for each running request."""
         return self.storage.bytes_per_row(num_key_heads, head_dim, item_bytes)
 
     def bytes_of_layer(self, num_key_heads: int, head_dim: int, item_bytes: int) -> int:
-        """Bytes beside the pages whatever runs, of one block of the model: Loki's axes."""
+        """Return the bytes of Loki's axes for one block of the model."""
         return 0 if self.loki is None else num_key_heads * head_dim**2 * max(4, item_bytes)
 
 
 def cache_format(name: str | None) -> CacheFormat:
-    """The format of a name; None is that of keys and values as they are. Raises ConfigError."""
+    """Return the format that --cache names; without a name, keys and values as they are. Raises ConfigError."""
     if name is None:
         return CacheFormat()
     if name in FOUR_BITS:
@@ -123,7 +173,7 @@ def cache_format(name: str | None) -> CacheFormat:
 
 
 def why_slow(found: CacheFormat, device: str, dtype: torch.dtype, is_shared: bool = False) -> list[str]:
-    """Why decodes with a cache of this format are slow on a device, if they are; the model computes in `dtype`.
+    """Return the reasons why decodes with a cache of this format are slow on a device; the model computes in `dtype`.
     `is_shared`: ranks hold pages together.
     """
     if device == "cpu" or found.kind == PlainStorage.kind:
@@ -139,7 +189,7 @@ def why_slow(found: CacheFormat, device: str, dtype: torch.dtype, is_shared: boo
 
 
 def block_size_of(found: CacheFormat) -> int:
-    """Tokens of a block of the cache, for `weft serve`."""
+    """Return the tokens of a block of the cache, for `weft serve`."""
     return found.block_size or DEFAULT_BLOCK_SIZE
 
 
@@ -173,3 +223,37 @@ def load_loki(path: Path) -> Loki:
         return Loki(axes, LokiChoice(*numbers), about["model"])
     except (KeyError, ValueError):
         raise ConfigError(f"--cache loki={path} lacks some of its numbers: it is damaged; run weft calibrate") from None
+
+
+def model_identity(
+    model: nn.Module, cuts: Mapping[str, Cut] | None = None, add_up: Callable[[int], int] = lambda number: number
+) -> str:
+    """Return a text that tells models apart, the same in any dtype and format: files made for one model are refused by
+    another. It is a hash of the config and of all numbers in vectors (norms and biases), each with its place.
+
+    With `cuts`, `model` is a rank's part, and `add_up` gives the sum (modulo 2^64) of what its ranks give.
+    """
+    total = 0
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            cut = Cut.whole(parameter.shape) if cuts is None else cuts[name]
+            if cut.is_first:  # others have the same part
+                places = np.concatenate([np.arange(*one, dtype=np.uint64) for one in cut.intervals[0]])
+                total += _sum_of_hashes(name, parameter.detach(), places)
+    config = repr(getattr(model, "config", ""))
+    return hashlib.sha256(f"{config} {add_up(total % MODULUS)}".encode()).hexdigest()
+
+
+def _sum_of_hashes(name: str, values: torch.Tensor, places: NDArray[np.uint64]) -> int:
+    """Return the sum of hashes of a vector's numbers in bf16, each with its name and place."""
+    bits = values.to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().astype(np.uint64)
+    seed = np.uint64(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
+    mixed = _mixed(_mixed(seed + places) + bits)
+    return int(np.sum(mixed, dtype=np.uint64))
+
+
+def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return a hash of each number of 64 bits (splitmix64)."""
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ (numbers >> np.uint64(31))

@@ -19,7 +19,7 @@ _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: a number of float32 this large 
 
 @triton.jit
 def _not_above(values):
-    """The largest numbers of float16 that are not above these; for finite ones below all, the lowest."""
+    """Return the largest numbers of float16 that are not above these; for finite ones below all, the lowest."""
     near = values.to(tl.float16)
     bits = near.to(tl.int16, bitcast=True)
     below = tl.where(near > 0, bits - 1, tl.where(near < 0, bits + 1, -32767)).to(tl.int16)
@@ -30,18 +30,49 @@ def _not_above(values):
 
 @triton.jit
 def _scale(lowest, highest):
-    """The scale and least value (float16) of a group, from its lowest and highest numbers."""
+    """Return the scale and the zero point (float16) of a group, from its lowest and highest numbers."""
     least = _not_above(lowest)
     return -_not_above(tl.div_rn(-(highest - least.to(tl.float32)), tl.full(highest.shape, 15.0, tl.float32))), least
 
 
 @triton.jit
 def _codes(numbers, scale, least):
-    """Codes of numbers; half to even."""
+    """Return the codes of numbers, rounded half to even."""
     wide = scale.to(tl.float32)
     codes = tl.div_rn(numbers - least.to(tl.float32), tl.where(wide > 0, wide, 1.0) + numbers * 0.0)
     codes = (codes + _ROUND) - _ROUND
     return tl.minimum(tl.maximum(codes, 0.0), 15.0).to(tl.int32)
+
+
+@triton.jit
+def value_ranges(low, high, exists, NUM_GROUPS: tl.constexpr, AXIS: tl.constexpr):
+    """Return the lowest and highest numbers of both halves of the channels of values: low, low, high, high."""
+    low_lowest = tl.min(tl.where(exists, low, float("inf")), AXIS)
+    low_highest = tl.max(tl.where(exists, low, float("-inf")), AXIS)
+    high_lowest = tl.min(tl.where(exists, high, float("inf")), AXIS)
+    high_highest = tl.max(tl.where(exists, high, float("-inf")), AXIS)
+    if NUM_GROUPS == 1:
+        low_lowest, low_highest = tl.minimum(low_lowest, high_lowest), tl.maximum(low_highest, high_highest)
+        high_lowest, high_highest = low_lowest, low_highest
+    return low_lowest, low_highest, high_lowest, high_highest
+
+
+@triton.jit
+def keep_page_of_keys(low, high, code_ptr, range_ptr, PAGE: tl.constexpr, HALF_DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Code the keys of a full page [PAGE, WIDTH], given as both halves of their channels."""
+    channel, place = tl.arange(0, WIDTH), tl.arange(0, PAGE)
+    exists = channel < HALF_DIM
+    low_scale, low_least = _scale(tl.min(low, 0), tl.max(low, 0))
+    high_scale, high_least = _scale(tl.min(high, 0), tl.max(high, 0))
+    ranges = range_ptr + 2 * channel
+    tl.store(ranges, low_scale, mask=exists)
+    tl.store(ranges + 1, low_least, mask=exists)
+    tl.store(ranges + 2 * HALF_DIM, high_scale, mask=exists)
+    tl.store(ranges + 2 * HALF_DIM + 1, high_least, mask=exists)
+    both = _codes(low, low_scale[None, :], low_least[None, :])
+    both |= _codes(high, high_scale[None, :], high_least[None, :]) << 4
+    places = code_ptr + place[:, None] * HALF_DIM + channel[None, :]
+    tl.store(places, both.to(tl.uint8), mask=exists[None, :] & (place >= 0)[:, None])
 
 
 @triton.jit
@@ -52,13 +83,7 @@ def _keep_value(
     """Code both halves of a value into a page, as the token of this number."""
     channel, one = tl.arange(0, WIDTH), tl.zeros([1], tl.int32)
     exists = channel < HALF_DIM
-    low_lowest = tl.min(tl.where(exists, low, float("inf")), 0)
-    low_highest = tl.max(tl.where(exists, low, float("-inf")), 0)
-    high_lowest = tl.min(tl.where(exists, high, float("inf")), 0)
-    high_highest = tl.max(tl.where(exists, high, float("-inf")), 0)
-    if NUM_GROUPS == 1:
-        low_lowest, low_highest = tl.minimum(low_lowest, high_lowest), tl.maximum(low_highest, high_highest)
-        high_lowest, high_highest = low_lowest, low_highest
+    low_lowest, low_highest, high_lowest, high_highest = value_ranges(low, high, exists, NUM_GROUPS, 0)
     low_scale, low_least = _scale(one + low_lowest, one + low_highest)  # of one element
     high_scale, high_least = _scale(one + high_lowest, one + high_highest)
     ranges = range_ptr + 2 * token + one
@@ -90,17 +115,7 @@ def _keep_keys(
     older = (tokens < PAGE - 1)[:, None] & exists[None, :]
     low_keys = tl.where(older, tl.load(places, mask=older, other=0.0), low_key[None, :]).to(tl.float32)
     high_keys = tl.where(older, tl.load(places + HALF_DIM, mask=older, other=0.0), high_key[None, :]).to(tl.float32)
-    low_scale, low_least = _scale(tl.min(low_keys, 0), tl.max(low_keys, 0))
-    high_scale, high_least = _scale(tl.min(high_keys, 0), tl.max(high_keys, 0))
-    low_ranges, high_ranges = range_ptr + 2 * channel, range_ptr + 2 * (HALF_DIM + channel)
-    tl.store(low_ranges, low_scale, mask=exists)
-    tl.store(low_ranges + 1, low_least, mask=exists)
-    tl.store(high_ranges, high_scale, mask=exists)
-    tl.store(high_ranges + 1, high_least, mask=exists)
-    low = _codes(low_keys, low_scale[None, :], low_least[None, :])
-    high = _codes(high_keys, high_scale[None, :], high_least[None, :])
-    places = code_ptr + tokens[:, None] * HALF_DIM + channel[None, :]
-    tl.store(places, (low | (high << 4)).to(tl.uint8), mask=exists[None, :] & (tokens >= 0)[:, None])
+    keep_page_of_keys(low_keys, high_keys, code_ptr, range_ptr, PAGE, HALF_DIM, WIDTH)
 
 
 @triton.jit(  # these are parts of the arrays of a step, and begin anywhere

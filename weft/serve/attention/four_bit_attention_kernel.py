@@ -1,4 +1,4 @@
-"""Decode attention over the cache of 4 bits (`four_bits.py`) as a Triton kernel, which decodes what it reads.
+"""Decode attention over the cache of 4 bits (`four_bits.py`) as a Triton kernel, which dequantises what it reads.
 
 A program handles the queries that share one key head of one request, over a part of its pages, as in
 `decode_attention_kernel.py`. Codes go into the products as they are:
@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.serve.attention.decode_attention_kernel import LOG2E, _sum_of_parts, number_of_parts
-from weft.serve.weights.unpacking_kernel import four_bit_numbers
+from weft.serve.attention.decode_attention_kernel import LOG2E, empty_parts, number_of_parts, sum_of_parts
+from weft.serve.weights.shared_steps_kernel import four_bit_numbers, two_ranges
 
 _PROGRAMS = 1024  # as many as fit into a GPU at once
 _WARPS = 1
@@ -34,16 +34,15 @@ _STAGES = 3
 
 @triton.jit
 def _ranges(range_ptr, exists):
-    """The scales and least values of groups. The two are loaded as one number of 32 bits."""
-    both = tl.load(range_ptr, mask=exists, other=0)
-    scale = (both & 65535).to(tl.uint16).to(tl.float16, bitcast=True)
-    least = (both >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
-    return scale.to(tl.float32), least.to(tl.float32)
+    """Return the scales and zero points of groups. The two are loaded as one number of 32 bits."""
+    return two_ranges(tl.load(range_ptr, mask=exists, other=0), False)
 
 
 @triton.jit
 def _scaled_weights(first, second, range_ptr, num_valid, HALF_PAGE: tl.constexpr, DTYPE: tl.constexpr):
-    """The weights of a page's halves times the scales of values, and the terms weight * least of both, in one."""
+    """Return the weights of both halves of a page times the scales of values, and the sum of both halves' weights times
+    their zero points.
+    """
     token = tl.arange(0, HALF_PAGE)
     first_scale, first_least = _ranges(range_ptr + token, token < num_valid)
     second_scale, second_least = _ranges(range_ptr + HALF_PAGE + token, token + HALF_PAGE < num_valid)
@@ -73,7 +72,7 @@ def _add_page(
 ):
     """Add the values of a page to a running softmax. Scores are those of the two halves of the page.
 
-    `low` and `high` are the sums over the halves of the channels without least values. Sums of least values and the
+    `low` and `high` are the sums over the halves of the channels without zero points. Sums of zero points and the
     softmax's denominator are kept for each place in half a page, and added up at the end.
     """
     above = tl.maximum(highest, tl.maximum(tl.max(first_scores, 0), tl.max(second_scores, 0)))
@@ -109,7 +108,7 @@ def _page_scores(
     DTYPE: tl.constexpr,
     BY_PTX: tl.constexpr,
 ):
-    """The scores of both halves of a page whose keys are coded: [HALF_PAGE, queries] each."""
+    """Return the scores of both halves of a page whose keys are codes: [HALF_PAGE, queries] each."""
     channel, token = tl.arange(0, WIDTH), tl.arange(0, HALF_PAGE)
     exists = channel < HALF_DIM
     low_scale, low_least = _ranges(range_ptr + channel, exists)
@@ -139,7 +138,7 @@ def _tail_scores(
     WIDTH: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """The scores of both halves of a page whose keys are as they are: of `num_valid` tokens, -inf of others."""
+    """Return the scores of both halves of a page whose keys are in the tail: of `num_valid` tokens, -inf of others."""
     channel, token = tl.arange(0, WIDTH), tl.arange(0, HALF_PAGE)
     exists = (channel < HALF_DIM)[None, :]
     place = page_ptr + token[:, None] * token_stride + channel[None, :]
@@ -158,7 +157,7 @@ def _tail_scores(
 
 @triton.jit
 def _since(first, second, oldest, HALF_PAGE: tl.constexpr):
-    """Scores of tokens of a page from the one numbered `oldest` on, -inf of others."""
+    """Return the scores of a page's tokens from number `oldest` on, -inf of others."""
     token = tl.arange(0, HALF_PAGE)
     first = tl.where((token >= oldest)[:, None], first, float("-inf"))
     return first, tl.where((token + HALF_PAGE >= oldest)[:, None], second, float("-inf"))
@@ -249,17 +248,16 @@ def four_bit_attention_by_kernel(
     rows: Tensor,
     window: int | None,
 ) -> Tensor:
-    """Attention of one query for each request [requests, heads, head_dim]; see `four_bits.py` for the pages."""
+    """Return the attention of one query for each request [requests, heads, head_dim]; see `four_bits.py` for
+    the pages.
+    """
     num_requests, num_heads, head_dim = query.shape
     num_key_heads, num_groups = tails.shape[3], pages[3].shape[2]
     key_codes, key_ranges, value_codes, value_ranges = pages
     num_parts = number_of_parts(num_requests, num_key_heads, _PROGRAMS)
     assert query.stride()[1:] == (head_dim, 1), "the heads of a query lie end to end"
     out = query.new_empty(num_requests, num_heads, head_dim)
-    parts, logs = out, out
-    if num_parts > 1:
-        parts = query.new_empty(num_requests, num_parts, num_heads, head_dim, dtype=torch.float32)
-        logs = query.new_empty(num_requests, num_parts, num_heads, dtype=torch.float32)
+    parts, logs = empty_parts(query, out, num_parts)
     _parts[(num_requests, num_key_heads, num_parts)](
         query,
         key_codes,
@@ -292,7 +290,7 @@ def four_bit_attention_by_kernel(
     )
     if num_parts > 1:
         width = triton.next_power_of_2(head_dim)
-        _sum_of_parts[(num_requests, num_heads)](
+        sum_of_parts[(num_requests, num_heads)](
             parts, logs, out, NUM_HEADS=num_heads, HEAD_DIM=head_dim, NUM_PARTS=num_parts, WIDTH=width, num_warps=4
         )
     return out

@@ -4,14 +4,15 @@ A chunk of a prompt lies in pages, of which the first and the last may be partly
 all chunks of a step together (`PagedBatch.prompt_pages`):
 
     1. values are coded, and the keys of pages that are full now,
-    2. queries attend to the pages before their own, which are decoded where they are read, and to the keys of their own
+    2. queries attend to the pages before their own, dequantised where they are read, and to the keys of their own
        page as they are: in the tail those of earlier chunks, in the step's keys those of this one,
     3. the keys of the pages that a request still writes go to its tail.
 
 Where all chunks are short, as those that check drafts are, their tokens attend as decodes do
 (`four_bit_attention_kernel.py`): a request's pages are then read by many programs at once.
 
-Nothing is decoded into memory, and the host waits for nothing. The bits that are kept are those of the plain functions.
+Memory never holds dequantised pages, and the host waits for nothing. The bits that are kept are those of the plain
+functions.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.serve.attention.attend import A100, shared_bytes
 from weft.serve.attention.batch import PagedBatch
-from weft.serve.attention.decode_attention_kernel import LOG2E
-from weft.serve.attention.four_bit_append_kernel import _codes, _scale
+from weft.serve.attention.decode_attention_kernel import LOG2E, rescaled
+from weft.serve.attention.four_bit_append_kernel import _codes, _scale, keep_page_of_keys, value_ranges
 from weft.serve.attention.four_bit_attention_kernel import _ranges, four_bit_attention_by_kernel
-from weft.serve.attention.shared_memory import A100, shared_bytes
-from weft.serve.weights.unpacking_kernel import four_bit_numbers
+from weft.serve.weights.shared_steps_kernel import four_bit_numbers
 
 _SHORT = 16  # tokens of a chunk whose tokens attend as decodes do; less than a page, so that a tail has all its pages
 _ROWS = 128  # of a program's products: queries, each of some heads
@@ -38,8 +39,8 @@ _WARPS, _STAGES = 8, 3
 
 @triton.jit
 def _page(page_ptr, page_stride, table_ptr, table_stride, row_ptr, row_stride):
-    """A page of a chunk: its number, block and tail, and which of its tokens are the chunk's: where they begin among
-    all tokens, and from where to where in the page.
+    """Return a page of a chunk: its request, number, first token among all tokens of chunks, where the chunk's tokens
+    begin and end in the page, its block, and its tail.
     """
     request = tl.load(page_ptr).to(tl.int64)
     number = tl.load(page_ptr + page_stride)
@@ -52,7 +53,9 @@ def _page(page_ptr, page_stride, table_ptr, table_stride, row_ptr, row_stride):
 
 @triton.jit
 def _raw_keys(key_ptr, tail_ptr, place, first, begin, end, token_stride, inside):
-    """Half of the channels of a page's keys as they are: of earlier chunks in the tail, of this one in the step's."""
+    """Return half of the channels of a page's keys as they are: those of earlier chunks are in the tail, those of this
+    chunk among the step's keys.
+    """
     earlier, own = place < begin, (place >= begin) & (place < end)
     old = tl.load(tail_ptr + place[:, None] * token_stride, mask=earlier[:, None] & inside, other=0.0)
     new = tl.load(key_ptr + (first + place - begin)[:, None] * token_stride, mask=own[:, None] & inside, other=0.0)
@@ -61,14 +64,10 @@ def _raw_keys(key_ptr, tail_ptr, place, first, begin, end, token_stride, inside)
 
 @triton.jit
 def _value_codes(low, high, range_ptr, is_own, exists, PAGE: tl.constexpr, NUM_GROUPS: tl.constexpr):
-    """The codes of both halves of the channels of values [tokens, channels]; scales and least values are written."""
-    low_lowest = tl.min(tl.where(exists, low, float("inf")), 1)
-    low_highest = tl.max(tl.where(exists, low, float("-inf")), 1)
-    high_lowest = tl.min(tl.where(exists, high, float("inf")), 1)
-    high_highest = tl.max(tl.where(exists, high, float("-inf")), 1)
-    if NUM_GROUPS == 1:
-        low_lowest, low_highest = tl.minimum(low_lowest, high_lowest), tl.maximum(low_highest, high_highest)
-        high_lowest, high_highest = low_lowest, low_highest
+    """Return the codes of both halves of the channels of values [tokens, channels], and write scales and zero
+    points.
+    """
+    low_lowest, low_highest, high_lowest, high_highest = value_ranges(low, high, exists, NUM_GROUPS, 1)
     low_scale, low_least = _scale(low_lowest, low_highest)
     high_scale, high_least = _scale(high_lowest, high_highest)
     tl.store(range_ptr, low_scale, mask=is_own)
@@ -133,23 +132,13 @@ def _code(
     )
     if end == PAGE:
         channel, place = tl.arange(0, WIDTH), tl.arange(0, PAGE)
-        exists = channel < half
-        inside = exists[None, :]
+        inside = (channel < half)[None, :]
         keys = key_ptr + key_head * HEAD_DIM + channel[None, :]
         tails = tail_ptr + (tail * PAGE * NUM_KEY_HEADS + key_head) * HEAD_DIM + channel[None, :]
         low = _raw_keys(keys, tails, place, first, begin, end, stride, inside).to(tl.float32)
         high = _raw_keys(keys + half, tails + half, place, first, begin, end, stride, inside).to(tl.float32)
-        low_scale, low_least = _scale(tl.min(low, 0), tl.max(low, 0))
-        high_scale, high_least = _scale(tl.min(high, 0), tl.max(high, 0))
-        of_channels = key_range_ptr + block * 2 * HEAD_DIM + 2 * channel
-        tl.store(of_channels, low_scale, mask=exists)
-        tl.store(of_channels + 1, low_least, mask=exists)
-        tl.store(of_channels + 2 * half, high_scale, mask=exists)
-        tl.store(of_channels + 2 * half + 1, high_least, mask=exists)
-        both = _codes(low, low_scale[None, :], low_least[None, :])
-        both |= _codes(high, high_scale[None, :], high_least[None, :]) << 4
-        places = key_code_ptr + block * PAGE * half + place[:, None] * half + channel[None, :]
-        tl.store(places, both.to(tl.uint8), mask=inside & (place >= 0)[:, None])
+        codes, ranges = key_code_ptr + block * PAGE * half, key_range_ptr + block * 2 * HEAD_DIM
+        keep_page_of_keys(low, high, codes, ranges, PAGE, half, WIDTH)
 
 
 @triton.jit
@@ -172,9 +161,9 @@ def _keep_tails(
 
 
 @triton.jit
-def _decoded_keys(code_ptr, range_ptr, place, WIDTH: tl.constexpr, HALF_DIM: tl.constexpr, DTYPE: tl.constexpr,
+def _dequantised_keys(code_ptr, range_ptr, place, WIDTH: tl.constexpr, HALF_DIM: tl.constexpr, DTYPE: tl.constexpr,
                   BY_PTX: tl.constexpr):  # fmt: skip
-    """Both halves of the channels of a page's keys, at places in the page."""
+    """Return both halves of the channels of a page's keys, at places in the page."""
     channel = tl.arange(0, WIDTH)
     exists = channel < HALF_DIM
     low_scale, low_least = _ranges(range_ptr + channel, exists)
@@ -212,27 +201,25 @@ def _add_page(
     so that a thread has both of a byte.
     """
     half_page: tl.constexpr = PAGE // 2
-    above = tl.maximum(highest, tl.max(scores, 1))
-    safe = tl.where(above == float("-inf"), 0.0, above)
-    kept, weights = tl.exp2(highest - safe), tl.exp2(scores - safe[:, None])
+    highest, weights, kept = rescaled(highest, scores)
     total = total * kept + tl.sum(weights, 1)
     first, second = tl.split(tl.reshape(weights.to(DTYPE), [ROWS, half_page, 2]))
     low = _add_values(low * kept[:, None], first, second, code_ptr, range_ptr, end, half_page, HALF_DIM, WIDTH, DTYPE, BY_PTX)  # noqa: E501  # fmt: skip
     code_ptr += HALF_DIM * half_page
     range_ptr += (NUM_GROUPS - 1) * PAGE
     high = _add_values(high * kept[:, None], first, second, code_ptr, range_ptr, end, half_page, HALF_DIM, WIDTH, DTYPE, BY_PTX)  # noqa: E501  # fmt: skip
-    return above, total, low, high
+    return highest, total, low, high
 
 
 @triton.jit
 def _scores(low_query, high_query, low_keys, high_keys, factor):
-    """The products of queries with keys, of which each has its channels in two halves."""
+    """Return the products of queries with keys, of which each has its channels in two halves."""
     return tl.dot(high_query, tl.trans(high_keys), tl.dot(low_query, tl.trans(low_keys))) * factor
 
 
 @triton.jit
 def _seen(scores, distance, WINDOW: tl.constexpr):
-    """Scores of keys that lie 0 or more tokens before their queries, and inside of a window; -inf of others."""
+    """Return the scores of keys that lie 0 or more tokens before their queries, and in the window; -inf of others."""
     seen = distance >= 0
     if WINDOW > 0:
         seen = seen & (distance < WINDOW)
@@ -244,7 +231,7 @@ def _own_scores(
     low_query, high_query, key_ptr, tail_ptr, at, place, first, begin, end, factor,
     NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The scores of queries at places `at` of a page with the page's keys up to their own."""
+    """Return the scores of queries at places `at` of a page with the page's keys up to their own."""
     half: tl.constexpr = HEAD_DIM // 2
     stride: tl.constexpr = NUM_KEY_HEADS * HEAD_DIM
     channel = tl.arange(0, WIDTH)
@@ -294,7 +281,7 @@ def _attend(
     for page in range(oldest // PAGE, own):
         block = tl.load(table_ptr + page).to(tl.int64) * NUM_KEY_HEADS + key_head
         codes, ranges = key_code_ptr + block * PAGE * half, key_range_ptr + block * HEAD_DIM
-        low_keys, high_keys = _decoded_keys(codes, ranges, place, WIDTH, half, dtype, BY_PTX)
+        low_keys, high_keys = _dequantised_keys(codes, ranges, place, WIDTH, half, dtype, BY_PTX)
         scores = _scores(low_query, high_query, low_keys, high_keys, factor)
         if WINDOW > 0:
             scores = _seen(scores, (own - page) * PAGE + at[:, None] - place[None, :], WINDOW)
@@ -327,7 +314,7 @@ class Launch(NamedTuple):
 
 
 def launch_of(page: int, group: int, shared: int) -> Launch:
-    """How the attention is launched with so many heads for a key head, on a GPU with so much shared memory."""
+    """Return how the attention is launched: with `group` heads for a key head, on a GPU with so much shared memory."""
     rows, num_stages = (_ROWS, _STAGES) if shared >= A100 else (_ROWS // 2, 1)
     queries = min(page, max(1, rows // group))
     return Launch(queries, min(_WARPS, max(1, queries * group // 16)), num_stages)
@@ -369,7 +356,7 @@ def attend_prompts_by_kernel(
 def _attend_chunks(
     query: Tensor, keys: Tensor, pages: Sequence[Tensor], tails: Tensor, batch: PagedBatch, window: int | None
 ) -> Tensor:
-    """The attention of chunks, while tails have the keys of earlier ones."""
+    """Return the attention of chunks. Tails must still have the keys of earlier chunks."""
     _, num_heads, head_dim = query.shape
     num_key_heads, page = tails.shape[3], tails.shape[2]
     chunks, tables, rows = batch.prompt_pages, batch.tables, batch.rows

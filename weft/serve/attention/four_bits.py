@@ -5,8 +5,8 @@ larger than others; values are coded by token, over their channels: half a head,
 keys of the page that a request writes lie beside the pages as they are (its *tail*), and are coded when the page is
 full.
 
-A query attends to the keys of its own page as they are, and to those of all pages before it decoded; values are always
-decoded. So results do not depend on which tokens are computed together, and equal attention over the decoded cache.
+A query attends to the keys of its own page as they are, and to those of all pages before it dequantised; values always
+are. So results do not depend on which tokens are computed together, and equal attention over the dequantised cache.
 
 A tail has room for two pages: drafts that run into the next page and are rejected leave this one's keys in place.
 
@@ -26,19 +26,26 @@ import torch
 from torch import Tensor
 
 from weft.errors import ConfigError
-from weft.serve.attention.attend import attend_chunk, attend_decodes, joined, staging, takes_kernels
+from weft.serve.attention.attend import (
+    attend_chunk,
+    attend_decodes,
+    has_room_for_four_bits,
+    joined,
+    shared_bytes,
+    staging,
+    takes_kernels,
+)
 from weft.serve.attention.batch import CacheSizes, PagedBatch
-from weft.serve.attention.shared_memory import has_room_for_four_bits, shared_bytes
 from weft.serve.weights.group_codes import codes_of, group_range, pack_halves, unpack_halves
 
 GROUPS = (32, 64, 128)  # tokens of a page, whose keys share a scale for each channel
 GROUP = 64
-DECODED_TOKENS = 1 << 15  # that plain functions decode at a time
+DEQUANTISED_TOKENS = 1 << 15  # that plain functions dequantise at a time
 
 
 @dataclass(frozen=True)
 class FourBitStorage:
-    """4 bits for each key and value, in groups of so many; scales and least values of 16 bits."""
+    """4 bits for each key and value, in groups of so many; scales and zero points of 16 bits."""
 
     group: int = GROUP
     kind = "int4"
@@ -65,7 +72,7 @@ class FourBitStorage:
 
 
 def value_groups(head_dim: int, group: int) -> int:
-    """How many scales a value has: one, or one for each half of a head that is larger than a group."""
+    """Return how many scales a value has: one, or one for each half of a head that is larger than a group."""
     return 1 if head_dim <= group else 2
 
 
@@ -85,7 +92,7 @@ class FourBitPages:
             return torch.zeros(shape, dtype=dtype, device=sizes.device)
 
         # A byte has two channels of a key, half a head apart, or two tokens of a value's channel, half a page apart.
-        # Ranges are pairs of a scale and a least value.
+        # Ranges are pairs of a scale and a zero point.
         self._key_codes = zeros(blocks, heads, self._size, dim // 2, dtype=torch.uint8)
         self._key_ranges = zeros(blocks, heads, dim, 2)
         self._value_codes = zeros(blocks, heads, dim, self._size // 2, dtype=torch.uint8)
@@ -114,7 +121,7 @@ class FourBitPages:
 
     def _decode(self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
         self._keep_values(values, batch.slots[: batch.num_decodes])
-        self._keep_decoded_keys(keys, batch)
+        self._keep_keys_of_decodes(keys, batch)
         return attend_decodes(query, self, batch, window)
 
     def _decode_by_kernel(
@@ -160,7 +167,7 @@ class FourBitPages:
             others = self._value_codes[own, :, :, places % (self._size // 2)] & (240 >> 4 * half)
             self._value_codes[own, :, :, places % (self._size // 2)] = others | (codes << 4 * half)
 
-    def _keep_decoded_keys(self, keys: Tensor, batch: PagedBatch) -> None:
+    def _keep_keys_of_decodes(self, keys: Tensor, batch: PagedBatch) -> None:
         """Add one token to each tail. Pages that are full now are coded; codes of others go to the page for padding,
         and tokens of other ranks to the row for padding.
         """
@@ -174,7 +181,7 @@ class FourBitPages:
         self._code_pages(self._tails[rows, halves], blocks)
 
     def _newest(self, batch: PagedBatch) -> tuple[Tensor, Tensor]:
-        """Whether the newest token of each decode is this rank's own, and the number of the newest own one."""
+        """Return whether the newest token of each decode is this rank's own, and the number of the newest own one."""
         share, ends = batch.pages, batch.lengths[: batch.num_decodes].long()
         is_own = (ends - 1) // self._size % share.degree == share.index
         return is_own, (share.count(ends) - 1).clamp(min=0)
@@ -210,8 +217,8 @@ class FourBitPages:
         self._key_codes[blocks] = pack_halves(codes_of(grouped, scale, least, 4).transpose(-1, -2))
         self._key_ranges[blocks] = torch.stack([scale, least], dim=-1)
 
-    def decoded(self, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The decoded keys and values of blocks [...]: [..., tokens, key heads, head_dim]."""
+    def dequantised(self, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the dequantised keys and values of blocks [...]: [..., tokens, key heads, head_dim]."""
         wide = torch.promote_types(dtype, torch.float32)
         scale, least = self._key_ranges[blocks].to(wide).unbind(-1)  # [..., key heads, head_dim]
         keys = unpack_halves(self._key_codes[blocks]).to(wide) * scale[..., None, :] + least[..., None, :]
@@ -223,12 +230,14 @@ class FourBitPages:
         return keys.movedim(-3, -2).to(dtype), values.movedim(-1, -3).to(dtype)
 
     def requests_at_once(self, batch: PagedBatch) -> int:
-        """So many that few keys and values are decoded at once."""
-        return max(1, DECODED_TOKENS // (batch.tables.shape[1] * self._size))
+        """Return a number of requests of which few keys and values are dequantised at once."""
+        return max(1, DEQUANTISED_TOKENS // (batch.tables.shape[1] * self._size))
 
     def read(self, query: Tensor, batch: PagedBatch, some: slice, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Decoded keys and values, but the keys of a request's newest page as they are, on the rank that has it."""
-        keys, values = self.decoded(batch.tables[some].long(), query.dtype)
+        """Return dequantised keys and values. The keys of a request's newest page are as they are, on the rank that has
+        it.
+        """
+        keys, values = self.dequantised(batch.tables[some].long(), query.dtype)
         is_own, newest = (one[some] for one in self._newest(batch))  # [requests, blocks, tokens, key heads, head_dim]
         requests, pages = torch.arange(len(query), device=query.device), newest // self._size
         tails = self._tails[batch.rows[some].long(), pages % 2]
@@ -238,16 +247,18 @@ class FourBitPages:
     def _attend_prompt(
         self, query: Tensor, own: Tensor, batch: PagedBatch, index: int, window: int | None
     ) -> list[Tensor]:
-        """Attention of a chunk, page by page of its queries. `own` are own keys from the chunk's first own page on."""
+        """Return the attention of a chunk, page by page of its queries. `own` are this rank's keys from the chunk's
+        first own page on.
+        """
         share, length = batch.pages, batch.prompt_lengths[index - batch.num_decodes]
         start, number = length - len(query), share.number(length)
         first = number - len(own)  # the first token of `own`, by number
         blocks = batch.tables[index, : -(-number // self._size)].long()
-        decoded, values = (one.flatten(0, 1) for one in self.decoded(blocks, query.dtype))
+        coded, values = (one.flatten(0, 1) for one in self.dequantised(blocks, query.dtype))
         parts = list[Tensor]()
         for page in range(start // self._size, (length - 1) // self._size + 1):
             begin, end = max(start, page * self._size), min(length, (page + 1) * self._size)
             before, seen = share.number(page * self._size), share.number(end)
-            key = torch.cat([decoded[:before], own[before - first : seen - first]])
+            key = torch.cat([coded[:before], own[before - first : seen - first]])
             parts.append(attend_chunk(query[begin - start : end - start], key, values[:seen], end, window, share))
         return parts

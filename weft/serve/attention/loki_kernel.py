@@ -1,13 +1,18 @@
-"""Which tokens a decode of Loki attends to (`choice.py`), as Triton kernels.
+"""Loki (`choice.py`) as Triton kernels: keys and queries along its axes, and which tokens a decode attends to.
 
-The first kernel scores all tokens by the first dims of their keys, for each query. Pages keep these dims a second
-time, those of a key head end to end, because memory is read in long pieces. The second kernel takes for each token the
+The first kernel turns the queries and the key of a decode to the axes, and writes key and value to their pages. A
+program multiplies those of one key head of one token with some of the axes. One launch does the work of about a dozen.
+
+The second kernel scores all tokens by the first dims of their keys, for each query. Pages keep these dims a second
+time, those of a key head end to end, because memory is read in long pieces. The third kernel takes for each token the
 highest score relative to the best of a query, by the queries of a key head, and finds the lowest score that is chosen,
 two bits of it at a time, by counting how many scores are at least as high; it then writes where the chosen tokens lie,
 in their order. `decode_attention_kernel.py` attends to these. All shapes follow from the batch and the cache alone.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -16,9 +21,10 @@ from torch import Tensor
 
 from weft.serve.attention.decode_attention_kernel import number_of_parts
 
-_TOKENS = 64  # that the first kernel loads at a time
-_WARPS, _STAGES, _PROGRAMS = 1, 1, 2048  # of the first kernel
-_CHUNK, _CHOOSING_WARPS = 8192, 16  # scores that the second kernel loads at a time, and its warps
+_COLUMNS = 32  # axes of a program that turns
+_TOKENS = 64  # that the kernel that scores loads at a time
+_WARPS, _STAGES, _PROGRAMS = 1, 1, 2048  # of the kernel that scores
+_CHUNK, _CHOOSING_WARPS = 8192, 16  # scores that the choosing kernel loads at a time, and its warps
 
 
 @triton.jit
@@ -63,7 +69,7 @@ def _joint_scores(
     score_ptr, best, score_stride, token, oldest, length, NEWEST: tl.constexpr, GROUP: tl.constexpr,
     MEMBERS: tl.constexpr,
 ):  # fmt: skip
-    """The joint scores of a group of queries, as integers of the same order.
+    """Return the joint scores of a group of queries, as integers of the same order.
 
     Tokens that are always chosen have the highest integer, and places without a token the lowest.
     """
@@ -80,7 +86,7 @@ def _joint_scores(
 
 @triton.jit
 def _lowest_chosen(order_ptr, number, begin, length, CHUNK: tl.constexpr):
-    """The largest integer that `number` scores reach; how many scores are above it, and how many reach it."""
+    """Return the largest integer that `number` scores reach; how many scores are above it, and how many reach it."""
     place, lowest = tl.arange(0, CHUNK), -2147483648
     for digit in range(16):
         step = 1 << (30 - 2 * digit)
@@ -156,7 +162,8 @@ def chosen_slots_by_kernel(
     window: int | None,
     choice: tuple[float, int, int, int],
 ) -> tuple[Tensor, Tensor]:
-    """The slots [requests, key heads, most] of the tokens that each key head's queries attend to, and how many.
+    """Return the slots [requests, key heads, most] of the tokens that each key head's queries attend to, and their
+    number.
 
     `first` are the dims of keys by which tokens are scored, in pages: [blocks, key heads, block_size, dims]. `choice`:
     share of the tokens, newest tokens, length below which all tokens are chosen, and the most tokens that can be
@@ -186,3 +193,62 @@ def chosen_slots_by_kernel(
         MEMBERS=triton.next_power_of_2(num_heads // num_key_heads), num_warps=_CHOOSING_WARPS,
     )  # fmt: skip
     return chosen, counts
+
+
+@triton.jit
+def _turn_and_store(
+    query_ptr, key_ptr, value_ptr, axes_ptr, slot_ptr, turned_ptr, key_page_ptr, value_page_ptr, first_ptr,
+    query_stride, NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NUM_DIMS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The rows of a program are the queries that share a key head, and behind them the key."""
+    token, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    group: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    is_dim, is_column = dims < HEAD_DIM, columns < HEAD_DIM
+    heads, key_place = key_head * group + rows, (token * NUM_KEY_HEADS + key_head) * HEAD_DIM
+    is_query, is_key = (rows < group)[:, None], (rows == group)[:, None]
+    query_place = token * query_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+    given = tl.load(query_ptr + query_place, mask=is_query & is_dim[None, :], other=0.0).to(tl.float32)
+    key_places = key_ptr + key_place + dims[None, :] + rows[:, None] * 0
+    given += tl.load(key_places, mask=is_key & is_dim[None, :], other=0.0).to(tl.float32)
+    axes_place = (key_head * HEAD_DIM + dims[:, None]) * HEAD_DIM + columns[None, :]
+    axes = tl.load(axes_ptr + axes_place, mask=is_dim[:, None] & is_column[None, :], other=0.0)
+    turned = tl.dot(given, axes, input_precision="ieee").to(turned_ptr.dtype.element_ty)  # [ROWS, COLUMNS]
+    turned_place = (token * NUM_HEADS + heads[:, None]) * HEAD_DIM + columns[None, :]
+    tl.store(turned_ptr + turned_place, turned, mask=is_query & is_column[None, :])
+    slot = tl.load(slot_ptr + token)
+    page_place = (slot * NUM_KEY_HEADS + key_head) * HEAD_DIM + columns
+    tl.store(key_page_ptr + page_place[None, :] + rows[:, None] * 0, turned, mask=is_key & is_column[None, :])
+    first_place = (
+        (slot // BLOCK_SIZE * NUM_KEY_HEADS + key_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    ) * NUM_DIMS + columns
+    is_first = is_key & (columns < NUM_DIMS)[None, :]
+    tl.store(first_ptr + first_place[None, :] + rows[:, None] * 0, turned, mask=is_first)
+    value = tl.load(value_ptr + key_place + columns, mask=is_column, other=0.0)
+    tl.store(value_page_ptr + page_place, value, mask=is_column)
+
+
+def turn_and_store_by_kernel(
+    query: Tensor, keys: Tensor, values: Tensor, axes: Tensor, slots: Tensor, pages: Sequence[Tensor]
+) -> Tensor:
+    """Return queries [tokens, heads, head_dim] along the axes [key heads, head_dim, head_dim] (float32) of their key
+    heads.
+
+    Keys [tokens, key heads, head_dim] along the axes, values, and the first dims of these keys go to the slots of
+    `pages`: [blocks, block_size, key heads, head_dim] twice, and [blocks, key heads, block_size, dims].
+    """
+    (num_tokens, num_heads, head_dim), num_key_heads = query.shape, keys.shape[1]
+    assert query.stride()[1:] == (head_dim, 1), "the heads of a query lie end to end"
+    assert all(one.is_contiguous() for one in (keys, values, axes))
+    turned = query.new_empty(num_tokens, num_heads, head_dim)
+    width = max(16, triton.next_power_of_2(head_dim))
+    columns = min(_COLUMNS, width)
+    _turn_and_store[(num_tokens, num_key_heads, width // columns)](
+        query, keys, values, axes, slots, turned, *pages, query.stride(0), NUM_HEADS=num_heads,
+        NUM_KEY_HEADS=num_key_heads, HEAD_DIM=head_dim, BLOCK_SIZE=pages[0].shape[1], NUM_DIMS=pages[2].shape[-1],
+        ROWS=max(16, triton.next_power_of_2(num_heads // num_key_heads + 1)), WIDTH=width, COLUMNS=columns,
+        num_warps=4,
+    )  # fmt: skip
+    return turned

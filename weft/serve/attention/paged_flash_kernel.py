@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import warnings
-from collections.abc import Callable
 from functools import cache
 from typing import cast
 
@@ -20,8 +19,8 @@ import torch.nn.attention.varlen as varlen
 from torch import Tensor
 
 from weft.serve.attention.batch import PagedBatch
+from weft.serve.attention.plain import prompt_attention
 
-PromptAttention = Callable[[Tensor, Tensor, Tensor, PagedBatch, int | None], Tensor]
 _LARGEST_ERROR = 0.02  # of results near 1, in 16 bits: a wrong page or mask gives errors near 1
 
 
@@ -46,8 +45,8 @@ def paged_flash_attention(query: Tensor, keys: Tensor, values: Tensor, batch: Pa
 
 
 @cache
-def has_paged_flash(device: torch.device, dtype: torch.dtype, head_dim: int, plain: PromptAttention) -> bool:
-    """Whether flash attention over pages is installed for a GPU and equals the plain function there."""
+def has_paged_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether flash attention over pages is installed for a GPU and equals the plain function there."""
     if "block_table" not in inspect.signature(varlen.varlen_attn).parameters:
         return False
     if importlib.util.find_spec("flash_attn_interface") is None or torch.cuda.get_device_capability(device) != (9, 0):
@@ -55,7 +54,7 @@ def has_paged_flash(device: torch.device, dtype: torch.dtype, head_dim: int, pla
     try:
         if torch.nn.attention.current_flash_attention_impl() != "FA3":
             torch.nn.attention.activate_flash_attention_impl("FA3")
-        error = largest_error(device, dtype, head_dim, plain)
+        error = largest_error(device, dtype, head_dim)
         trouble = f"differs by {error:.2g} from the plain function" if error > _LARGEST_ERROR else ""
     except (RuntimeError, ImportError, TypeError, ValueError) as failure:
         trouble = f"fails ({failure})"
@@ -65,8 +64,10 @@ def has_paged_flash(device: torch.device, dtype: torch.dtype, head_dim: int, pla
     return not trouble
 
 
-def largest_error(device: torch.device, dtype: torch.dtype, head_dim: int, plain: PromptAttention) -> float:
-    """How far `paged_flash_attention` is from the plain function, on two small chunks of prompts in shuffled pages."""
+def largest_error(device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
+    """Return how far `paged_flash_attention` is from the plain function, on two small chunks of prompts in shuffled
+    pages.
+    """
     generator = torch.Generator().manual_seed(0)
     query, keys, values = (
         torch.randn(tokens, heads, head_dim, generator=generator).to(device, dtype)
@@ -77,5 +78,5 @@ def largest_error(device: torch.device, dtype: torch.dtype, head_dim: int, plain
     unused = torch.empty(0, device=device)
     batch = PagedBatch(unused, unused, unused, tables, lengths, unused, 16, 0, (20, 20), (33, 57))
     given = (query, keys, values, batch)
-    errors = [paged_flash_attention(*given, window) - plain(*given, window) for window in (None, 9)]
+    errors = [paged_flash_attention(*given, window) - prompt_attention(*given, window) for window in (None, 9)]
     return float(torch.stack(errors).abs().max())

@@ -15,9 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.serve.attention.attend import attend_chunk, attend_decodes, joined, room_for_parts, takes_kernels
+from weft.serve.attention.attend import (
+    attend_chunk,
+    attend_decodes,
+    has_room_for_tiles,
+    joined,
+    room_for_parts,
+    shared_bytes,
+    takes_kernels,
+)
 from weft.serve.attention.batch import CacheSizes, DecodePlaces, PagedBatch, PageShare, decode_places, slots_of
-from weft.serve.attention.shared_memory import has_room_for_tiles, shared_bytes
 
 MAX_WHOLE_DECODES = 16  # requests of a step whose attention is one kernel
 _TILED_LENGTH = 2048  # of prompts that are attended to in tiles; torch's own flash attention copies keys and values
@@ -54,8 +61,8 @@ class PlainPages:
         return batch.slots, self.keys, self.values
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
-        """Attention of a step's tokens [tokens, heads, head_dim], or this rank's part of it. Keys and values are in
-        their slots already.
+        """Return the attention of a step's tokens [tokens, heads, head_dim], or this rank's part of it. Keys and values
+        are in their slots already.
         """
         number, parts = batch.num_decodes, list[Tensor]()
         if batch.tiles is not None:
@@ -74,8 +81,8 @@ class PlainPages:
         return self.keys[slots], self.values[slots], mask
 
     def read_places(self, batch: PagedBatch, some: slice, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of own tokens [requests, key heads, chosen] of some decodes: [requests, chosen, key heads,
-        head_dim].
+        """Return the keys and values of some decodes at `places`, the numbers of own tokens [requests, key heads,
+        chosen]: [requests, chosen, key heads, head_dim] each.
         """
         num_key_heads = places.shape[1]
         slots = batch.own_slots[some].long()[:, None].expand(-1, num_key_heads, -1).gather(2, places)
@@ -83,7 +90,7 @@ class PlainPages:
         return self.keys[slots, key_heads].transpose(1, 2), self.values[slots, key_heads].transpose(1, 2)
 
     def _attend_recorded(self, query: Tensor, batch: PagedBatch, tiles: Tensor, window: int | None) -> Tensor:
-        """Attention in a step that is recorded as a CUDA graph: padding is in no tile, and gets zeros."""
+        """Return the attention in a step that is recorded as a CUDA graph: padding is in no tile, and gets zeros."""
         number, out = batch.num_decodes, torch.zeros_like(query)
         if number:
             places = (batch.tables[:number], batch.lengths[:number], batch.block_size, window)
@@ -110,11 +117,14 @@ class PlainPages:
         return attend_decodes(query, self, batch, window)
 
     def attend_prompts(self, query: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
-        """Attention of the tokens of prompts alone [tokens of prompts, heads, head_dim], or this rank's part of it."""
+        """Return the attention of the tokens of prompts alone [tokens of prompts, heads, head_dim], or this rank's
+        part.
+        """
         keys, values = self.keys, self.values
         on_gpu = takes_kernels(query) and query.shape[-1] <= _MAX_HEAD_DIM
         is_short = batch.share is not None or max(batch.prompt_lengths) <= _TILED_LENGTH
-        if on_gpu and is_short and fits_tiles(query, keys):
+        has_room = has_room_for_tiles(query.shape[1], keys.shape[1], query.shape[2], shared_bytes(query.device))
+        if on_gpu and is_short and has_room:
             out = torch.empty_like(query) if batch.share is None else room_for_parts(query)
             places = (batch.tables, batch.prompt_tiles, batch.block_size, window, out, batch.share)
             _kernel_for_tiles()(query, keys, values, *places)
@@ -122,11 +132,6 @@ class PlainPages:
         is_flash = on_gpu and batch.share is None and query.shape[-1] % 8 == 0
         prompt: PromptAttention = _flash_for(query) if is_flash else prompt_attention
         return prompt(query, keys, values, batch, window)
-
-
-def fits_tiles(query: Tensor, keys: Tensor) -> bool:
-    """Has the kernel of prompts in tiles room in the GPU's shared memory?"""
-    return has_room_for_tiles(query.shape[1], keys.shape[1], query.shape[2], shared_bytes(query.device))
 
 
 def _kernel_for_decodes():  # type: ignore[no-untyped-def]
@@ -144,7 +149,7 @@ def _kernel_for_tiles():  # type: ignore[no-untyped-def]
 def _flash_for(query: Tensor):  # type: ignore[no-untyped-def]
     from weft.serve.attention.paged_flash_kernel import has_paged_flash, paged_flash_attention
 
-    has_pages = has_paged_flash(query.device, query.dtype, query.shape[-1], prompt_attention)
+    has_pages = has_paged_flash(query.device, query.dtype, query.shape[-1])
     return paged_flash_attention if has_pages else flash_prompt_attention
 
 
@@ -158,7 +163,7 @@ def decode_attention(
     window: int | None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """One query for each request: it attends to the last `window` of the request's `lengths` tokens.
+    """Return the attention of one query for each request, to the last `window` of the request's `lengths` tokens.
 
     Into `out`, only the results of requests that have tokens are written.
     """
@@ -167,7 +172,9 @@ def decode_attention(
 
 
 def decode_at(query: Tensor, keys: Tensor, values: Tensor, places: DecodePlaces) -> Tensor:
-    """One query [requests, heads, head_dim] for each request. Queries that share a key head are rows of one product."""
+    """Return the attention of one query for each request [requests, heads, head_dim]. Queries that share a key head are
+    rows of one product.
+    """
     if isinstance(places, slice):
         key, value, mask = heads_at(keys, places), heads_at(values, places), None
     else:
@@ -179,7 +186,9 @@ def decode_at(query: Tensor, keys: Tensor, values: Tensor, places: DecodePlaces)
 
 
 def heads_at(pages: Tensor, slots: slice) -> Tensor:
-    """Keys or values [slots, heads, head_dim] at some slots as [1, heads, slots, head_dim], a view by one call."""
+    """Return keys or values [slots, heads, head_dim] at some slots as [1, heads, slots, head_dim], a view by
+    one call.
+    """
     of_slot, of_head, of_number = pages.stride()
     size = (1, pages.shape[1], slots.stop - slots.start, pages.shape[2])
     start = pages.storage_offset() + slots.start * of_slot
@@ -187,7 +196,9 @@ def heads_at(pages: Tensor, slots: slice) -> Tensor:
 
 
 def prompt_attention(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
-    """Queries of chunks of prompts, end to end: each attends to what its request has in the cache up to itself."""
+    """Return the attention of chunks of prompts, end to end: each query attends to its request's tokens up to
+    its own.
+    """
     chunks = zip(query.split(list(batch.prompt_queries)), batch.prompt_slots, batch.prompt_lengths, strict=True)
     return torch.cat(
         [attend_chunk(chunk, keys[slots], values[slots], end, window, batch.pages) for chunk, slots, end in chunks]

@@ -12,12 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.serve.attention.batch import TILE_QUERIES, PageShare
-from weft.serve.weights.early_launch_kernel import early_launch, wait_for_results
+from weft.serve.attention.decode_attention_kernel import LN2, LOG2E, add_tokens, keys_and_values, page_rows
+from weft.serve.weights.shared_steps_kernel import early_launch, wait_for_results
 
 _TOKENS = 64  # whose keys are loaded at a time
 _NUM_WARPS, _NUM_STAGES = 4, 3
-_LOG2E = 1.4426950408889634
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -60,11 +59,8 @@ def _tiles(
     for start in range(first, last, TOKENS):
         token = start + tl.arange(0, TOKENS)
         valid = token < last
-        block = tl.load(table_ptr + request * table_stride + token // BLOCK_SIZE, mask=valid, other=0)
-        row = (block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE) * NUM_KEY_HEADS + key_head
-        key_place, loaded = row[:, None] * HEAD_DIM + columns[None, :], valid[:, None] & (columns < HEAD_DIM)[None, :]
-        key = tl.load(key_ptr + key_place, mask=loaded, other=0.0)  # [TOKENS, WIDTH]
-        value = tl.load(value_ptr + key_place, mask=loaded, other=0.0)
+        row = page_rows(table_ptr + request * table_stride, token, valid, key_head, NUM_KEY_HEADS, BLOCK_SIZE)
+        key, value = keys_and_values(key_ptr, value_ptr, row, valid, columns[None, :], HEAD_DIM)
         scores = tl.dot(query, tl.trans(key)).to(tl.float32) * scale
         at = token  # its position
         if NUM_RANKS > 1:
@@ -73,12 +69,7 @@ def _tiles(
         if WINDOW > 0:
             seen = seen & (at[None, :] > position[:, None] - WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
-        above = tl.maximum(highest, tl.max(scores, 1))
-        safe = tl.where(above == float("-inf"), 0.0, above)
-        weights, kept = tl.exp2(scores - safe[:, None]), tl.exp2(highest - safe)
-        total = total * kept + tl.sum(weights, 1)
-        mixed = mixed * kept[:, None] + tl.dot(weights.to(value.dtype), value)
-        highest = above
+        highest, total, mixed = add_tokens(highest, total, mixed, scores, value)
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
     out_row = (first_token + index) * NUM_HEADS + key_head * group + head
     out_place = out_row[:, None] * OUT_WIDTH + columns[None, :]
@@ -114,7 +105,7 @@ def prompt_attention_by_kernel(
         tables,
         tiles,
         out,
-        head_dim**-0.5 * _LOG2E,
+        head_dim**-0.5 * LOG2E,
         query.stride(0),
         tables.stride(0),
         tiles.stride(0),

@@ -18,8 +18,19 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.models.attention import RMSNorm
-from weft.serve.attention.decode_attention_kernel import LOG2E, TOKENS, VARYING, bounds, number_of_parts
-from weft.serve.weights.early_launch_kernel import early_launch, wait_for_results
+from weft.serve.attention.decode_attention_kernel import (
+    LOG2E,
+    TOKENS,
+    VARYING,
+    add_tokens,
+    bounds,
+    empty_parts,
+    keys_and_values,
+    number_of_parts,
+    page_rows,
+    rescaled,
+)
+from weft.serve.weights.shared_steps_kernel import early_launch, wait_for_results
 
 _ADDED = 16  # parts that are added up at a time
 # Programs, warps of each, and registers of a thread, for one request and for more: the fastest of some on an H200 that
@@ -29,8 +40,9 @@ _LAUNCH_FOR_ONE, _LAUNCH = (256, 8, 104), (512, 4, 128)
 
 @triton.jit
 def _rotated(heads, turn, weight, eps, HEAD_DIM: tl.constexpr, HAS_NORMS: tl.constexpr):
-    """Heads, normed and rotated: from [2, heads, WIDTH], the second with halves exchanged, times `turn` [2, 1, WIDTH],
-    which are cosines and signed sines. A sum over the first dimension lies in one thread. `weight` is the norm's.
+    """Return heads, normed and rotated: from [2, heads, WIDTH], the second with halves exchanged, times `turn` [2, 1,
+    WIDTH], which are cosines and signed sines. A sum over the first dimension lies in one thread. `weight` is the
+    norm's.
     """
     wide = heads.to(tl.float32)
     if HAS_NORMS:  # rounded as the model's own norm does
@@ -41,7 +53,7 @@ def _rotated(heads, turn, weight, eps, HEAD_DIM: tl.constexpr, HAS_NORMS: tl.con
 
 @triton.jit
 def _turn(cos_ptr, sin_ptr, position, copy, column, HEAD_DIM: tl.constexpr):
-    """What heads and heads with halves exchanged are multiplied by: [2, 1, WIDTH]."""
+    """Return what heads and heads with halves exchanged are multiplied by: [2, 1, WIDTH]."""
     half: tl.constexpr = HEAD_DIM // 2
     angle = position.to(tl.int64) * HEAD_DIM + column % half
     cos, sin = tl.load(cos_ptr + angle).to(tl.float32), tl.load(sin_ptr + angle).to(tl.float32)
@@ -54,8 +66,8 @@ def _new_token(
     NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_NORMS: tl.constexpr,
     GROUP_ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The queries, the key and the value of a new token: [GROUP_ROWS, WIDTH] each. Key and value are in all rows, so
-    that they lie in registers as queries do; they are 0 if this is not the last part.
+    """Return the queries, the key and the value of a new token: [GROUP_ROWS, WIDTH] each. Key and value are in all
+    rows, so that they lie in registers as queries do; they are 0 if this is not the last part.
     """
     group: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
     row, column = tl.arange(0, GROUP_ROWS)[None, :, None], tl.arange(0, WIDTH)[None, None, :]
@@ -76,32 +88,24 @@ def _tile(
     key_ptr, value_ptr, table_at, start, end, key_head, columns,
     NUM_KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """The keys and values of some tokens in the cache [TOKENS, WIDTH]."""
+    """Return the keys and values of some tokens in the cache [TOKENS, WIDTH]."""
     token = start + tl.arange(0, TOKENS)
-    valid = token < end
-    block = tl.load(table_at + token // BLOCK_SIZE, mask=valid, other=0)
-    row = (block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE) * NUM_KEY_HEADS + key_head
-    place, loaded = row[:, None] * HEAD_DIM + columns, valid[:, None] & (columns < HEAD_DIM)
-    return tl.load(key_ptr + place, mask=loaded, other=0.0), tl.load(value_ptr + place, mask=loaded, other=0.0)
+    row = page_rows(table_at, token, token < end, key_head, NUM_KEY_HEADS, BLOCK_SIZE)
+    return keys_and_values(key_ptr, value_ptr, row, token < end, columns, HEAD_DIM)
 
 
 @triton.jit
 def _with_tile(
     query, key, value, start, end, oldest, highest, total, mixed, scale, TOKENS: tl.constexpr, WINDOW: tl.constexpr
 ):
-    """The running softmax with the tokens of a tile."""
+    """Return the running softmax with the tokens of a tile."""
     token = start + tl.arange(0, TOKENS)
     valid = token < end
     if WINDOW > 0:
         valid = valid & (token >= oldest)
     scores = tl.dot(query, tl.trans(key)).to(tl.float32) * scale
     scores = tl.where(valid[None, :], scores, float("-inf"))
-    above = tl.maximum(highest, tl.max(scores, 1))
-    safe = tl.where(above == float("-inf"), 0.0, above)
-    weights, kept = tl.exp2(scores - safe[:, None]), tl.exp2(highest - safe)
-    total = total * kept + tl.sum(weights, 1)
-    mixed = mixed * kept[:, None] + tl.dot(weights.to(value.dtype), value)
-    return above, total, mixed
+    return add_tokens(highest, total, mixed, scores, value)
 
 
 @triton.jit
@@ -123,12 +127,9 @@ def _add_parts(
         place = row[:, :, None] * HEAD_DIM + columns[None, None, :]
         mixed = tl.load(mixed_ptr + place, mask=inside, other=0.0, cache_modifier=".cg")
         logs = tl.load(log_ptr + row, mask=exists, other=float("-inf"), cache_modifier=".cg")
-        above = tl.maximum(highest, tl.max(logs, 1))
-        safe = tl.where(above == float("-inf"), 0.0, above)
-        weights, kept = tl.exp2(logs - safe[:, None]), tl.exp2(highest - safe)
+        highest, weights, kept = rescaled(highest, logs)
         total = total * kept + tl.sum(weights, 1)
         out = out * kept[:, None] + tl.sum(mixed * weights[:, :, None], 1)
-        highest = above
     out_at = out_ptr + (request * NUM_HEADS + first_head + head[:, None]) * HEAD_DIM + columns[None, :]
     inside = (head < group)[:, None] & (columns < HEAD_DIM)[None, :]
     tl.store(out_at, (out / tl.where(total > 0, total, 1.0)[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
@@ -248,10 +249,7 @@ def whole_attention_by_kernel(
     num_programs, num_warps, num_registers = _LAUNCH_FOR_ONE if num_requests == 1 else _LAUNCH
     num_parts = number_of_parts(num_requests, num_key_heads, num_programs)
     out = projected.new_empty(num_requests, num_heads, head_dim)
-    parts, logs = out, out
-    if num_parts > 1:
-        parts = projected.new_empty(num_requests, num_parts, num_heads, head_dim, dtype=torch.float32)
-        logs = projected.new_empty(num_requests, num_parts, num_heads, dtype=torch.float32)
+    parts, logs = empty_parts(out, out, num_parts)
     strides = [one.stride(0) for one in (positions, slots, tables, lengths)]
     _whole_attention[(num_requests, num_key_heads, num_parts)](
         projected,

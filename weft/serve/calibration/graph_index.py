@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.serve.calibration.bars import Bar, Progress, no_bar
-from weft.serve.head.graph_head import GraphHead, output_identity, output_matrix, save, with_chosen_beam
-from weft.serve.head.vocabulary_graph import build_graph
+from weft.serve.head.graph_head import GraphHead, build_graph, output_identity, output_matrix, save, with_chosen_beam
 from weft.serve.model.model_part import ModelPart
 from weft.serve.model.step_inputs import text_inputs
 from weft.serve.spec import EngineOptions
@@ -62,7 +61,7 @@ def index_model(
 
 
 def hidden_states(part: ModelPart, texts: Sequence[Tensor], most: int, progress: Progress) -> Tensor:
-    """At most so many of the hidden states [rows, hidden] of texts, evenly spread."""
+    """Return at most `most` of the hidden states [rows, hidden] of texts, evenly spread."""
     rows, found = list[list[int]](), []
     for text in texts:
         rows += text.tolist()

@@ -18,9 +18,7 @@ from weft.errors import ConfigError, NumbersError
 from weft.models.attention import rotate
 from weft.serve.attention.batch import CacheSizes, PagedBatch
 from weft.serve.attention.choice import LokiChoice
-from weft.serve.attention.formats import CacheFormat, Loki
-from weft.serve.attention.layer import CacheLayer
-from weft.serve.attention.model_identity import model_identity
+from weft.serve.attention.formats import CacheFormat, CacheLayer, Loki, model_identity
 from weft.serve.calibration.bars import Bar, no_bar
 from weft.serve.model.model_part import ModelPart
 from weft.serve.model.paged_model import PagedModel
@@ -104,7 +102,7 @@ def calibrate(model: nn.Module, texts: Sequence[Tensor], choice: LokiChoice, bar
 
 
 def best_axes(fitted: Tensor, held_out: Tensor, num_dims: int) -> tuple[Tensor, Tensor]:
-    """The axes [..., head_dim, head_dim] of heads, and which heads have those before rotation.
+    """Return the axes [..., head_dim, head_dim] of heads, and which heads have those before rotation.
 
     Given are the sums [after and before, ..., head_dim, head_dim] of two parts of a text: axes are found on the first,
     and those whose first dims explain more of rotated keys on the second are taken, from both parts.
@@ -116,13 +114,13 @@ def best_axes(fitted: Tensor, held_out: Tensor, num_dims: int) -> tuple[Tensor, 
 
 
 def principal_axes(sums: Tensor) -> Tensor:
-    """Axes in columns, most important first."""
+    """Return axes in columns, most important first."""
     axes: Tensor = torch.linalg.eigh(sums)[1]
     return axes.flip(-1)
 
 
 def explained_shares(axes: Tensor, sums: Tensor) -> Tensor:
-    """The share of keys' squares, whose sums are [..., head_dim, head_dim], that axes up to each explain."""
+    """Return the share of keys' squares, whose sums are [..., head_dim, head_dim], that axes up to each explain."""
     along = torch.einsum("...de,...dc,...ce->...e", axes, sums, axes).clamp(min=0)
     shares = along.cumsum(-1)
     return shares / shares[..., -1:].clamp(min=1e-300)

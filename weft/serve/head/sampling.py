@@ -34,7 +34,7 @@ class SampledTokens(NamedTuple):
     likeliest_logprobs: Tensor | None = None
 
     def logprobs_of(self, index: int, number: int) -> TokenLogprobs:
-        """The log-probabilities of a request's token and of the `number` likeliest ones."""
+        """Return the log-probabilities of a request's token and of the `number` likeliest ones."""
         assert self.logprobs is not None
         assert self.likeliest is not None
         assert self.likeliest_logprobs is not None
@@ -92,7 +92,8 @@ class Sampler:
         self._counts[active.row].index_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
 
     def sample(self, logits: Tensor, members: list[ActiveRequest], positions: Tensor) -> SampledTokens:
-        """One token for each row of logits [requests, at least vocab]; `positions` are those of the tokens before.
+        """Return one token for each row of logits [requests, at least vocab]. `positions` are those of the tokens
+        before.
 
         All tokens before must have been read if a member has a matcher.
         """
@@ -143,7 +144,7 @@ def _has_penalty(sampling: Sampling) -> bool:
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """The first token of each row that has the highest logit; -1 if a logit is NaN."""
+    """Return the first token of each row that has the highest logit; -1 if a logit is NaN."""
     if logits.is_cuda:
         from weft.serve.head.sampling_kernel import likeliest_by_kernel
 
@@ -199,13 +200,13 @@ def _bias_tensors(bias: Sequence[tuple[int, int, float]], device: torch.device) 
 
 
 def _key(seed: int) -> tuple[int, int]:
-    """Two signed 32-bit numbers from a seed of any size."""
+    """Return two signed 32-bit numbers from a seed of any size."""
     low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
     return low - (low >> 31 << 32), high - (high >> 31 << 32)
 
 
 def draw(logits: Tensor, temperature: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
-    """A random token of each row [requests, tokens], by its temperature [requests, 1]."""
+    """Return a random token of each row [requests, tokens], by its temperature [requests, 1]."""
     if logits.is_cuda:
         from weft.serve.head.sampling_kernel import draw_by_kernel
 
@@ -215,10 +216,9 @@ def draw(logits: Tensor, temperature: Tensor, keys: Tensor, positions: Tensor) -
 
 
 def filtered_draw(logits: Tensor, settings: SamplingRows, positions: Tensor) -> Tensor:
-    """A random token of each row, by its temperature and among those that its filters leave."""
+    """Return a random token of each row, by its temperature and among those that its filters leave."""
     if logits.is_cuda:
-        from weft.serve.head.filter_kernel import filter_by_kernel
-        from weft.serve.head.sampling_kernel import draw_by_kernel
+        from weft.serve.head.sampling_kernel import draw_by_kernel, filter_by_kernel
 
         left = filter_by_kernel(logits, settings.temperature, settings.top_k, settings.top_p, settings.log_min_p)
         return draw_by_kernel(logits, settings.temperature, settings.keys, positions, left)
@@ -226,7 +226,7 @@ def filtered_draw(logits: Tensor, settings: SamplingRows, positions: Tensor) -> 
 
 
 def filtered_draw_by_sorting(logits: Tensor, settings: SamplingRows, positions: Tensor) -> Tensor:
-    """The plain function of `filtered_draw`."""
+    """Equals `filtered_draw`, by plain functions that sort the logits."""
     scaled = logits / torch.where(settings.temperature > 0, settings.temperature, 1.0)
     noise = gumbel_noise(settings.keys, positions, logits.shape[1])
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
@@ -241,7 +241,7 @@ def filtered_draw_by_sorting(logits: Tensor, settings: SamplingRows, positions: 
 
 
 def gumbel_noise(keys: Tensor, positions: Tensor, size: int) -> Tensor:
-    """Gumbel noise [requests, size] (float32): a function of the key [requests, 2] (int32), position and token."""
+    """Return Gumbel noise [requests, size] (float32): a function of key [requests, 2] (int32), position and token."""
     place = positions.to(torch.int32)
     first, second = _mix(place ^ _mix(keys[:, 0])), _mix(place + _mix(keys[:, 1] ^ 0x5BD1E995))
     tokens = torch.arange(size, dtype=torch.int32, device=keys.device)
@@ -252,7 +252,7 @@ def gumbel_noise(keys: Tensor, positions: Tensor, size: int) -> Tensor:
 
 
 def _mix(bits: Tensor) -> Tensor:
-    """A hash of 32-bit numbers; products wrap around."""
+    """Return a hash of 32-bit numbers; products wrap around."""
     for shift, factor in _ROUNDS:
         bits = (bits ^ _shifted(bits, shift)) * factor
     return bits ^ _shifted(bits, 16)

@@ -1,4 +1,4 @@
-"""Measures graph searches over an output matrix (`serve/head/vocabulary_graph.py`) on this CPU, in random graphs and
+"""Measures graph searches over an output matrix (`serve/head/graph_head.py`) on this CPU, in random graphs and
 matrices.
 
 Searches in different graphs, with different beams and widths of rows, differ in their rounds, edges, logits and bytes.
@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from weft.cluster.decode_rates import SearchTimes
-from weft.serve.head.graph_head import GraphHead
-from weft.serve.head.vocabulary_graph import VocabularyGraph
+from weft.serve.head.graph_head import GraphHead, VocabularyGraph
 
 NUM_TOKENS, NUM_ENTRIES, NUMBER = 1 << 14, 512, 64
 # Edges of a token, and how far they lead: the nearer, the more of them lead to tokens that were met before.

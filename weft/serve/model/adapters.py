@@ -63,7 +63,7 @@ class LowRankUpdates:
         self._owners = torch.cat([self._owners, self._owners.new_full((len(down),), number)])
 
     def of(self, hidden: Tensor) -> Tensor | None:
-        """What is added to the result for inputs [tokens, in]; None if no token has an adapter."""
+        """Return what is added to the result for inputs [tokens, in]; None if no token has an adapter."""
         if self._adapters.of_tokens is None:
             return None
         low = F.linear(hidden, self.down)
@@ -96,7 +96,7 @@ def attach_adapters(
 
 
 def read_adapter(model: nn.Module, folder: Path) -> tuple[Lora, set[str], Read]:
-    """An adapter's settings, the names of its A and B, and a function that reads them. It must fit the model."""
+    """Return an adapter's settings, the names of its A and B, and a function that reads them. It must fit the model."""
     assert isinstance(model, Decoder | GPT2)
     lora = with_adapter(Lora(adapter=str(folder)), {})
     with torch.device("meta"):

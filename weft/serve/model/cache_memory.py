@@ -1,14 +1,18 @@
-"""The memory that a key-value cache may take, and words for more blocks than it holds."""
+"""The memory of the key-value cache: how many blocks fit, and pages in host memory for requests that were sent back to
+the queue for lack of blocks.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from weft.errors import ConfigError
-from weft.sharding.host_memory import available_host_bytes
+from weft.sharding.host_memory import available_host_bytes, host_zeros
 
 GPU_SHARE = 0.92  # of a GPU's free memory, for the cache
 CPU_SHARE = 0.25
@@ -21,11 +25,11 @@ class CacheBytes(NamedTuple):
     beside: int
 
     def of(self, num_blocks: int) -> float:
-        """Bytes of a cache of so many blocks, and of one for padding."""
+        """Return the bytes of a cache of so many blocks and one more for padding."""
         return (num_blocks + 1) * self.per_block + self.beside
 
     def fitting(self, free: float) -> int:
-        """The most blocks of a cache of so many bytes."""
+        """Return the most blocks of a cache of so many bytes."""
         return int((free - self.beside) // self.per_block) - 1
 
 
@@ -37,7 +41,7 @@ def step_bytes(token_budget: int, max_running: int, widest: int, vocab: int) -> 
 
 
 def free_host_bytes(num_local_ranks: int) -> float:
-    """The memory of the host that each of the ranks here can still have."""
+    """Return the memory of the host that each of the ranks here can still have."""
     found = available_host_bytes()
     if found is None:
         found = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -45,7 +49,7 @@ def free_host_bytes(num_local_ranks: int) -> float:
 
 
 def free_device_bytes(device: torch.device, num_local_ranks: int) -> float:
-    """The memory of a rank's device that it can still have."""
+    """Return the memory of a rank's device that it can still have."""
     if device.type != "cuda":
         return free_host_bytes(num_local_ranks)
     torch.cuda.empty_cache()  # what torch keeps for itself is free, too
@@ -75,3 +79,46 @@ def _too_many(what: str, needed: float, where: str, free: float, fitting: int) -
 
 def _size(num_bytes: float) -> str:
     return f"{max(0.0, num_bytes) / 2**30:,.2f} GiB"
+
+
+class HostPages:
+    """Room in host memory for `num_blocks` blocks of a cache, whose `pages` are tensors [blocks, ...].
+
+    Blocks are copied whole. Copies are in the order of the device's work, so nobody waits for them: a saved block may
+    be used again at once.
+    """
+
+    def __init__(self, pages: Sequence[Tensor], num_blocks: int, keeps_whole_blocks: bool = False) -> None:
+        self.keeps_whole_blocks = keeps_whole_blocks
+        self._pages = pages
+        self._host = [
+            host_zeros(num_blocks * page[0].numel(), page.dtype, page.device).view(num_blocks, *page.shape[1:])
+            for page in pages
+        ]
+        self._free = list(range(num_blocks))
+        self._held: dict[Hashable, list[int]] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def save(self, owner: Hashable, blocks: Sequence[int]) -> bool:
+        """Copy blocks to host memory; False, and nothing is copied, if there is no room."""
+        if len(blocks) > len(self._free):
+            return False
+        self._held[owner] = [self._free.pop() for _ in blocks]
+        for block, place in zip(blocks, self._held[owner], strict=True):
+            for host, page in zip(self._host, self._pages, strict=True):
+                host[place].copy_(page[block].contiguous(), non_blocking=True)
+        return True
+
+    def load(self, owner: Hashable, blocks: Sequence[int], first: int) -> None:
+        """Copy what was saved of an owner, from its block number `first` on, into these blocks of the cache."""
+        for block, place in zip(blocks, self._held[owner][first:], strict=True):
+            for host, page in zip(self._host, self._pages, strict=True):
+                page[block] = host[place].to(page.device, non_blocking=True)
+        self.drop(owner)
+
+    def drop(self, owner: Hashable) -> None:
+        """Forget what was saved of an owner."""
+        self._free += self._held.pop(owner)

@@ -48,7 +48,7 @@ class ServedExperts:
     def _routed(self, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return norm(residual) [tokens, hidden], and what the router gives for it: weights and experts [tokens, k]."""
         if kernel_of(self._routes, len(residual)) == "kernel":
-            from weft.serve.weights.router_kernel import route_by_kernel
+            from weft.serve.weights.expert_kernel import route_by_kernel
 
             return route_by_kernel(residual, self._norm, self._mlp.gate)  # type: ignore[arg-type]
         hidden = self._normed(residual)

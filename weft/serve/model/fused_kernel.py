@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.models.attention import RMSNorm
-from weft.serve.weights.early_launch_kernel import early_launch, wait_for_results
 from weft.serve.weights.packed_token_kernel import with_bias_and_gate
+from weft.serve.weights.shared_steps_kernel import early_launch, wait_for_results
 
 _COLUMNS = 2048  # of a weight that are read at a time
 _HEADS = 8  # that a program rotates
@@ -52,7 +52,7 @@ def _gated(gate_up_ptr, out_ptr, SIZE: tl.constexpr, WIDTH: tl.constexpr, IS_EAR
 
 
 def gated_by_kernel(gate_up: Tensor) -> Tensor:
-    """Equals `plain_gate` (`serve/weights/plain_steps.py`), of any number of rows in fp16 or bf16."""
+    """Equals `plain_gate` (`serve/weights/steps.py`), of any number of rows in fp16 or bf16."""
     size = gate_up.shape[-1] // 2
     out = gate_up.new_empty(len(gate_up), size)
     width = min(1024, triton.next_power_of_2(size))
@@ -116,7 +116,7 @@ def rotate_and_store_by_kernel(
     keys: Tensor,
     values: Tensor,
 ) -> Tensor:
-    """Equals `rotate_by_angles` (`serve/weights/plain_steps.py`) with the angles of the positions, in fp16 or bf16."""
+    """Equals `rotate_by_angles` (`serve/weights/steps.py`) with the angles of the positions, in fp16 or bf16."""
     num_heads, num_key_heads, head_dim = sizes
     query = projected.new_empty(len(projected), num_heads, head_dim)
     query_norm, key_norm = (projected, projected) if norms is None else (norms[0].weight, norms[1].weight)
@@ -243,7 +243,7 @@ def row_linear_by_kernel(
 
 
 def _row_tile(num_out: int, num_in: int, is_gated: bool) -> tuple[int, int]:
-    """Results of a program, and its warps: the fastest of some on an H200, for the matmuls of a model of 8B."""
+    """Return how many results a program computes, and its warps: the fastest of some on an H200, for a model of 8B."""
     if num_in > 4 * _COLUMNS or is_gated:
         return 1, 8
     return (1, 4) if num_out <= 4096 else (2, 8)

@@ -30,8 +30,7 @@ from weft.models.attention import RMSNorm
 from weft.parallel.tensor.norm import split_norm
 from weft.serve.weights.fast_path import FEW_ROWS, Place, fast_path, kernel_of
 from weft.serve.weights.packed_linear import PackedLinear
-from weft.serve.weights.plain_steps import AfterProduct, plain_gate, plain_norm
-from weft.serve.weights.quantised_product import WITH_NORM
+from weft.serve.weights.steps import WITH_NORM, AfterProduct, plain_gate, plain_norm
 
 Transform = Callable[[Tensor], Tensor]
 

@@ -15,15 +15,13 @@ from weft.models import GPT2, Decoder
 from weft.models.recurrent import RecurrentModel
 from weft.plan import Plan
 from weft.serve.attention.batch import PagedBatch, PageShare
-from weft.serve.attention.formats import CacheFormat
-from weft.serve.attention.host_pages import HostPages
-from weft.serve.attention.layer import CacheLayer
-from weft.serve.attention.model_identity import model_identity
+from weft.serve.attention.formats import CacheFormat, CacheLayer, model_identity
 from weft.serve.model.adapters import attach_adapters
 from weft.serve.model.cache_memory import (
     CPU_SHARE,
     GPU_SHARE,
     CacheBytes,
+    HostPages,
     free_device_bytes,
     refuse_cache_blocks,
     refuse_swap_blocks,
@@ -127,7 +125,7 @@ class ModelPart:
 
     @torch.inference_mode()
     def hidden_states(self, inputs: StepInputs) -> Tensor | None:
-        """The hidden states [tokens, hidden] of a step's tokens. On the last stage; None on others."""
+        """Return the hidden states [tokens, hidden] of a step's tokens. On the last stage; None on others."""
         residual = self._through(inputs.batch(self.layout), self.cache)
         return None if residual is None else self.paged.hidden_states(residual)
 
@@ -135,8 +133,8 @@ class ModelPart:
     def text_logprobs(
         self, inputs: StepInputs, vocab_size: int, num_likeliest: int, following: int = 0
     ) -> list[TokenLogprobs]:
-        """The log-probabilities of each token behind one of a text's step, among the first `vocab_size` tokens;
-        `following` is the one behind the last. On the last stage; none on others.
+        """Return the log-probabilities, among the first `vocab_size` tokens, of the token after each token of a text's
+        step; `following` is the one after the last. On the last stage; none on others.
         """
         residual = self._through(inputs.batch(self.layout), self.cache)
         if residual is None:
@@ -154,7 +152,7 @@ class ModelPart:
         return found
 
     def _through(self, batch: PagedBatch, cache: Sequence[CacheLayer]) -> Tensor | None:
-        """The residual stream after the last block, on the last stage. Other stages send it on."""
+        """Return the residual stream after the last block, on the last stage. Other stages send it on."""
         ranks = self.ranks
         if ranks is None:
             return self.paged.residual(batch, cache)
@@ -199,13 +197,15 @@ class ModelPart:
             )
 
     def host_pages(self, num_blocks: int) -> HostPages | None:
-        """Room for so many blocks of this rank's cache in host memory; None for 0."""
+        """Return room for so many blocks of this rank's cache in host memory; None for 0."""
         pages = [page for layer in self.cache for page in layer.pages]
         keeps_whole_blocks = self.paged.cache_format.storage.keeps_whole_blocks
         return HostPages(pages, num_blocks, keeps_whole_blocks) if num_blocks else None
 
     def _blocks_that_fit(self, options: EngineOptions) -> int:
-        """As many blocks as all running requests can use, or as the free memory holds."""
+        """Return the number of blocks that all running requests can use, or that the free memory holds if these are
+        fewer.
+        """
         block_size = self._block_size(options)
         most = options.max_running * -(-self.context_length // block_size)
         if not self.paged.keeps_pages:
@@ -258,7 +258,7 @@ class ModelPart:
 def _in_place(
     model: nn.Module, options: EngineOptions, device: torch.device, ranks: ServingRanks | None
 ) -> tuple[nn.Module, StreamedWeights | None]:
-    """The model with its weights where they stay, and those that are streamed."""
+    """Return the model, moved to where its weights stay, and the weights that are streamed."""
     if isinstance(model, StreamedModel):
         return model.model, model.weights
     model = model.to(dtype=options.dtype or next(model.parameters()).dtype).eval()
@@ -269,7 +269,7 @@ def _in_place(
 
 
 def _case(model: nn.Module, options: EngineOptions, ranks: ServingRanks | None, device: torch.device) -> ServingCase:
-    """What the table of refusals is asked for an engine."""
+    """Return an engine's case for the table of refusals."""
     num_streamed = options.stream_weights or int(isinstance(model, StreamedModel))
     cache = None if options.cache is None or options.cache.kind == "plain" else options.cache
     given = replace(options, cache=cache, stream_weights=num_streamed)
@@ -305,7 +305,7 @@ def _refuse_cache(options: EngineOptions, model: nn.Module, ranks: ServingRanks 
 
 
 def _own_format(options: EngineOptions, model: nn.Module, ranks: ServingRanks | None) -> CacheFormat | None:
-    """How this rank keeps keys and values."""
+    """Return how this rank keeps keys and values."""
     if options.cache is None or ranks is None or not isinstance(model, Decoder | GPT2):
         return options.cache
     return options.cache.part(own_layers(model.config, ranks.place), own_key_heads(model.config, ranks.place))
@@ -325,12 +325,12 @@ def _refuse_head(options: EngineOptions, model: nn.Module, device: torch.device)
 
 
 def _names(model: nn.Module) -> list[str]:
-    """The names of all values of a model, which has buffers where weights are in fewer bits."""
+    """Return the names of all values of a model, which has buffers where weights are in fewer bits."""
     return [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
 
 
 def _context_length(model: nn.Module, asked: int | None) -> int:
-    """The asked number of positions, or as many as the model is made for; GPT-2 has no more than these."""
+    """Return the asked number of positions, or as many as the model is made for. GPT-2 has no more than these."""
     if isinstance(model, GPT2):
         return min(asked or model.config.n_positions, model.config.n_positions)
     return asked or int(getattr(getattr(model, "config", None), "max_position_embeddings", 1))

@@ -26,11 +26,10 @@ from weft.models.attention import RMSNorm
 from weft.models.decoder import Attention, DecoderLayer, rotary_tables
 from weft.models.experts import SparseMLP, SwiGLU
 from weft.models.gpt2 import GPT2MLP, GPT2Layer
+from weft.serve.attention.attend import has_room_for_tiles, shared_bytes
 from weft.serve.attention.batch import CacheSizes, PagedBatch, angles_at
-from weft.serve.attention.formats import CacheFormat
-from weft.serve.attention.layer import CacheLayer
+from weft.serve.attention.formats import CacheFormat, CacheLayer
 from weft.serve.attention.plain import MAX_WHOLE_DECODES
-from weft.serve.attention.shared_memory import has_room_for_tiles, shared_bytes
 from weft.serve.model.experts import ServedExperts
 from weft.serve.model.linear import (
     Linear,
@@ -48,7 +47,7 @@ from weft.serve.weights.cpu_products import HALF_DTYPES, takes_vectors
 from weft.serve.weights.fast_path import Place, fast_path, kernel_of, place_of
 from weft.serve.weights.packed_experts import PackedStack
 from weft.serve.weights.packed_linear import PackedLinear, choose_kernels, end_to_end, join_packed
-from weft.serve.weights.plain_steps import rotate_by_angles
+from weft.serve.weights.steps import rotate_by_angles
 from weft.serve.weights.streamed_weights import StreamedWeights
 
 
@@ -143,7 +142,7 @@ class PagedModel:
         self._rotates_by_kernel = self.rotary is not None and kernel_of(fast_path("rotate", place), 1) == "kernel"
 
     def new_cache(self, num_blocks: int, block_size: int, num_rows: int) -> list[CacheLayer]:
-        """Room for `num_blocks` pages of `block_size` tokens, and for `num_rows` requests that run at once."""
+        """Return room for `num_blocks` pages of `block_size` tokens, and for `num_rows` requests that run at once."""
         one = self.blocks[0]
         shape = (num_blocks, block_size, num_rows, one.num_key_heads, one.head_dim)
         sizes = CacheSizes(*shape, self.dtype, self.device, self.axes.context)
@@ -156,7 +155,7 @@ class PagedModel:
         return len(self.blocks) * self.cache_format.bytes_per_token(one.num_key_heads, one.head_dim, item_bytes)
 
     def bytes_beside_pages(self, num_rows: int) -> int:
-        """Bytes of the cache on this rank beside its pages, if `num_rows` requests may run at once."""
+        """Return the bytes of the cache on this rank beside its pages, if `num_rows` requests may run at once."""
         one, item_bytes = self.blocks[0], self.dtype.itemsize
         sizes = (one.num_key_heads, one.head_dim, item_bytes)
         of_rows = (num_rows + 1) * self.cache_format.bytes_per_row(*sizes)  # one is that of padding
@@ -181,11 +180,13 @@ class PagedModel:
         return int(self.blocks[0].output.layer.weight.shape[0])
 
     def residual(self, batch: PagedBatch, cache: Sequence[CacheLayer]) -> Tensor:
-        """The residual stream [tokens, hidden] after all blocks. Keys and values of the batch go into the cache."""
+        """Return the residual stream [tokens, hidden] after all blocks. Keys and values of the batch go into
+        the cache.
+        """
         return self.through_blocks(self.embed(batch), batch, cache)
 
     def embed(self, batch: PagedBatch) -> Tensor:
-        """The residual stream before the first block."""
+        """Return the residual stream before the first block."""
         if isinstance(self.model, GPT2):
             body = self.model.transformer
             rows = _lookup(body.wte, batch.tokens, self.axes.x) + _lookup(body.wpe, batch.positions, self.axes.x)
@@ -194,7 +195,7 @@ class PagedModel:
         return summed(rows, self.axes.x)
 
     def through_blocks(self, residual: Tensor, batch: PagedBatch, cache: Sequence[CacheLayer]) -> Tensor:
-        """The residual stream after this rank's blocks, or after the first of them if `cache` is that of fewer."""
+        """Return the residual stream after this rank's first `len(cache)` blocks."""
         for index, (block, layer) in enumerate(zip(self.blocks[: len(cache)], cache, strict=True)):
             if self._streamed is not None:
                 self._streamed.need(index)
@@ -205,7 +206,7 @@ class PagedModel:
         return residual
 
     def _attended(self, projected: Tensor, block: PagedBlock, batch: PagedBatch, layer: CacheLayer) -> Tensor:
-        """The attention [tokens, heads, head_dim] of a block. Keys and values of the batch go into its cache."""
+        """Return the attention [tokens, heads, head_dim] of a block. Keys and values of the batch go into its cache."""
         slots, keys, values = layer.room(batch)
         sizes, norms = (block.num_heads, block.num_key_heads, block.head_dim), block.head_norms
         if self.rotary is None or not self._rotates_by_kernel:
@@ -242,11 +243,11 @@ class PagedModel:
             block.adapt(updates)
 
     def arrange_for_cpu(self, agree: Callable[[list[int]], list[int]]) -> None:
-        """Choose a CPU's products, and keep weights in fewer bits as they take them. Call it again when weights have
+        """Choose a CPU's products, and arrange quantised weights as these take them. Call it again when weights have
         changed.
 
-        `agree` is given, for each weight, the most rows of its product with codes, or whether one row is multiplied as
-        a vector. It returns what is used.
+        `agree` takes a number for each weight: the most rows of its product with codes, or whether one row is
+        multiplied as a vector (1 or 0). It returns the numbers to use, which ranks with the same weights share.
         """
         packed, linears = list(self._packed()), list(self._linears())
         plain = [own for one in linears if (own := plain_of(one)) and own.layer.weight.dtype in HALF_DTYPES]
@@ -274,24 +275,26 @@ class PagedModel:
                 yield from (one for one in module.modules() if isinstance(one, PackedLinear))
 
     def logits(self, residual: Tensor) -> Tensor:
-        """The logits [rows, vocab] of rows of the residual stream."""
+        """Return the logits [rows, vocab] of rows of the residual stream."""
         assert self._head is not None, "this stage has no head"
         return _gathered_logits(self._head(residual), self.vocab_size, self.axes.x)
 
     def hidden_states(self, residual: Tensor) -> Tensor:
-        """The hidden states [rows, hidden] that the head is given."""
+        """Return the hidden states [rows, hidden] that the head is given."""
         return _gathered_features(self._final_norm(residual), self.axes.y)
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model that this rank has."""
+    """Return the blocks of a model that this rank has."""
     if isinstance(model, Decoder):
         return [layer for layer in model.model.layers if isinstance(layer, DecoderLayer)]
     return [layer for layer in model.transformer.h if isinstance(layer, GPT2Layer)] if isinstance(model, GPT2) else []
 
 
 def _lookup(table: nn.Embedding, ids: Tensor, axis: Axis | None) -> Tensor:
-    """The rows of a table [tokens, hidden / y]; zeros where another rank of x has the row. Their sum is the lookup."""
+    """Return the rows of a table [tokens, hidden / y]; zeros where another rank of x has the row. Their sum is the
+    lookup.
+    """
     if axis is None:
         return F.embedding(ids, table.weight)
     begin, end = share(table.num_embeddings, axis.degree, axis.index)
@@ -301,7 +304,7 @@ def _lookup(table: nn.Embedding, ids: Tensor, axis: Axis | None) -> Tensor:
 
 
 def _gathered_logits(part: Tensor, vocab_size: int, axis: Axis | None) -> Tensor:
-    """The logits [rows, vocab] from this rank's part of the vocabulary. Parts are padded to the largest."""
+    """Return the logits [rows, vocab] from this rank's part of the vocabulary. Parts are padded to the largest."""
     if axis is None:
         return part
     sizes = [end - begin for begin, end in (share(vocab_size, axis.degree, i) for i in range(axis.degree))]
@@ -312,7 +315,7 @@ def _gathered_logits(part: Tensor, vocab_size: int, axis: Axis | None) -> Tensor
 
 
 def _gathered_features(part: Tensor, axis: Axis | None) -> Tensor:
-    """Hidden states [rows, hidden] from this rank's features."""
+    """Return hidden states [rows, hidden] from this rank's features."""
     if axis is None:
         return part
     parts = part.new_empty(axis.degree, *part.shape)
@@ -365,7 +368,7 @@ def _gpt2_block(layer: GPT2Layer, place: Place, axes: ModelAxes) -> PagedBlock:
 
 
 def join_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
-    """One linear that gives the results of all, end to end. Their parameters become views of its own."""
+    """Return one linear that gives the results of all, end to end. Their parameters become views of its own."""
     packed = [one for one in linears if isinstance(one, PackedLinear)]
     if packed:
         return join_packed(packed)

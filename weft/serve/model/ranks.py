@@ -131,21 +131,21 @@ class ServingRanks:
         self._num_messages += 1
 
     def agree(self, number: int) -> int:
-        """The smallest of the numbers that the ranks of all replicas give. All must call it."""
+        """Return the smallest of the numbers that the ranks of all replicas give. All must call it."""
         smallest = torch.tensor([number])
         all_reduce(smallest, self._everyone, "min").wait()
         return int(smallest)
 
     def who_fails(self, fails: bool) -> tuple[bool, bool]:
-        """Returns whether any rank of all replicas fails, and whether this one is the first that does. All must call
-        it.
+        """Return whether any rank of all replicas fails, and whether this one is the first that does. All must
+        call it.
         """
         first = self.agree(self._everyone.index if fails else self._everyone.degree)
         return first < self._everyone.degree, first == self._everyone.index
 
     def _with_agreed_sums(self, axis: Axis) -> Axis:
-        """The axis with strategies that all ranks take. Each group of ranks measures for itself, and has symmetric
-        memory or not; ranks of other axes that compute the same must round the same.
+        """Return the axis with strategies that all ranks take. Each group of ranks measures for itself, and has
+        symmetric memory or not; ranks of other axes that compute the same must round the same.
         """
         assert axis.small is not None
         has_symmetric = axis.symmetric is not None
@@ -155,7 +155,7 @@ class ServingRanks:
         return replace(axis, small=replace(axis.small, strategies=tuple(STRATEGIES[one] for one in numbers.tolist())))
 
     def agree_on_rows(self, numbers: list[int]) -> list[int]:
-        """For each place of a list, the smallest number that ranks with the same blocks give, on CPUs. Each rank
+        """Return, for each number of a list, the smallest that ranks with the same blocks give, on CPUs. Each rank
         measures for itself up to how many rows it multiplies codes; ranks that compute the same must round the same.
         All ranks must call it, with lists of one length.
         """
@@ -166,7 +166,7 @@ class ServingRanks:
         return smallest.tolist()
 
     def add_up(self, number: int) -> int:
-        """The sum, modulo 2^64, of the numbers of 64 bits that the ranks of this replica give, once for those of
+        """Return the sum, modulo 2^64, of the numbers of 64 bits that the ranks of this replica give, once for those of
         `context`, which hold the same weights. All must call it.
         """
         if self.axes.context is not None and self.axes.context.index > 0:
@@ -178,7 +178,7 @@ class ServingRanks:
         return total % (1 << 64)
 
     def agree_on_text(self, text: str) -> str:
-        """The text that rank 0 gives. All ranks must call it."""
+        """Return the text that rank 0 gives. All ranks must call it."""
         size = torch.tensor([len(text.encode())])
         broadcast(size, self._everyone).wait()
         found = torch.zeros(int(size), dtype=torch.uint8)
@@ -188,7 +188,7 @@ class ServingRanks:
         return bytes(found.tolist()).decode()
 
     def receive_residual(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The residual stream from the stage before."""
+        """Return the residual stream from the stage before."""
         assert self._before is not None
         residual = torch.empty(num_tokens, width, dtype=dtype, device=device)
         receive(residual, self._before, 1 - self._before.index, "residual stream").wait()
@@ -207,7 +207,7 @@ class ServingRanks:
             self._sends.popleft()[0].wait()
 
     def _channels(self) -> tuple[Axis | None, Axis | None]:
-        """The axes of two ranks from the stage before, and to the stage behind."""
+        """Return the axes of two ranks from the stage before, and to the stage behind."""
         before = after = None
         for stage in range(self.num_stages - 1):
             indices = [(stage + 1) % self.num_stages, (stage + 2) % self.num_stages]
@@ -231,7 +231,7 @@ def _with_sums(axis: Axis, sums: Sums, device: torch.device, say: Callable[[str]
 
 
 def _packed(message: RankMessage) -> tuple[Tensor, Tensor]:
-    """A header of fixed size, and a payload of int32."""
+    """Return a header of fixed size, and a payload of int32."""
     payload, sizes = torch.zeros(1, dtype=torch.int32), [0] * (_HEADER_SIZE - 2)
     if message.inputs is not None:
         given = message.inputs

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from weft.models.recurrent import RecurrentLayer, RecurrentModel
 from weft.serve.attention.batch import PagedBatch
-from weft.serve.attention.formats import CacheFormat
-from weft.serve.attention.layer import CacheLayer
+from weft.serve.attention.formats import CacheFormat, CacheLayer
 from weft.serve.model.paged_model import PagedBlock
 
 # From so many tokens of a prompt on, torch's own layers take less time. Its LSTM packs its weights in every call.
@@ -44,17 +43,17 @@ class FusedLSTM:
         self.multiply: Multiply = row_product
 
     def inputs(self, rows: Tensor) -> Tensor:
-        """The part of the gates [rows, 4 * hidden] that follows from inputs alone."""
+        """Return the part of the gates [rows, 4 * hidden] that follows from inputs alone."""
         return F.linear(rows, self._of_input, self._bias)
 
     def step(self, rows: Tensor, state: State) -> State:
-        """The next state after inputs [rows, input]."""
+        """Return the next state after inputs [rows, input]."""
         if self._weight is None:
             return self.step_hoisted(self.inputs(rows), state)
         return self._next(self.multiply(torch.cat([rows, state[0]], dim=1), self._weight, self._bias), state[1])
 
     def step_hoisted(self, inputs: Tensor, state: State) -> State:
-        """The next state, where `inputs` of the inputs are known."""
+        """Return the next state, where `inputs` are the products of the inputs (`FusedLSTM.inputs`)."""
         return self._next(self.multiply(state[0], self._of_state, inputs), state[1])
 
     def _next(self, gates: Tensor, cell: Tensor) -> State:
@@ -138,7 +137,9 @@ class RecurrentRows:
         return [cast(CacheLayer, RowStates(*sizes, self.model.lm_head.weight))]
 
     def residual(self, batch: PagedBatch, cache: Sequence[CacheLayer]) -> Tensor:
-        """The last layer's hidden states [tokens, hidden]. A request's first token begins with a state of zeros."""
+        """Return the last layer's hidden states [tokens, hidden]. A request's first token begins with a state
+        of zeros.
+        """
         states = cast(RowStates, cache[0])
         parts, number = [], batch.num_decodes
         if number:
@@ -200,7 +201,7 @@ class RecurrentRows:
 
 
 def _joined(layer: RecurrentLayer) -> Tensor:
-    """A layer's weights of input and state side by side.
+    """Return a layer's weights of input and state side by side.
 
     On a CPU the module's parameters become views of the matrix; cuDNN takes no views, so a GPU holds them twice.
     """

@@ -36,21 +36,21 @@ TABLE = 2  # where the block table begins, in the arrays below
 
 
 def padding_table(layout: PageLayout) -> tuple[int, int, int]:
-    """The length, row and only block of padding."""
+    """Return the length, row and only block of padding."""
     return 1, layout.num_rows, layout.num_blocks
 
 
 def is_decode(chunk: ScheduledChunk, layout: PageLayout) -> bool:
-    """Is it one token, after which the next is sampled, that may be computed as decodes are?"""
+    """Return whether a chunk is one token, after which the next is sampled, that may be computed as a decode."""
     is_of_prompt = chunk.start < len(chunk.active.request.tokens)
     return chunk.samples and chunk.num_tokens == 1 and not (layout.answers_are_decodes and is_of_prompt)
 
 
 def runs_of(chunks: Sequence[ScheduledChunk], layout: PageLayout) -> list[ScheduledChunk]:
-    """The runs of tokens that a step computes, in the order of its tokens: decodes first.
+    """Return the runs of tokens that a step computes, in the order of its tokens: decodes first.
 
-    They are the chunks, which come in this order. Where each generated token is a decode of its own, they are all
-    generated tokens and drafts, and behind these the parts of chunks that are in prompts.
+    These are the chunks, which come in this order. If each generated token must be a decode (`answers_are_decodes`),
+    each generated token and draft is a run of its own; the parts of chunks that lie in prompts follow.
     """
     if not layout.answers_are_decodes:
         return list(chunks)
@@ -65,7 +65,7 @@ def runs_of(chunks: Sequence[ScheduledChunk], layout: PageLayout) -> list[Schedu
 
 
 def packed(chunks: Sequence[ScheduledChunk], layout: PageLayout, num_rows: int = 0) -> tuple[Tensor, Tensor]:
-    """Two arrays of int32 in host memory.
+    """Return two arrays of int32 in host memory.
 
     The first is [4, tokens]: the token; the sampler's row whose last token it is, where the host does not know it yet,
     else -1; its position; its slot. The second is [requests, 2 + blocks]: tokens in the cache after this step, row,
@@ -104,7 +104,7 @@ def packed(chunks: Sequence[ScheduledChunk], layout: PageLayout, num_rows: int =
 
 
 def input_tokens(flat: Tensor, last: Tensor) -> Tensor:
-    """The tokens [tokens] of a packed array: those it has, or the last ones of the sampler's rows."""
+    """Return the tokens [tokens] of a packed array: those it has, or the last ones of the sampler's rows."""
     return torch.where(flat[1] >= 0, last[flat[1].clamp(min=0).long()], flat[0])
 
 
@@ -126,7 +126,9 @@ class StepInputs:
         return self.flat.shape[1]
 
     def batch(self, layout: PageLayout, last: Tensor | None = None) -> PagedBatch:
-        """The batch on the device. `last` are the last tokens of the sampler's rows, if the host may not know them."""
+        """Return the batch on the device. `last` are the last tokens of the sampler's rows, if the host may not know
+        them.
+        """
         flat, tables = to_device(self.flat, layout.device), to_device(self.tables, layout.device)
         slots, size = flat[3].long(), layout.page_size
         if layout.share is not None:
@@ -146,12 +148,12 @@ class StepInputs:
         )
 
     def sampled_tokens(self, device: torch.device) -> Tensor:
-        """The places of the tokens after which the next is sampled."""
+        """Return the places of the tokens after which the next is sampled."""
         return to_device(torch.tensor(self.sampled, dtype=torch.int64), device)
 
 
 def step_inputs(chunks: Sequence[ScheduledChunk], layout: PageLayout) -> StepInputs:
-    """The inputs of chunks: decodes first, then prompts whose last token is computed, then the others."""
+    """Return the inputs of chunks: decodes first, then prompts whose last token is computed, then the others."""
     runs = runs_of(chunks, layout)
     flat, tables = packed(runs, layout)
     queries = [run.num_tokens for run in runs]
@@ -177,7 +179,7 @@ def text_steps(request: Request, held: HeldBlocks, token_budget: int, layout: Pa
 
 
 def text_inputs(tokens: Sequence[int], block_size: int) -> StepInputs:
-    """The inputs of one text in the first blocks of a cache that nothing else uses; nothing is sampled."""
+    """Return the inputs of one text in the first blocks of a cache that nothing else uses; nothing is sampled."""
     number = len(tokens)
     places = torch.arange(number, dtype=torch.int32)
     given = torch.tensor(list(tokens), dtype=torch.int32)

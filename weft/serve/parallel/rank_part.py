@@ -261,11 +261,11 @@ class PartValues:
                     parameter.copy_(self._own(name))
             if isinstance(module, PackedStack):
                 if self.packed is not None:
-                    module.take_all(self.packed(prefix, module))
+                    module.take_parts(self.packed(prefix, module))
                 else:
                     module.take(prefix, self._own(prefix), dtype, self.device)
             elif isinstance(module, PackedLinear) and self.packed is not None:
-                module.take(self.packed(f"{prefix}.weight", module))
+                module.take_parts(self.packed(f"{prefix}.weight", module))
             elif isinstance(module, PackedLinear):
                 module.read(f"{prefix}.weight", self._own(f"{prefix}.weight").to(self.device, dtype))
 

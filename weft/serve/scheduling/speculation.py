@@ -34,7 +34,7 @@ PROBE_EVERY = 16  # steps after which one draft is tried although drafts do not 
 @dataclass(frozen=True)
 class EarlyLayers:
     """Draft with the first `number` layers of the model itself, its last norm and its head
-    (`serve/drafts/early_layers.py`).
+    (`serve/drafts/model_drafts.py`).
     """
 
     number: int

@@ -6,7 +6,7 @@ one row with weights of 16 bits. Inputs are float32, bf16 or fp16, [rows, in]; r
     DynamicWeight  int8, int4         ARM (KleidiAI)    inputs have 8 bits
     GroupWeight    int8, int4         other CPUs        inputs, scales, zero points and results have the bits of bf16
 
-Each equals `dequantised_product` of the same weight (`weight_formats.py`) up to that rounding, and a row's result does
+Each equals `WeightFormat.product` of the same weight (`weight_formats.py`) up to that rounding, and a row's result does
 not depend on the other rows. That function is faster for many rows: a short measurement says from how many on.
 """
 

@@ -4,7 +4,7 @@ are taken over, and not rounded again.
     integers   code * scale + least, where least = -zero * scale, in groups of at most 128 inputs
     floats     float8, with a scale for each output
 
-Larger groups become several with the same scale. A scale and a least value have 16 bits. They are exact where the zero
+Larger groups become several with the same scale. A scale and a zero point have 16 bits. They are exact where the zero
 point is a power of two, as in symmetric weights of 4 or 8 bits with scales of 16 bits. Elsewhere they are rounded if
 that changes no weight by more than 1/64 of its scale. A weight that has no such codes is dequantised.
 """
@@ -24,7 +24,7 @@ from weft.models.hf_quantisation import Scheme
 from weft.models.quantised_weight import QuantisedWeight
 from weft.serve.weights.group_codes import BLOCK, joined_ranges, pack
 from weft.serve.weights.packed_experts import PackedStack
-from weft.serve.weights.packed_linear import PackedLinear, linears_to_pack
+from weft.serve.weights.packed_linear import PackedLinear, linears_to_pack, make_room_for_linear
 from weft.serve.weights.weight_formats import Grouped, RowFp8, WeightFormat
 
 MAX_ERROR = 1 / 64  # of a scale
@@ -55,7 +55,7 @@ def make_room_for_codes(model: nn.Module, cuts: Mapping[str, Cut], quantised: Qu
                 if formats.pop(name, None) is not None:
                     reasons[name] = "they are computed as one linear with others, of another format"
     for name, format in formats.items():
-        make_room_of(model, name, format)
+        make_room_for_linear(model, name, linears[name], format)
     for name, _ in model.named_parameters():
         if name.removesuffix(".weight") not in linears and quantised(name):
             reasons[name] = "only linears of attention and MLPs are kept in fewer bits"
@@ -66,31 +66,23 @@ def make_room_for_codes(model: nn.Module, cuts: Mapping[str, Cut], quantised: Qu
     ]
 
 
-def make_room_of(model: nn.Module, name: str, format: WeightFormat) -> None:
-    """Replace a linear on the meta device by a packed one without values."""
-    owner, _, leaf = name.rpartition(".")
-    linear = model.get_submodule(name)
-    assert isinstance(linear, nn.Linear)
-    num_out, num_in = linear.weight.shape
-    packed = PackedLinear(format, format.empty(num_out, num_in, "meta"), num_in, linear.bias)
-    setattr(model.get_submodule(owner), leaf, packed)
-
-
 def packed_linears(model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
-    """The packed linears of a model, by name."""
+    """Return the packed linears of a model, by name."""
     return ((name, one) for name, one in model.named_modules() if isinstance(one, PackedLinear))
 
 
 def codes_of_folder(
     cuts: Mapping[str, Cut], quantised: Quantised, name: str, linear: PackedLinear | PackedStack
 ) -> Sequence[Tensor]:
-    """The parts of a packed linear of a rank's part, whose weight has this name, of the codes of a folder."""
+    """Return the tensors of a packed linear of a rank's part, made of the codes of a folder. `name` is the weight's."""
     (weight,) = quantised(name)
     return parts_of(weight, cuts[name], linear.format)
 
 
 def format_of(weight: QuantisedWeight, cut: Cut) -> WeightFormat | str:
-    """The format that keeps the codes of a rank's part of a weight, or why there is none. Reads scales, not codes."""
+    """Return the format that keeps the codes of a rank's part of a weight, or why there is none. Reads scales, not
+    codes.
+    """
     if 0 in cut.local_shape:
         return "this rank has no part of them"
     if weight.scheme.is_float:
@@ -106,7 +98,7 @@ def format_of(weight: QuantisedWeight, cut: Cut) -> WeightFormat | str:
 
 
 def nearest_format(scheme: Scheme) -> str:
-    """The name of weft's format whose bits and groups are nearest to those of a folder, for prices."""
+    """Return the name of weft's format whose bits and groups are nearest to those of a folder, for prices."""
     if scheme.is_float:
         return "fp8"
     if scheme.bits == 8:
@@ -115,23 +107,23 @@ def nearest_format(scheme: Scheme) -> str:
 
 
 def folder_format(folder: Path) -> str | None:
-    """The name of weft's format nearest to that of a Hugging Face folder, for prices of its linears; None if it is not
-    quantised, or they are dequantised. Its experts are always dequantised.
+    """Return the name of weft's format nearest to that of a Hugging Face folder, for prices of its linears; None if it
+    is not quantised, or they are dequantised. Its experts are always dequantised.
     """
     quantisation = folder_quantisation(folder)
-    if quantisation is None or any(map(_is_decoded, quantisation.schemes)):
+    if quantisation is None or any(map(_is_dequantised, quantisation.schemes)):
         return None
     return nearest_format(quantisation.schemes[0])
 
 
-def _is_decoded(scheme: Scheme) -> bool:
+def _is_dequantised(scheme: Scheme) -> bool:
     """Does `format_of` find no format, whatever the scales are? Of 8 bits with zero points, 16 bits are too few."""
     is_large = scheme.bits == 8 and not scheme.is_symmetric and not scheme.is_float
     return scheme.has_order or is_large or math.gcd(scheme.group_size or BLOCK, BLOCK) < MIN_GROUP
 
 
 def parts_of(weight: QuantisedWeight, cut: Cut, format: WeightFormat) -> tuple[Tensor, ...]:
-    """The parts of a rank's part of a weight, in the format that `format_of` gave."""
+    """Return a rank's part of a weight as the tensors of a format, which is the one that `format_of` gave."""
     if isinstance(format, RowFp8):
         rows = Cut((cut.shape[0], 1), (cut.intervals[0], ((0, 1),)))
         return cut.take(weight.codes()).view(torch.uint8), rows.take(weight.scale()).contiguous().view(torch.int32)
@@ -141,13 +133,15 @@ def parts_of(weight: QuantisedWeight, cut: Cut, format: WeightFormat) -> tuple[T
 
 
 def local_group(group: int, cut: Cut) -> int:
-    """Inputs of groups in which a rank's part of a weight can be kept, if the whole weight has groups of this size."""
+    """Return the size of groups in which a rank's part of a weight can be kept, if the whole weight has groups of
+    `group` inputs.
+    """
     return math.gcd(group, *(end for interval in cut.intervals[1] for end in interval))
 
 
 def cut_codes(codes: Tensor, ranges: Tensor, cut: Cut, format: Grouped) -> tuple[Tensor, ...]:
-    """The parts of a rank's part of a weight, of codes [out, in] and ranges [out, groups] of the whole. Groups of the
-    part are those of `format`, which are not larger.
+    """Return codes and ranges of a rank's part of a weight, of codes [out, in] and ranges [out, groups] of the whole.
+    The part has groups of `format`, which are not larger.
     """
     group = format.group
     ranges = ranges.repeat_interleave(codes.shape[1] // ranges.shape[1] // group, dim=1)
@@ -157,13 +151,13 @@ def cut_codes(codes: Tensor, ranges: Tensor, cut: Cut, format: Grouped) -> tuple
 
 
 def _range_of(weight: QuantisedWeight) -> tuple[Tensor, Tensor]:
-    """The scale and least value of each group, in float64."""
+    """Return the scale and the zero point of each group, in float64."""
     scale = weight.scale().double()
     return scale, -weight.zero().double() * scale
 
 
 def _is_close(weight: QuantisedWeight) -> bool:
-    """Do scales and least values of 16 bits give each weight to a small part of a scale?"""
+    """Do scales and zero points of 16 bits give each weight to a small part of a scale?"""
     scale, least = _range_of(weight)
     of_scale, of_least = scale.half().double() - scale, least.half().double() - least
     last = of_least + (2**weight.bits - 1) * of_scale  # the error of the last code; that of the first is of_least
@@ -171,7 +165,7 @@ def _is_close(weight: QuantisedWeight) -> bool:
 
 
 def _joined_names(names: Mapping[str, nn.Linear]) -> list[Sequence[str]]:
-    """The names of linears that an engine computes as one."""
+    """Return the names of linears that an engine computes as one."""
     owners = dict.fromkeys(name.rpartition(".")[0] for name in names)
     groups = [[f"{owner}.{leaf}" for leaf in leaves] for owner in owners for leaves in JOINED]
     return [group for group in groups if all(name in names for name in group)]

@@ -53,13 +53,13 @@ def joined_ranges(scale: Tensor, least: Tensor) -> Tensor:
 
 
 def split_ranges(ranges: Tensor) -> tuple[Tensor, Tensor]:
-    """The scales and zero points (float16) of `joined_ranges`."""
+    """Return the scales and zero points (float16) of `joined_ranges`."""
     scale, least = ranges[..., None].view(torch.float16).unbind(-1)
     return scale, least
 
 
 def group_range(grouped: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """The scale and zero point (float16) of groups [..., group]; a scale of 0 if all numbers are equal."""
+    """Return the scale and zero point (float16) of groups [..., group]; a scale of 0 if all numbers are equal."""
     wide = grouped.to(torch.promote_types(grouped.dtype, torch.float32))
     lowest, highest = wide.aminmax(dim=-1)
     least = _not_above(lowest)
@@ -68,44 +68,46 @@ def group_range(grouped: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def codes_of(grouped: Tensor, scale: Tensor, least: Tensor, bits: int) -> Tensor:
-    """The codes (uint8) of groups [..., group], one in each element."""
+    """Return the codes (uint8) of groups [..., group], one in each element."""
     wide = grouped.to(torch.promote_types(grouped.dtype, torch.float32))
     divisor = torch.where(scale > 0, scale, 1).to(wide.dtype)[..., None]
     return ((wide - least.to(wide.dtype)[..., None]) / divisor).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
 
 
 def size_of_block(number: int, group: int = BLOCK) -> int:
-    """Numbers of a block in which codes of 4 bits are packed."""
+    """Return the size of the blocks in which codes of 4 bits are packed."""
     return math.gcd(number, BLOCK, 2 * group)
 
 
 def pack(codes: Tensor, bits: int, group: int) -> Tensor:
-    """Codes end to end in bytes."""
+    """Return codes end to end in bytes."""
     if bits == 8:
         return codes
     return pack_halves(codes.unflatten(-1, (-1, size_of_block(codes.shape[-1], group)))).flatten(-2)
 
 
 def unpack(packed: Tensor, bits: int, group: int) -> Tensor:
-    """One code in each element."""
+    """Return packed codes, one in each element."""
     if bits == 8:
         return packed
     return unpack_halves(packed.unflatten(-1, (-1, size_of_block(2 * packed.shape[-1], group) // 2))).flatten(-2)
 
 
 def pack_halves(codes: Tensor) -> Tensor:
-    """Codes of 4 bits in bytes: those of the first half of the last dim lie low, those of the second half high."""
+    """Return codes of 4 bits in bytes: those of the first half of the last dim lie low, those of the second
+    half high.
+    """
     low, high = codes.chunk(2, dim=-1)
     return low | (high << 4)
 
 
 def unpack_halves(packed: Tensor) -> Tensor:
-    """One code in each element, of bytes of `pack_halves`."""
+    """Return the codes that `pack_halves` packed, one in each element."""
     return torch.cat([packed & 15, packed >> 4], dim=-1)
 
 
 def _not_above(values: Tensor) -> Tensor:
-    """The largest numbers of float16 that are not above these; for finite ones below all, the lowest."""
+    """Return the largest numbers of float16 that are not above these; for finite ones below all, the lowest."""
     half = values.to(torch.float16)
     bits = half.view(torch.int16)
     below = torch.where(half > 0, bits - 1, torch.where(half < 0, bits + 1, -32767)).view(torch.float16)

@@ -1,7 +1,7 @@
 """Stacked experts whose weights are kept in fewer bits (`weight_formats.py`).
 
 A stack [experts, out, in] is kept as the parts of its weights, stacked. On GPUs, one kernel multiplies the rows of all
-experts and reads the codes of those that were chosen (`packed_expert_kernel.py`). The plain function takes one expert
+experts and reads the codes of those that were chosen (`expert_kernel.py`). The plain function takes one expert
 after the other, and decodes those that have rows.
 """
 
@@ -16,12 +16,25 @@ from weft.models.expert_rows import sort_by_expert, through_experts
 from weft.models.experts import StackedExperts
 from weft.serve.weights.cpu_products import CpuWeight, arranged, limited
 from weft.serve.weights.fast_path import NOWHERE, Place, fast_path, kernel_of
-from weft.serve.weights.plain_steps import AfterProduct
-from weft.serve.weights.quantised_product import quantised_product
+from weft.serve.weights.steps import AfterProduct, quantised_product
 from weft.serve.weights.weight_formats import WeightFormat, refuse_bad_weight
 
 
-class PackedStack(nn.Module):
+class PackedWeights(nn.Module):
+    """A module whose buffers are the parts of quantised weights."""
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return tuple(self._buffers.values())  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def take_parts(self, parts: Sequence[Tensor]) -> None:
+        """Take the parts of other weights of the same shape."""
+        for own, part in zip(self.parts, parts, strict=True):
+            own.copy_(part)
+
+
+class PackedStack(PackedWeights):
     """Quantised weights [experts, out, in]. It has the name of the parameter that it stands for."""
 
     def __init__(self, format: WeightFormat, shape: Sequence[int], device: torch.device | str) -> None:
@@ -32,10 +45,6 @@ class PackedStack(nn.Module):
         num_experts, num_out, num_in = shape
         for index, part in enumerate(format.empty(num_experts * num_out, num_in, device)):
             self.register_buffer(f"part_{index}", part.view(num_experts, num_out, -1))
-
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
-        return tuple(self._buffers.values())  # type: ignore[arg-type]
 
     def parts_of(self, expert: int) -> tuple[Tensor, ...]:
         return tuple(part[expert] for part in self.parts)
@@ -48,18 +57,12 @@ class PackedStack(nn.Module):
         for expert, weight in enumerate(weights):
             given = weight.to(device or self.parts[0].device, dtype)
             refuse_bad_weight(f"{name}[{expert}]", given)
-            self.take_parts(expert, self.format.quantise(given))
+            self.take_expert(expert, self.format.quantise(given))
 
     @torch.no_grad()
-    def take_parts(self, expert: int, parts: Sequence[Tensor]) -> None:
-        """Take the weight of an expert in fewer bits."""
+    def take_expert(self, expert: int, parts: Sequence[Tensor]) -> None:
+        """Take the parts of the weight of an expert."""
         for own, part in zip(self.parts_of(expert), parts, strict=True):
-            own.copy_(part)
-
-    @torch.no_grad()
-    def take_all(self, parts: Sequence[Tensor]) -> None:
-        """Take the weights of all quantised experts."""
-        for own, part in zip(self.parts, parts, strict=True):
             own.copy_(part)
 
     def fused(self, expert: int, rows: Tensor, after: AfterProduct = AfterProduct()) -> Tensor:  # noqa: B008
@@ -113,10 +116,12 @@ class PackedExperts(nn.Module):
         return self.gate_up_proj.shape[0]
 
     def forward(self, rows: Tensor, ends: Tensor | None = None) -> Tensor:
-        """The results of rows [rows, hidden], which are sorted by expert; expert i's end before row `ends[i]`."""
+        """Return the results of rows [rows, hidden], which are sorted by expert; expert i's end before row
+        `ends[i]`.
+        """
         assert ends is not None, "there is no capacity in serving"
         if self.has_kernel:
-            from weft.serve.weights.packed_expert_kernel import sorted_rows_by_kernel
+            from weft.serve.weights.expert_kernel import sorted_rows_by_kernel
 
             return sorted_rows_by_kernel(rows, ends, self)
         results, begin = torch.zeros_like(rows), 0
@@ -132,7 +137,7 @@ class PackedExperts(nn.Module):
         [tokens, k], and plus the residual if there is one.
         """
         if self.has_kernel:
-            from weft.serve.weights.packed_expert_kernel import tokens_by_kernel
+            from weft.serve.weights.expert_kernel import tokens_by_kernel
 
             return tokens_by_kernel(tokens, weights, chosen, self, residual)
         out = through_experts(tokens, weights, sort_by_expert(chosen, self.num_experts), self)

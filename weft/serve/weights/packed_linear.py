@@ -20,9 +20,8 @@ from weft.models.experts import StackedExperts, SwiGLU
 from weft.models.gpt2 import GPT2MLP, GPT2Attention
 from weft.serve.weights.cpu_products import CpuWeight, DynamicWeight, arranged, limited, product_of, why_dequantised
 from weft.serve.weights.fast_path import NOWHERE, Kernel, Place, fast_path, kernel_of
-from weft.serve.weights.packed_experts import PackedExperts, PackedStack
-from weft.serve.weights.plain_steps import AfterProduct
-from weft.serve.weights.quantised_product import quantised_product
+from weft.serve.weights.packed_experts import PackedExperts, PackedStack, PackedWeights
+from weft.serve.weights.steps import AfterProduct, quantised_product
 from weft.serve.weights.weight_formats import (
     HEAD_FORMATS,
     Grouped,
@@ -35,7 +34,7 @@ from weft.serve.weights.weight_formats import (
 PACKED_OWNERS = (Attention, SwiGLU, GPT2Attention, GPT2MLP)
 
 
-class PackedLinear(nn.Linear):
+class PackedLinear(PackedWeights, nn.Linear):
     """hidden @ weight.T + bias, with a quantised weight. `weight` has its shape, and no values."""
 
     def __init__(self, format: WeightFormat, parts: Sequence[Tensor], num_in: int, bias: Tensor | None) -> None:
@@ -48,10 +47,6 @@ class PackedLinear(nn.Linear):
             self.register_buffer(f"part_{index}", part)
         self.has_bias = bias is not None  # to ask the module for its bias takes longer
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
-
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
-        return tuple(self._buffers.values())  # type: ignore[arg-type]
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -95,16 +90,10 @@ class PackedLinear(nn.Linear):
         kernel = kernel_of(self.paths, len(hidden)) if hidden.dim() == 2 else "dequantise"
         return self.multiply(hidden, kernel, AfterProduct(self.bias if self.has_bias else None))
 
-    @torch.no_grad()
-    def take(self, parts: Sequence[Tensor]) -> None:
-        """Take other values of the same shape."""
-        for own, part in zip(self.parts, parts, strict=True):
-            own.copy_(part)
-
     def read(self, name: str, weight: Tensor) -> None:
         """Take the values of a whole weight that is named so. Raises NumbersError."""
         refuse_bad_weight(name, weight)
-        self.take(self.format.quantise(weight))
+        self.take_parts(self.format.quantise(weight))
 
 
 def linears_to_pack(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -138,11 +127,15 @@ def replace_module(model: nn.Module, name: str, packed: PackedLinear | PackedExp
 def make_room(model: nn.Module, format: WeightFormat, with_experts: bool = True) -> None:
     """Replace linears and experts on the meta device by packed ones without values."""
     for name, linear in list(linears_to_pack(model)):
-        num_out, num_in = linear.weight.shape
-        parts = format.empty(num_out, num_in, "meta")
-        replace_module(model, name, PackedLinear(format, parts, num_in, linear.bias))
+        make_room_for_linear(model, name, linear, format)
     if with_experts:
         make_room_for_experts(model, format)
+
+
+def make_room_for_linear(model: nn.Module, name: str, linear: nn.Linear, format: WeightFormat) -> None:
+    """Replace a linear on the meta device by a packed one without values."""
+    num_out, num_in = linear.weight.shape
+    replace_module(model, name, PackedLinear(format, format.empty(num_out, num_in, "meta"), num_in, linear.bias))
 
 
 def make_room_for_experts(model: nn.Module, format: WeightFormat) -> None:
@@ -192,7 +185,7 @@ def choose_kernels(model: nn.Module, place: Place) -> None:
 
 
 def what_cpus_do(model: nn.Module) -> list[str]:
-    """What a user should know of a CPU's products with packed weights: a sentence for each reason to dequantise
+    """Return what a user should know of a CPU's products with packed weights: a sentence for each reason to dequantise
     weights, which takes long, and one where inputs are rounded.
     """
     dtype = next(model.parameters()).dtype
@@ -216,13 +209,13 @@ def what_cpus_do(model: nn.Module) -> list[str]:
     if by_rows:
         said.append(
             f"{by_rows} of {len(packed)} {what} round few rows of a step otherwise than many, of which the weight is "
-            f"decoded: an answer may depend on the requests beside it, on drafts and on the number of ranks"
+            f"dequantised: an answer may depend on the requests beside it, on drafts and on the number of ranks"
         )
     return said
 
 
 def end_to_end(tensors: Sequence[Tensor]) -> Tensor:
-    """One tensor with the rows of all, end to end. It has their memory if they lie so already."""
+    """Return one tensor with the rows of all, end to end. It has their memory if they lie so already."""
     first = tensors[0].detach()
     place, memory = first.storage_offset(), first.untyped_storage()._cdata
     for one in tensors:
@@ -234,7 +227,7 @@ def end_to_end(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def join_packed(linears: Sequence[PackedLinear]) -> PackedLinear:
-    """One linear that gives the results of all, end to end. Their parts become views of its own."""
+    """Return one linear that gives the results of all, end to end. Their parts become views of its own."""
     sizes = [len(one.parts[0]) for one in linears]
     parts = [end_to_end(same) for same in zip(*(one.parts for one in linears), strict=True)]
     biases: list[Tensor] = [one.bias for one in linears if one.bias is not None]

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.serve.weights.plain_steps import AfterProduct
-from weft.serve.weights.unpacking_kernel import four_bit_numbers, fp8_numbers
+from weft.serve.weights.shared_steps_kernel import four_bit_numbers, fp8_numbers, halves
+from weft.serve.weights.steps import AfterProduct
 
 _OUTPUTS = 64  # of a program
 _PROGRAMS = 512  # as many as keep a GPU busy
@@ -23,14 +23,12 @@ _COLUMNS = 512  # of a program of the second kernel
 
 @triton.jit
 def _ranges(range_ptr, place, inside):
-    """The scales and zero points of a group for each output."""
-    both = tl.load(range_ptr + place, mask=inside, other=0)
-    scale = (both & 65535).to(tl.uint16).to(tl.float16, bitcast=True)
-    return scale, ((both >> 16) & 65535).to(tl.uint16).to(tl.float16, bitcast=True)
+    """Return the scales and zero points of a group for each output."""
+    return halves(tl.load(range_ptr + place, mask=inside, other=0))
 
 
 @triton.jit
-def _decoded(numbers, scale, least, DTYPE: tl.constexpr):
+def _dequantised(numbers, scale, least, DTYPE: tl.constexpr):
     return numbers * scale.to(DTYPE)[:, None] + least.to(DTYPE)[:, None]
 
 
@@ -40,8 +38,8 @@ def products_of_blocks(
     BITS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
     BY_PTX: tl.constexpr,
 ):  # fmt: skip
-    """The products [ROWS, OUTPUTS] of rows, which begin at `given` [ROWS, 1], by the inputs of blocks from `begin` to
-    `end`. A block has one or two groups; none: codes are float8. Ranges are loaded a block ahead.
+    """Return the products [ROWS, OUTPUTS] of rows, which begin at `given` [ROWS, 1], by the inputs of blocks from
+    `begin` to `end`. A block has one or two groups; none: codes are float8. Ranges are loaded a block ahead.
     """
     dtype: tl.constexpr = given.dtype.element_ty
     width: tl.constexpr = BLOCK * BITS // 8  # bytes of a block
@@ -62,11 +60,11 @@ def products_of_blocks(
         if BITS == 4:
             low, high = four_bit_numbers(codes, dtype, BY_PTX)
             high_hidden = tl.load(given + block * BLOCK + width, mask=exists, other=0.0)
-            total = tl.dot(low_hidden, tl.trans(_decoded(low, low_scale, low_least, dtype)), total)
-            total = tl.dot(high_hidden, tl.trans(_decoded(high, high_scale, high_least, dtype)), total)
+            total = tl.dot(low_hidden, tl.trans(_dequantised(low, low_scale, low_least, dtype)), total)
+            total = tl.dot(high_hidden, tl.trans(_dequantised(high, high_scale, high_least, dtype)), total)
         else:
             if GROUPS > 0:
-                numbers = _decoded(codes.to(dtype), low_scale, low_least, dtype)
+                numbers = _dequantised(codes.to(dtype), low_scale, low_least, dtype)
             else:
                 numbers = fp8_numbers(codes, dtype, BY_PTX)
             total = tl.dot(low_hidden, tl.trans(numbers), total)

@@ -7,12 +7,17 @@ Codes are the first operand of the product, which fills the tensor cores: these 
 of the second. Few rows of inputs would leave columns empty. So the inputs are dealt out to chunks, block by block, and
 a tile has all chunks of some outputs below each other, and all chunks of the inputs side by side. Its product is each
 chunk of codes times each chunk of inputs; those of the same chunk are added up at the end. A step reads one block of
-each chunk, which lie end to end in memory. Scales and zero points belong to outputs,
-which are the rows, so they are applied to products: sum of (code * scale + least) * input = scale * sum of code * input
-+ least * sum of inputs. The sums of inputs are a product with ones.
+each chunk, which lie end to end in memory. Scales and zero points belong to outputs, which are the rows, so they are
+applied to products: sum of (code * scale + zero point) * input = scale * sum of code * input + zero point * sum of
+inputs. The sums of inputs are a product with ones.
+
+Weights may be those of experts. Rows are then sorted by expert, and a tile has some rows of one expert. The choice of
+experts is known on the device alone, so there are as many tiles as any choice needs; some have no rows.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,9 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.models.attention import RMSNorm
-from weft.serve.weights.expert_tiles_kernel import ExpertRows, rows_of_tile
-from weft.serve.weights.plain_steps import AfterProduct
-from weft.serve.weights.unpacking_kernel import ones_like, raised_four_bit_numbers, small_fp8_numbers
+from weft.serve.weights.shared_steps_kernel import ones_like, raised_four_bit_numbers, small_fp8_numbers, two_ranges
+from weft.serve.weights.steps import AfterProduct
 
 _TILE, _LARGE_TILE = 64, 128  # rows of codes: outputs times chunks
 _MANY_PROGRAMS = 1024  # so many large tiles are better than twice as many tiles
@@ -32,20 +36,66 @@ _STAGES = 3
 _SQUARES = 4096  # inputs that are squared at a time
 
 
+class ExpertRows(NamedTuple):
+    """Rows that are sorted by expert; expert i's end before row `ends[i]`. They are rows of tokens: row r is that of
+    token sources[r] // k. Where `is_single`, each row is one expert's alone: that of row r is `ends[r]`.
+    """
+
+    ends: Tensor
+    sources: Tensor | None
+    k: int
+    num_rows: int
+    num_experts: int
+    is_single: bool = False
+
+    @property
+    def rows_each(self) -> int:
+        """Rows of an expert, in the mean, as a power of two."""
+        mean: int = triton.next_power_of_2(triton.cdiv(self.num_rows, self.num_experts))
+        return mean
+
+    def num_tiles(self, tile: int) -> int:
+        """Tiles of at most `tile` rows, as many as any choice of experts needs."""
+        return min(self.num_rows, self.num_experts + self.num_rows // tile)
+
+
+@triton.jit
+def rows_of_tile(end_ptr, tile, num_experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr, IS_SINGLE: tl.constexpr):
+    """Return the expert of a tile, and its first row and the row behind its last; both are equal for a tile too
+    many.
+    """
+    if IS_SINGLE:
+        expert, begin, end = tl.load(end_ptr + tile).to(tl.int32), tile, tile + 1
+    else:
+        number = tl.arange(0, EXPERTS)
+        exists = number < num_experts
+        ends = tl.load(end_ptr + number, mask=exists, other=0)
+        begins = tl.load(end_ptr + number - 1, mask=exists & (number > 0), other=0)
+        num_tiles = tl.cdiv(ends - begins, ROWS)
+        last = tl.cumsum(num_tiles, 0)
+        expert = tl.sum((exists & (last <= tile)).to(tl.int32), 0)
+        is_own = number == expert
+        first = tl.sum(tl.where(is_own, last - num_tiles, 0), 0)
+        begin = tl.sum(tl.where(is_own, begins, 0), 0) + (tile - first) * ROWS
+        end = tl.minimum(tl.sum(tl.where(is_own, ends, 0), 0), begin + ROWS)
+        end = tl.where(expert < num_experts, end, begin)
+        expert = tl.minimum(expert, num_experts - 1)
+    return expert, begin, end
+
+
 @triton.jit
 def _add_group(total, product, sums, both, raised):
     """Add a group's part of the results: from the product of codes that are raised, the sums of inputs, and the 32 bits
     of a scale and a zero point.
     """
-    scale = (both & 65535).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    least = ((both >> 16) & 65535).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    return product * scale[:, None] + (sums * (least - raised * scale)[:, None] + total)
+    scale, zero_point = two_ranges(both, False)
+    return product * scale[:, None] + (sums * (zero_point - raised * scale)[:, None] + total)
 
 
 @triton.jit
 def _normed_inputs(given, norms, exists, factor, DTYPE: tl.constexpr, HAS_NORM: tl.constexpr):
-    """Inputs times the norm's weights and a factor. The norm's own factor is the same for all of a row, and applied at
-    the end.
+    """Return inputs times the norm's weights and a factor. The norm's own factor is the same for all of a row, and
+    applied at the end.
     """
     inputs = tl.load(given, mask=exists, other=0.0)
     if HAS_NORM:
@@ -58,7 +108,7 @@ def _normed_inputs(given, norms, exists, factor, DTYPE: tl.constexpr, HAS_NORM: 
 
 @triton.jit
 def _given_rows(source_ptr, rows, exists, K: tl.constexpr):
-    """The tokens of rows, if there is a K; otherwise the rows themselves."""
+    """Return the tokens of rows, if there is a K; otherwise the rows themselves."""
     if K > 0:
         rows = tl.load(source_ptr + rows, mask=exists, other=0) // K
     return rows
@@ -68,7 +118,7 @@ def _given_rows(source_ptr, rows, exists, K: tl.constexpr):
 def _inputs_of_rows(
     hidden_ptr, start, num_rows, num_in, hidden_stride, ROWS: tl.constexpr, SQUARES: tl.constexpr
 ):  # fmt: skip
-    """Some inputs of all rows [SQUARES, ROWS]."""
+    """Return some inputs of all rows [SQUARES, ROWS]."""
     rows, column = tl.arange(0, ROWS), start + tl.arange(0, SQUARES)
     exists = (column < num_in)[:, None] & (rows < num_rows)[None, :]
     return tl.load(hidden_ptr + rows[None, :] * hidden_stride + column[:, None], mask=exists, other=0.0)
@@ -78,7 +128,7 @@ def _inputs_of_rows(
 def _norm_factor(
     hidden_ptr, eps, num_rows, num_in, hidden_stride, ROWS: tl.constexpr, SQUARES: tl.constexpr
 ):  # fmt: skip
-    """What the norm multiplies each row by: [1, ROWS]."""
+    """Return the norm's factor of each row: [1, ROWS]."""
     squares = tl.zeros([SQUARES, ROWS], tl.float32)
     for start in range(0, num_in, SQUARES):
         inputs = _inputs_of_rows(hidden_ptr, start, num_rows, num_in, hidden_stride, ROWS, SQUARES).to(tl.float32)
@@ -88,7 +138,7 @@ def _norm_factor(
 
 @triton.jit
 def _halves(pairs, HALF: tl.constexpr, ROWS: tl.constexpr):
-    """The first and the second half of [2 * HALF, ROWS]."""
+    """Return the first and the second half of [2 * HALF, ROWS]."""
     split = tl.reshape(pairs, [2, HALF, ROWS])
     is_first = (tl.arange(0, 2) == 0)[:, None, None]
     return tl.sum(tl.where(is_first, split, 0.0), 0), tl.sum(tl.where(is_first, 0.0, split), 0)
@@ -100,7 +150,7 @@ def _finished(
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_GATED: tl.constexpr, RESULTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """What follows a product, of [outputs, ROWS]: [RESULTS, ROWS]."""
+    """Return what follows a product, of [outputs, ROWS]: [RESULTS, ROWS]."""
     exists_out = outs < num_results
     if IS_GATED:
         gate, total = _halves(total, RESULTS, ROWS)
@@ -276,7 +326,7 @@ def product_of_rows_by_kernel(
 
 
 def _launch(num_rows: int, num_out: int, experts: ExpertRows | None) -> tuple[int, int, int, int]:
-    """How many rows a program has, how many tiles of rows there are, and the chunks and outputs of a program."""
+    """Return how many rows a program has, how many tiles of rows there are, and the chunks and outputs of a program."""
     rows, num_tiles = triton.next_power_of_2(num_rows), 1
     if experts is not None:
         rows = 1 if experts.is_single else 2 * experts.rows_each

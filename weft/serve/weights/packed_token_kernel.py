@@ -2,11 +2,11 @@
 
 Such a product is bound by the bytes of the weights, and by instructions: 4 bits are to be multiplied in the time in
 which a GPU reads them. A program computes some outputs from all inputs. It loads codes directly into registers, those
-of its first outputs before the inputs are known (`early_launch_kernel.py`), and those of the next while it computes. It
+of its first outputs before the inputs are known (`shared_steps_kernel.py`), and those of the next while it computes. It
 prepares the inputs once for all of its outputs.
 
 Codes are read in words of 32 bits. Four inputs, or eight of 4 bits, belong to a word, and four words are a unit, which
-lies in one group. Integers are multiplied with integers of 16 bits (`integer_products_kernel.py`): in each unit, the
+lies in one group. Integers are multiplied with integers of 16 bits (`shared_steps_kernel.py`): in each unit, the
 inputs have a scale by which the largest becomes 32767, so that they are rounded less than in bf16. Scales and least
 values of codes are applied to units: sum of (code * scale + least) * input = scale * sum of code * input + least * sum
 of inputs. Codes of float8 become numbers of 32 bits.
@@ -22,10 +22,15 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.models.attention import RMSNorm
-from weft.serve.weights.early_launch_kernel import early_launch, wait_for_results
-from weft.serve.weights.integer_products_kernel import bytes_of, products
-from weft.serve.weights.plain_steps import AfterProduct
-from weft.serve.weights.unpacking_kernel import two_ranges, wide_fp8
+from weft.serve.weights.shared_steps_kernel import (
+    bytes_of,
+    early_launch,
+    products,
+    two_ranges,
+    wait_for_results,
+    wide_fp8,
+)
+from weft.serve.weights.steps import AfterProduct
 
 _UNIT = 4  # words that a thread loads at once, all of one group
 
@@ -57,7 +62,7 @@ def with_bias_and_gate(
 
 @triton.jit
 def _four_numbers(packed, DTYPE: tl.constexpr):
-    """The four numbers of 16 bits in integers of 64 bits."""
+    """Return the four numbers of 16 bits in integers of 64 bits."""
     return (
         packed.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32),
         (packed >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32),
@@ -72,8 +77,8 @@ def _inputs(
     DTYPE: tl.constexpr, HAS_NORM: tl.constexpr, IS_FLOAT: tl.constexpr, UNITS: tl.constexpr, UNIT: tl.constexpr,
     BY_PTX: tl.constexpr,
 ):  # fmt: skip
-    """The four inputs of each word, times the norm's weights: as numbers of 32 bits, or as integers of 16 bits in two
-    words, which have a scale in each unit. Then these scales, the sums of units, and the sum of all squares.
+    """Return the four inputs of each word, times the norm's weights: as numbers of 32 bits, or as integers of 16 bits
+    in two words, which have a scale in each unit. Then these scales, the sums of units, and the sum of all squares.
     """
     a, b, c, d = _four_numbers(packed, DTYPE)
     squares = tl.sum(a * a + b * b + c * c + d * d, 0)
@@ -97,7 +102,9 @@ def _loaded(
     NUM_OUT: tl.constexpr, RESULTS: tl.constexpr, ROW_WORDS: tl.constexpr, ROW_BLOCKS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """The codes of an output of a program, and its scales and zero points. Past the last output, those of the last."""
+    """Return the codes of an output of a program, and its scales and zero points. Past the last output, those of the
+    last.
+    """
     out = first.to(tl.int64)
     if NUM_OUT % RESULTS == 0:
         out += index % RESULTS
@@ -120,7 +127,7 @@ def _unit_results(
     codes, ranges, low, high, low_scale, high_scale, low_sums, high_sums,
     BITS: tl.constexpr, GROUPS: tl.constexpr, UNITS: tl.constexpr, UNIT: tl.constexpr, BY_PTX: tl.constexpr,
 ):  # fmt: skip
-    """What each unit adds to an output."""
+    """Return what each unit adds to an output."""
     if BITS == 4:
         first = products(codes & 0x0F0F0F0F, low[0], low[1], UNITS, UNIT, BY_PTX) * low_scale
         second = products(codes & -0x0F0F0F10, high[0], high[1], UNITS, UNIT, BY_PTX) * high_scale
@@ -141,7 +148,9 @@ def _unit_results(
 
 @triton.jit
 def _both_inputs(place, exists, WIDTH: tl.constexpr, BITS: tl.constexpr):
-    """What the low halves of a word's bytes are multiplied with, and what the high ones are, if codes have 4 bits."""
+    """Return what the low halves of a word's bytes are multiplied with, and what the high ones are, if codes have 4
+    bits.
+    """
     low = tl.load(place, mask=exists, other=0)
     high = low
     if BITS == 4:
@@ -155,8 +164,8 @@ def _prepared(
     DTYPE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, HAS_NORM: tl.constexpr, IS_FLOAT: tl.constexpr,
     UNITS: tl.constexpr, UNIT: tl.constexpr, BY_PTX: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The inputs, scales and sums (`_inputs`) of the low halves of words' bytes and of the high ones, and the sum of
-    all squares. They are loaded behind the first codes, which are so issued at once.
+    """Return the inputs, scales and sums (`_inputs`) of the low halves of words' bytes and of the high ones, and the
+    sum of all squares. They are loaded behind the first codes, which are so issued at once.
     """
     norm, high_norm = exists, exists
     if HAS_NORM:
@@ -304,7 +313,7 @@ def product_of_token_by_kernel(
 
 
 def _launch(num_words: int) -> TokenLaunch:
-    """The fastest of some on an H200, for the matmuls of a model of 8B."""
+    """Return the fastest of some on an H200, for the matmuls of a model of 8B."""
     if num_words <= 512:
         return TokenLaunch(16, 16, max(1, min(4, triton.next_power_of_2(num_words) // 128)))
     return TokenLaunch(8, 4, 4) if num_words <= 1024 else TokenLaunch(16, 4, 8)

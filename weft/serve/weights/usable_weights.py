@@ -20,8 +20,8 @@ Say = Callable[[str], None]
 
 
 def finite(read: Read, where: Path) -> Read:
-    """Returns `read`, a function that reads a parameter of the folder `where`, with a check: NumbersError is raised if
-    a value is NaN or infinite, because every request would fail with it.
+    """Return `read`, a function that reads a parameter of the folder `where`, with a check: NumbersError is raised if a
+    value is NaN or infinite, because every request would fail with it.
     """
 
     def checked(name: str) -> Tensor:
@@ -49,7 +49,7 @@ class ServedRecord:
                 temporary.rename(self._path)
 
     def read(self) -> str | None:
-        """The weights that were served last; None if none were."""
+        """Return the weights that were served last; None if none were."""
         if self._path is not None:
             with suppress(OSError):
                 return self._path.read_text()
@@ -63,8 +63,8 @@ class ServedRecord:
 
 
 def paths_to_try(source: Path, last: str | None, say: Say) -> list[Path]:
-    """The folders of weights at `source`, in the order in which they are tried: `last`, the name of those that were
-    served before, and then the newest ones first. `say` is told if those no longer exist.
+    """Return the folders of weights at `source`, in the order in which they are tried: `last`, the name of those that
+    were served before, and then the newest ones first. `say` is told if those no longer exist.
     """
     found = [source] if (source / "config.json").is_file() else checkpoint_paths(source)
     before = [path for path in found if path.name == last]

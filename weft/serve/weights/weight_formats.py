@@ -13,9 +13,10 @@ Where the number of inputs is no multiple of the group, the group is their great
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -29,22 +30,29 @@ FP8_MAX = 448.0  # the largest number of e4m3
 DEQUANTISED_WEIGHTS = 1 << 19  # that a CPU dequantises at a time
 
 
-class WeightFormat(Hashable, Protocol):
-    """A weight [out, in] as some tensors of integers, `parts`, each with a row for each output."""
+class WeightFormat(ABC):
+    """How a weight [out, in] is kept: as some tensors of integers, its `parts`, each with a row for each output."""
 
+    @abstractmethod
     def empty(self, num_out: int, num_in: int, device: torch.device | str) -> tuple[Tensor, ...]:
         """Room for a weight. Raises ConfigError if the format cannot keep weights of this shape."""
 
+    @abstractmethod
     def quantise(self, weight: Tensor) -> tuple[Tensor, ...]: ...
 
+    @abstractmethod
     def dequantise(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor: ...
 
     def product(self, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        """Return hidden @ weight.T by plain functions."""
+        """Return hidden @ weight.T, dequantised; on a CPU, as many outputs at a time as its cache holds."""
+        num_out = max(1, DEQUANTISED_WEIGHTS // hidden.shape[-1]) if hidden.device.type == "cpu" else len(parts[0])
+        some = zip(*(part.split(num_out) for part in parts), strict=True)
+        products = [F.linear(hidden, self.dequantise(one, hidden.dtype)) for one in some]
+        return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
 
 
 @dataclass(frozen=True)
-class Grouped:
+class Grouped(WeightFormat):
     """Integers in groups of inputs."""
 
     bits: int
@@ -77,12 +85,9 @@ class Grouped:
         """Return codes and ranges, as kernels take them."""
         return parts[0], parts[1]
 
-    def product(self, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        return dequantised_product(self, hidden, parts)
-
 
 @dataclass(frozen=True)
-class Half:
+class Half(WeightFormat):
     """float16."""
 
     def empty(self, num_out: int, num_in: int, device: torch.device | str) -> tuple[Tensor, ...]:
@@ -94,12 +99,9 @@ class Half:
     def dequantise(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         return parts[0].view(torch.float16).to(dtype)
 
-    def product(self, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        return dequantised_product(self, hidden, parts)
-
 
 @dataclass(frozen=True)
-class ScaledRows:
+class ScaledRows(WeightFormat):
     """Numbers of 8 bits up to a largest one, with a scale for each output."""
 
     code: ClassVar[torch.dtype]
@@ -128,9 +130,6 @@ class RowInt8(ScaledRows):
     code = torch.int8
     largest = 127.0
 
-    def product(self, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        return dequantised_product(self, hidden, parts)
-
 
 @dataclass(frozen=True)
 class RowFp8(ScaledRows):
@@ -158,14 +157,6 @@ class RowFp8(ScaledRows):
         return torch._scaled_mm(rounded, codes.T, given, scale.T, out_dtype=hidden.dtype, use_fast_accum=True)
 
 
-def dequantised_product(format: WeightFormat, hidden: Tensor, parts: Sequence[Tensor]) -> Tensor:
-    """Return hidden @ weight.T of the dequantised weight: on a CPU, as many outputs at a time as its cache holds."""
-    num_out = max(1, DEQUANTISED_WEIGHTS // hidden.shape[-1]) if hidden.device.type == "cpu" else len(parts[0])
-    some = zip(*(part.split(num_out) for part in parts), strict=True)
-    products = [F.linear(hidden, format.dequantise(one, hidden.dtype)) for one in some]
-    return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
-
-
 FORMATS: dict[str, WeightFormat] = {
     "fp8": RowFp8(),
     "fp16": Half(),
@@ -181,7 +172,7 @@ HEAD_FORMATS = tuple(name for name in FORMATS if name != "fp8")  # that --head n
 
 
 def weight_format(name: str, device: torch.device | str = "cpu") -> WeightFormat:
-    """The format of a name, for a device. Raises ConfigError."""
+    """Return the format of a name, for a device. Raises ConfigError."""
     if name not in FORMATS:
         raise ConfigError(f"--weights {name} is unknown; give one of {', '.join(FORMATS)}")
     if name in CPU_FORMATS and torch.device(device).type != "cpu":
@@ -192,7 +183,7 @@ def weight_format(name: str, device: torch.device | str = "cpu") -> WeightFormat
 
 
 def weight_bytes(format: WeightFormat, num_out: int, num_in: int) -> int:
-    """Bytes of a weight in a format."""
+    """Return bytes of a weight in a format."""
     return sum(part.numel() * part.itemsize for part in format.empty(num_out, num_in, "meta"))
 
 

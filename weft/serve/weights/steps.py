@@ -1,7 +1,10 @@
-"""The plain functions of a block that kernels equal: norms, what follows a product, and the rotation of heads."""
+"""The steps of a block: the plain functions that kernels equal, and products with quantised weights by the kernel that
+was chosen for them (`fast_path.py`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -10,6 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.models.attention import RMSNorm
+from weft.serve.weights.fast_path import Kernel
+from weft.serve.weights.weight_formats import Grouped, RowFp8, WeightFormat
+
+WITH_NORM = ("row", "token", "few rows")  # kernels that compute the RMSNorm before a product
 
 
 class AfterProduct(NamedTuple):
@@ -70,3 +77,35 @@ def rotate_by_angles(
 @cache
 def _tensor(value: float, dtype: torch.dtype) -> Tensor:
     return torch.tensor(value, dtype=dtype)
+
+
+def quantised_product(
+    kernel: Kernel,
+    form: WeightFormat,
+    hidden: Tensor,
+    parts: Sequence[Tensor],
+    after: AfterProduct,
+    norm: RMSNorm | None = None,
+) -> Tensor:
+    """Return norm(hidden) [rows, in] @ weight.T, and what follows. Only kernels WITH_NORM take a norm. The owner of a
+    weight multiplies with "codes", which are arranged for a CPU.
+    """
+    if kernel == "dequantise":
+        return after.of(form.product(hidden, parts))
+    assert isinstance(form, Grouped | RowFp8), "kernels of GPUs take no others"
+    if kernel == "float8":
+        assert isinstance(form, RowFp8)
+        return after.of(form.float8_product(hidden, parts))
+    given = (hidden, *form.kernel_parts(parts), form.block(hidden.shape[-1]), after)
+    if kernel == "token":
+        from weft.serve.weights.packed_token_kernel import product_of_token_by_kernel
+
+        return product_of_token_by_kernel(*given, norm)
+    if kernel == "few rows":
+        from weft.serve.weights.packed_row_kernel import product_of_rows_by_kernel
+
+        return product_of_rows_by_kernel(*given, norm)
+    from weft.serve.weights.packed_product_kernel import packed_product_by_kernel
+
+    assert kernel == "tiles"
+    return packed_product_by_kernel(*given)

@@ -1,12 +1,14 @@
-"""Products of rows with the experts that they go to, whose weights are quantised, as Triton kernels.
+"""Layers of experts whose weights are quantised, as Triton kernels for GPUs.
 
-    gate and up   each row's, as silu(gate) * up
-    down          each row's; where there are few programs, each takes a part of the inputs
+    router        the norm, and the experts and weights of few tokens (torch has six kernels for it)
+    order         of the rows of few tokens, sorted by expert (torch has eight)
+    gate and up   of each row, as silu(gate) * up
+    down          of each row; where there are few programs, each takes a part of the inputs
     sums          of the parts and, times their weights, of the rows of each token
 
 Only codes of experts that have rows are read. Which they are is found on the device, so that the host waits for nothing
 and a step can be a CUDA graph. A token alone is not sorted by expert: it has one row for each of its experts. Products
-are those of linears (`packed_token_kernel.py`, `packed_row_kernel.py`), but where experts have more rows: there a
+are those of linears (`packed_token_kernel.py`, `packed_row_kernel.py`), except where experts have more rows: there a
 program multiplies up to 64 rows of one expert with some outputs.
 """
 
@@ -19,15 +21,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.models.expert_rows import sort_by_expert
-from weft.serve.weights.early_launch_kernel import early_launch, wait_for_results
-from weft.serve.weights.expert_tiles_kernel import ExpertRows, rows_of_tile
+from weft.models.attention import RMSNorm
+from weft.models.expert_rows import RowOrder, sort_by_expert
+from weft.models.router import Router
 from weft.serve.weights.fast_path import FEW_ROWS, MAX_PAIRS, fits_registers
 from weft.serve.weights.packed_product_kernel import products_of_blocks
-from weft.serve.weights.packed_row_kernel import product_of_rows_by_kernel
+from weft.serve.weights.packed_row_kernel import ExpertRows, product_of_rows_by_kernel, rows_of_tile
 from weft.serve.weights.packed_token_kernel import product_of_token_by_kernel
-from weft.serve.weights.plain_steps import AfterProduct
-from weft.serve.weights.router_kernel import order_by_kernel
+from weft.serve.weights.shared_steps_kernel import early_launch, wait_for_results
+from weft.serve.weights.steps import AfterProduct
 
 if TYPE_CHECKING:
     from weft.serve.weights.packed_experts import PackedExperts, PackedStack
@@ -38,6 +40,8 @@ _MAX_ROWS = 64  # of a program
 _WARPS = 2
 _STAGES = 4
 _COLUMNS = 512  # of a program that sums
+_LOADED = 16384  # numbers of the router's weight that a program loads at a time
+_ROUTER_STAGES = 3
 
 
 @triton.jit
@@ -125,19 +129,19 @@ def tokens_by_kernel(
 
 
 def sorted_rows_by_kernel(rows: Tensor, ends: Tensor, experts: PackedExperts) -> Tensor:
-    """The results of rows [rows, hidden], which are sorted by expert; expert i's end before row `ends[i]`."""
+    """Return the results of rows [rows, hidden], which are sorted by expert; expert i's end before row `ends[i]`."""
     own = ExpertRows(ends, None, 1, len(rows), experts.num_experts)
     return _summed(_parts(rows, own, experts), own, rows)
 
 
 def _parts(hidden: Tensor, rows: ExpertRows, experts: PackedExperts) -> Tensor:
-    """Parts [parts, rows, hidden] of the results of rows."""
+    """Return the results of rows, in parts that are to be added up [parts, rows, hidden]."""
     inner = _multiplied(hidden, experts.gate_up_proj, rows, is_gated=True)[0]
     return _multiplied(inner, experts.down_proj, rows._replace(sources=None), is_gated=False)
 
 
 def _multiplied(hidden: Tensor, stack: PackedStack, rows: ExpertRows, is_gated: bool) -> Tensor:
-    """Parts of the products of rows with a stack of weights [parts, rows, results]."""
+    """Return the products of rows with a stack of weights, in parts that are to be added up [parts, rows, results]."""
     codes, ranges = stack.format.kernel_parts(stack.parts)  # type: ignore[attr-defined]
     sizes = stack.format.block(stack.shape[-1])  # type: ignore[attr-defined]
     after, kernel = AfterProduct(is_gated=is_gated), kernel_for(hidden, sizes, rows)
@@ -149,7 +153,7 @@ def _multiplied(hidden: Tensor, stack: PackedStack, rows: ExpertRows, is_gated: 
 
 
 def kernel_for(hidden: Tensor, sizes: tuple[int, int, int], rows: ExpertRows) -> Literal["token", "few rows", "tiles"]:
-    """The kernel that multiplies rows with weights of these bits, inputs of a block and groups of a block.
+    """Return the kernel that multiplies rows with weights of these bits, inputs of a block and groups of a block.
 
     On an H200, tiles read float8 at 0.8 to 0.9 of the rate of a copy, and codes of 4 bits at half of it.
     """
@@ -168,7 +172,7 @@ def _summed(
     weights: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """The results of tokens, in the dtype of a tensor."""
+    """Return the results of tokens, in the dtype of a tensor."""
     num_parts, num_rows, num_results = parts.shape
     out = like.new_empty(num_rows // rows.k, num_results)
     _sum_rows[(len(out), triton.cdiv(num_results, _COLUMNS))](
@@ -232,3 +236,114 @@ def _product_of_tiles(
         **early_launch(hidden),
     )
     return out
+
+
+@triton.jit
+def _route(
+    hidden_ptr, norm_ptr, router_ptr, normed_ptr, weight_ptr, chosen_ptr, eps, num_experts, hidden_stride,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, CHOICES: tl.constexpr,
+    IS_NORMALISED: tl.constexpr, STAGES: tl.constexpr, IS_EARLY: tl.constexpr,
+):  # fmt: skip
+    token, columns, experts = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH), tl.arange(0, EXPERTS)
+    dtype: tl.constexpr = hidden_ptr.dtype.element_ty
+    given = hidden_ptr + token * hidden_stride + columns
+    wait_for_results(IS_EARLY)
+    squares = tl.zeros([WIDTH], tl.float32)
+    for start in range(0, SIZE, WIDTH):
+        wide = tl.load(given + start, mask=start + columns < SIZE, other=0.0).to(tl.float32)
+        squares += wide * wide
+    factor = tl.rsqrt(tl.sum(squares, 0) / SIZE + eps)
+    weights_at = router_ptr + experts[:, None] * SIZE + columns[None, :]
+    total = tl.zeros([EXPERTS, WIDTH], tl.float32)
+    for start in tl.range(0, SIZE, WIDTH, num_stages=STAGES):
+        inside = start + columns < SIZE
+        router = tl.load(weights_at + start, mask=(experts < num_experts)[:, None] & inside[None, :], other=0.0)
+        normed = (tl.load(given + start, mask=inside, other=0.0).to(tl.float32) * factor).to(dtype)
+        weight = tl.load(norm_ptr + start + columns, mask=inside, other=0.0)
+        normed = (weight.to(tl.float32) * normed.to(tl.float32)).to(dtype)
+        tl.store(normed_ptr + token * SIZE + start + columns, normed, mask=inside)
+        total += router.to(tl.float32) * normed.to(tl.float32)[None, :]
+    logits = tl.where(experts < num_experts, tl.sum(total, 1), -float("inf"))
+    shares = tl.exp(logits - tl.max(logits, 0))
+    shares = shares / tl.sum(shares, 0)
+    place = tl.arange(0, CHOICES)
+    kept, chosen = tl.zeros([CHOICES], tl.float32), tl.zeros([CHOICES], tl.int32)
+    for choice in tl.static_range(K):
+        best = tl.max(shares, 0)
+        expert = tl.min(tl.where(shares == best, experts, EXPERTS), 0)
+        expert = tl.minimum(expert, num_experts - 1)  # of NaN, none is the best
+        kept, chosen = tl.where(place == choice, best, kept), tl.where(place == choice, expert, chosen)
+        shares = tl.where(experts == expert, -1.0, shares)
+    if IS_NORMALISED:
+        kept = kept / tl.sum(kept, 0)
+    tl.store(weight_ptr + token * K + place, kept, mask=place < K)
+    tl.store(chosen_ptr + token * K + place, chosen, mask=place < K)
+
+
+@triton.jit
+def _order(
+    chosen_ptr, source_ptr, place_ptr, end_ptr, num_pairs, num_experts,
+    PAIRS: tl.constexpr, EXPERTS: tl.constexpr, IS_EARLY: tl.constexpr,
+):  # fmt: skip
+    pair, expert = tl.arange(0, PAIRS), tl.arange(0, EXPERTS)
+    exists = pair < num_pairs
+    wait_for_results(IS_EARLY)
+    own = tl.load(chosen_ptr + pair, mask=exists, other=EXPERTS)
+    same = tl.load(chosen_ptr + pair, mask=exists, other=EXPERTS)  # by columns
+    is_before = (same[None, :] < own[:, None]) | ((same[None, :] == own[:, None]) & (pair[None, :] < pair[:, None]))
+    place = tl.sum(is_before.to(tl.int32), 1)
+    tl.store(place_ptr + pair, place.to(tl.int64), mask=exists)
+    tl.store(source_ptr + place, pair.to(tl.int64), mask=exists)
+    ends = tl.sum((same[None, :] <= expert[:, None]).to(tl.int32), 1)
+    tl.store(end_ptr + expert, ends, mask=expert < num_experts)
+
+
+def route_by_kernel(hidden: Tensor, norm: RMSNorm, router: Router) -> tuple[Tensor, Tensor, Tensor]:
+    """norm(hidden) of [tokens, hidden], and what the router gives for it: weights and experts [tokens, k]."""
+    (num_tokens, size), k = hidden.shape, router.num_experts_per_tok
+    assert hidden.stride(1) == 1, "the inputs of a row lie end to end"
+    experts = triton.next_power_of_2(router.num_experts)
+    normed = torch.empty(num_tokens, size, dtype=hidden.dtype, device=hidden.device)
+    weights = torch.empty(num_tokens, k, dtype=torch.float32, device=hidden.device)
+    chosen = torch.empty(num_tokens, k, dtype=torch.int32, device=hidden.device)
+    _route[(num_tokens,)](
+        hidden,
+        norm.weight,
+        router.weight,
+        normed,
+        weights,
+        chosen,
+        norm.eps,
+        router.num_experts,
+        hidden.stride(0),
+        SIZE=size,
+        WIDTH=min(triton.next_power_of_2(size), max(16, _LOADED // experts)),
+        EXPERTS=experts,
+        K=k,
+        CHOICES=triton.next_power_of_2(k),
+        IS_NORMALISED=router.is_normalised,
+        STAGES=_ROUTER_STAGES,
+        num_warps=8,
+        **early_launch(hidden),
+    )
+    return normed, weights, chosen
+
+
+def order_by_kernel(chosen: Tensor, num_experts: int) -> RowOrder:
+    """`sort_by_expert` of few pairs [tokens, k], which one program compares."""
+    num_pairs = chosen.numel()
+    sources, places = (torch.empty(num_pairs, dtype=torch.int64, device=chosen.device) for _ in range(2))
+    ends = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)
+    _order[(1,)](
+        chosen,
+        sources,
+        places,
+        ends,
+        num_pairs,
+        num_experts,
+        PAIRS=triton.next_power_of_2(num_pairs),
+        EXPERTS=triton.next_power_of_2(num_experts),
+        num_warps=4,
+        **early_launch(chosen),
+    )
+    return RowOrder(sources, places, ends)
