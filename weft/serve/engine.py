@@ -113,11 +113,11 @@ class Engine:
         has_graphs = options.graphs and not options.adapters and part.streamed is None
         if has_graphs and on_gpu and isinstance(part.paged, PagedModel) and part.paged.has_decode_kernel:
             paged, last, length, record = part.paged, self._sampler.last, self.context_length, GraphRecorder()
-            sizes = graph_sizes(self._scheduler.max_running)
-            self._graphs = DecodeGraphs(paged, part.cache, last, part.layout, length, sizes, record)
+            rows = graph_sizes(self._scheduler.max_running)
+            self._graphs = DecodeGraphs(paged, part.cache, last, part.layout, length, rows, record)
             if paged.has_prompt_kernel:
-                sizes = mixed_sizes(self._scheduler.token_budget)
-                self._mixed_graphs = MixedGraphs(paged, part.cache, last, part.layout, length, sizes, record)
+                tokens = mixed_sizes(self._scheduler.token_budget)
+                self._mixed_graphs = MixedGraphs(paged, part.cache, last, part.layout, length, tokens, record)
         self._all: dict[str, ActiveRequest] = {}
         self._begun: deque[BegunStep] = deque()
         self._launched: LaunchedStep | None = None
