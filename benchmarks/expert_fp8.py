@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from weft.models.expert_rows import RowOrder, align_groups, sort_by_expert, through_experts
 from weft.models.experts import StackedExperts, stacked_experts
-from weft.parallel import fp8_rows
-from weft.parallel.fp8_experts import fp8_stacked_experts, fp8_through_experts
-from weft.parallel.fp8_grouped import ROWS_MULTIPLE
+from weft.parallel.fp8 import operations as plain_operations
+from weft.parallel.fp8.experts import fp8_stacked_experts, fp8_through_experts
+from weft.parallel.fp8.operations import ROWS_MULTIPLE
 
 operations = torch.ops.weft
 CALLS = 10
@@ -185,7 +185,7 @@ def row_calls(layer: Layer) -> dict[str, tuple[str, tuple[Any, ...], float]]:
     shape, order = layer.shape, layer.aligned
     gate_up = layer.experts.gate_up_proj.detach()
     tokens, k = layer.tokens.detach(), shape.k
-    gradient = layer.gradient / layer.gradient.abs().max() * fp8_rows.LARGEST
+    gradient = layer.gradient / layer.gradient.abs().max() * plain_operations.LARGEST
     num_rows, inner, device = len(order.sources), shape.inner, tokens.device
     widened = torch.randn(num_rows, 2 * inner, device=device).bfloat16()
     of_gated = torch.randn(num_rows, inner, device=device).bfloat16()
@@ -231,9 +231,9 @@ def row_operations(layer: Layer) -> Iterator[tuple[str, float]]:
         call = getattr(operations, operation)
         took = milliseconds(lambda call=call, args=args: call(*args))
         told = f"{name} {num_bytes / took / 1e9:.2f} TB/s"
-        if hasattr(fp8_rows, operation) and operation != "row_factors":
+        if hasattr(plain_operations, operation) and operation != "row_factors":
             used = int(layer.aligned.ends[-1])  # type: ignore[index]
-            found, expected = call(*args), getattr(fp8_rows, operation)(*args)
+            found, expected = call(*args), getattr(plain_operations, operation)(*args)
             first, second = (one if isinstance(one, Tensor) else one[0] for one in (found, expected))
             cut = (..., slice(0, used)) if name.startswith(("turn g", "turn o")) else (slice(0, None),)
             told += f" error {error(first[cut].float(), second[cut].float()):.1e}"

@@ -18,7 +18,7 @@ import harness
 import torch
 
 from weft.comm.small_measure import measured_seconds
-from weft.comm.symmetric_sums import with_symmetric_memory
+from weft.comm.small_sums import with_symmetric_memory
 from weft.launch.local_ranks import run_local
 from weft.launch.mps import shared_gpu_service
 from weft.mesh import Mesh

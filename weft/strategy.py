@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from weft.comm import Traffic, Traffics, add_traffic
 from weft.comm.ledger import Key
+from weft.errors import PlanError
 from weft.mesh import Mesh
 from weft.plan import BatchSplit, Plan
 from weft.profiling import Profile
@@ -185,6 +186,14 @@ def refuse_batch_mixers(profile: Profile, plan: Plan, axis: str, degree: int) ->
             f"rank, or use GroupNorm or LayerNorm"
         )
     return None
+
+
+def uncounted_traffic(given: str, source: str, remedy: str) -> PlanError:
+    """Returns the error for a model whose traffic cannot be predicted. `source` is what the traffic follows from."""
+    return PlanError(
+        f"the traffic of {given} follows from {source}, and that of this model depends on values, so it cannot be "
+        f"counted; use {remedy}"
+    )
 
 
 @lru_cache(maxsize=1 << 12)

@@ -10,6 +10,7 @@ from typing import Any
 import models_for_tests as models
 import pytest
 import torch
+from nodes_for_tests import SMALL, WIDE, compared, payload, wrong_results
 from torch import Tensor
 
 from weft.bench.links import LinkOptions, LinkRow, bench_rank, measured_collectives, row_from_json
@@ -26,16 +27,7 @@ from weft.proof.prove import ProofReport, verify
 
 pytestmark = pytest.mark.processes
 
-DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.int64,
-    torch.int32,
-    torch.bfloat16,
-    torch.float16,
-    torch.uint8,
-    torch.int8,
-]
+DTYPES = WIDE + SMALL
 SIZES = [1, 3, 17]
 ALGORITHMS = ("library", "ring", "doubling")
 
@@ -46,40 +38,9 @@ def axis_of(num_nodes: int, num_local: int, between: Any, cluster: Cluster | Non
     return Mesh(plan, ranks_per_node=num_local, cluster=cluster)["data"]
 
 
-def payload(size: int, rank: int, dtype: torch.dtype) -> Tensor:
-    """Whole numbers that say whose element it is and where it stands, as far as sums of the dtype are exact."""
-    places = torch.arange(size)
-    wide = dtype in (torch.float64, torch.float32, torch.int64, torch.int32)
-    return (rank * 10_000 + places if wide else (5 * rank + 3 * places) % 7).to(dtype)
-
-
 def differences(axis: Axis, sizes: list[int], dtypes: list[torch.dtype]) -> list[str]:
-    """The operations whose result differs in any bit from what the payloads say."""
-    wrong, degree, index = [], axis.degree, axis.index
-    for size, dtype in [*product(sizes, [torch.int64]), *product([13], dtypes)]:
-        wholes = [payload(size * degree, rank, dtype) for rank in range(degree)]
-        parts = [payload(size, rank, dtype) for rank in range(degree)]
-        gathered, scattered, traded = (torch.zeros(n, dtype=dtype) for n in (size * degree, size, size * degree))
-        totals = {name: parts[index].clone() for name in ("sum", "max", "min")}
-        pending = [
-            all_gather(gathered, parts[index], axis),
-            reduce_scatter(scattered, wholes[index].clone(), axis),
-            all_to_all(traded, wholes[index], axis),
-            *(all_reduce(total, axis, name) for name, total in totals.items()),  # type: ignore[arg-type]
-        ]
-        for one in pending:
-            one.wait()
-        stacked = torch.stack(parts)
-        expected = {
-            "all_gather": (gathered, torch.cat(parts)),
-            "reduce_scatter": (scattered, torch.stack(wholes).sum(0, dtype=dtype).view(degree, size)[index]),
-            "all_to_all": (traded, torch.cat([one.view(degree, size)[index] for one in wholes])),
-            "sum": (totals["sum"], stacked.sum(0, dtype=dtype)),
-            "max": (totals["max"], stacked.amax(0)),
-            "min": (totals["min"], stacked.amin(0)),
-        }
-        wrong += [f"{name} of {size} × {dtype}" for name, (found, right) in expected.items() if not found.equal(right)]
-    return wrong
+    """What is wrong with operations over the axis."""
+    return wrong_results(axis, [*product(sizes, [torch.int64]), *product([13], dtypes)])
 
 
 def messages_of(axis: Axis) -> dict[str, int]:
@@ -224,11 +185,6 @@ def check(plan: Plan, between: Any, ranks_per_node: int = 2) -> ProofReport:
     return verify(models.tied_decoder, models.token_batch, plan, ranks_per_node=ranks_per_node)
 
 
-def compared(report: ProofReport) -> set[str]:
-    """Axes and operations of the traffic that was compared."""
-    return {line.what.removeprefix("traffic: ") for line in report.checks if line.what.startswith("traffic: ")}
-
-
 def test_shard_by_doubling_is_proved() -> None:
     found = compared(check(Plan(shard=Shard(4, 3)), "doubling").require())
     assert {"shard/node send", "shard/local all_gather", "shard/local reduce_scatter"} <= found
@@ -274,7 +230,6 @@ def test_the_fastest_is_chosen_from_measured_times_and_counted_as_predicted() ->
 
     def rank(index: int) -> list[Any]:
         axis = axis_of(2, 2, "fastest", cluster)
-        assert axis.choice is not None
         small, large = (axis.choice.algorithm("all_gather", size) for size in (256, 1 << 22))
         return [small, large, differences(axis, [1, 17, 1 << 17], [torch.float32]), is_predicted(axis)]
 

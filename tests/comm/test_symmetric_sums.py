@@ -14,11 +14,11 @@ import torch.distributed as dist
 from parallel_serving_for_tests import tokens_on_ranks
 
 from weft.cluster.small_choice import STRATEGIES, SYMMETRIC, SmallChoice, calls_of_small
-from weft.comm import all_reduce, symmetric_sums
+from weft.comm import all_reduce, small_sums
 from weft.comm.collectives import Axis
 from weft.comm.small_measure import measured_choice
+from weft.comm.small_sums import with_symmetric_memory
 from weft.comm.symmetric_buffer import SymmetricBuffer
-from weft.comm.symmetric_sums import with_symmetric_memory
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.plan import Plan, Tensor
@@ -149,7 +149,7 @@ def test_without_symmetric_memory_the_library_adds_up_and_it_is_said(monkeypatch
         operations = sorted({key[1] for key in mesh.ledger.entries() if key[0] == "x"})
         ServingRanks(mesh, "measured", say=said.append)
         with pytest.MonkeyPatch.context() as patch:  # as on a GPU where one rank cannot have it
-            patch.setattr(symmetric_sums, "_reason_without", lambda axis, device: None)
+            patch.setattr(small_sums, "_reason_without", lambda axis, device: None)
             kernels = SymmetricBuffer(torch.zeros(64, dtype=torch.uint8), "group", 2, None)
 
             def rendezvous(axis: Axis, device: torch.device) -> SymmetricBuffer:
@@ -157,7 +157,7 @@ def test_without_symmetric_memory_the_library_adds_up_and_it_is_said(monkeypatch
                     raise RuntimeError("peers cannot read\nmore")
                 return kernels
 
-            patch.setattr(symmetric_sums, "_rendezvous", rendezvous)
+            patch.setattr(small_sums, "_rendezvous", rendezvous)
             axis, reason = with_symmetric_memory(mesh["x"], CPU)
         several = replace(mesh["x"], levels=(mesh["x"], mesh["x"]))
         of_nodes = with_symmetric_memory(several, torch.device("cuda"))[1]

@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from nodes_for_tests import SMALL, WIDE, compared, payload, wrong_results
 from runs_for_tests import make_run, write_run_file
 from torch import Tensor, nn
 
@@ -50,9 +51,7 @@ pytestmark = pytest.mark.processes
 
 NODES = [(2, 2), (4, 2), (2, 4), (3, 2), (2, 3)]  # (nodes, ranks in each)
 SIZES = [1, 3, 5, 8, 16, 17, 1000]
-STAMPED = [torch.float64, torch.float32, torch.int64, torch.int32]  # hold rank · 10⁵ + place exactly, and sums of it
-SMALL = [torch.bfloat16, torch.float16, torch.uint8, torch.int8]  # hold small whole numbers exactly
-PAYLOADS = [*product(SIZES, [torch.int64]), *product([77], STAMPED + SMALL)]
+PAYLOADS = [*product(SIZES, [torch.int64]), *product([77], WIDE + SMALL)]
 
 
 def two_levels(num_nodes: int, num_local: int) -> Axis:
@@ -62,39 +61,10 @@ def two_levels(num_nodes: int, num_local: int) -> Axis:
     return axis
 
 
-def stamp(size: int, rank: int, dtype: torch.dtype) -> Tensor:
-    """The payload of a rank: every element says whose it is and where it stands, as far as the dtype can."""
-    places = torch.arange(size)
-    return (rank * 100_000 + places if dtype in STAMPED else (7 * rank + 3 * places) % 11).to(dtype)
-
-
-def wrong_orders(axis: Axis, payloads_of: Iterable[tuple[int, torch.dtype]]) -> list[str]:
+def wrong_orders(axis: Axis, payloads: Iterable[tuple[int, torch.dtype]]) -> list[str]:
     """The operations that differ from what the stamps say, to the bit: the two-level ones, or even the flat ones."""
-    flat, wrong = replace(axis, levels=None), []
-    for size, dtype in payloads_of:
-        payloads = [stamp(size * axis.degree, rank, dtype) for rank in range(axis.degree)]
-        parts = [stamp(size, rank, dtype) for rank in range(axis.degree)]
-        total = torch.stack(payloads).sum(0, dtype=dtype)
-        expected = {
-            "all_gather": torch.cat(parts),
-            "reduce_scatter": total.view(axis.degree, size)[axis.index],
-            "sum": torch.stack(parts).sum(0, dtype=dtype),
-            "max": torch.stack(parts).amax(0),
-            "min": torch.stack(parts).amin(0),
-        }
-        for over in (axis, flat):
-            gathered, reduced = torch.empty(size * axis.degree, dtype=dtype), torch.empty(size, dtype=dtype)
-            all_gather(gathered, parts[axis.index], over).wait()
-            reduce_scatter(reduced, payloads[axis.index].clone(), over).wait()
-            found = {"all_gather": gathered, "reduce_scatter": reduced}
-            for reduction in ("sum", "max", "min"):
-                found[reduction] = parts[axis.index].clone()
-                all_reduce(found[reduction], over, reduction).wait()  # type: ignore[arg-type]
-            level = "flat" if over.levels is None else "two-level"
-            wrong += [
-                f"{level} {name} of {size} × {dtype}" for name in found if not torch.equal(found[name], expected[name])
-            ]
-    return wrong
+    given, levels = list(payloads), {"two-level": axis, "flat": replace(axis, levels=None)}
+    return [f"{level} {line}" for level, over in levels.items() for line in wrong_results(over, given)]
 
 
 @pytest.mark.parametrize(("num_nodes", "num_local"), NODES)
@@ -124,9 +94,9 @@ def test_parts_inside_the_whole_and_tensors_of_several_dims() -> None:
         axis = two_levels(2, 2)
         # [ranks, 3, 5]: our part is our place in the whole, as flat buffers have it
         whole = torch.full((4, 3, 5), -1, dtype=torch.int64)
-        whole[index] = stamp(15, index, torch.int64).view(3, 5)
+        whole[index] = payload(15, index, torch.int64).view(3, 5)
         all_gather(whole, whole[index], axis).wait()
-        gathered = torch.stack([stamp(15, other, torch.int64).view(3, 5) for other in range(4)])
+        gathered = torch.stack([payload(15, other, torch.int64).view(3, 5) for other in range(4)])
         mine = whole * (index + 1)
         reduce_scatter(mine[index], mine, axis).wait()
         summed = torch.full((5, 7), index + 1)
@@ -142,23 +112,23 @@ def test_parts_inside_the_whole_and_tensors_of_several_dims() -> None:
 
 def test_several_operations_under_way_and_waited_for_in_another_order() -> None:
     def total_of(size: int) -> Tensor:
-        return torch.stack([stamp(size, rank, torch.int64) for rank in range(4)]).sum(0)
+        return torch.stack([payload(size, rank, torch.int64) for rank in range(4)]).sum(0)
 
     def rank(index: int) -> list[bool]:
         axis = two_levels(2, 2)
         first, second = torch.empty(400, dtype=torch.int64), torch.empty(12, dtype=torch.int64)
-        reduced, total = torch.empty(100, dtype=torch.int64), stamp(101, index, torch.int64)
+        reduced, total = torch.empty(100, dtype=torch.int64), payload(101, index, torch.int64)
         under_way = [
-            all_gather(first, stamp(100, index, torch.int64), axis),
-            all_gather(second, stamp(3, index + 10, torch.int64), axis),
-            reduce_scatter(reduced, stamp(400, index, torch.int64), axis),
+            all_gather(first, payload(100, index, torch.int64), axis),
+            all_gather(second, payload(3, index + 10, torch.int64), axis),
+            reduce_scatter(reduced, payload(400, index, torch.int64), axis),
             all_reduce(total, axis),
         ]
         for position in (1, 3, 0, 2, 0):  # the same order on all ranks; one is waited for twice
             under_way[position].wait()
         return [
-            torch.equal(first, torch.cat([stamp(100, other, torch.int64) for other in range(4)])),
-            torch.equal(second, torch.cat([stamp(3, other + 10, torch.int64) for other in range(4)])),
+            torch.equal(first, torch.cat([payload(100, other, torch.int64) for other in range(4)])),
+            torch.equal(second, torch.cat([payload(3, other + 10, torch.int64) for other in range(4)])),
             torch.equal(reduced, total_of(400)[100 * index :][:100]),
             torch.equal(total, total_of(101)),
         ]
@@ -295,13 +265,8 @@ def check_even(plan: Plan) -> ProofReport:
     return verify(decoder, batch, replace(plan, hierarchical=True), ranks_per_node=2)
 
 
-def told(report: ProofReport) -> set[str]:
-    """Axes and operations of the traffic that was compared."""
-    return {line.what.removeprefix("traffic: ") for line in report.checks if line.what.startswith("traffic: ")}
-
-
 def test_data_over_two_nodes() -> None:
-    assert told(check(Plan(data=4, micro_batch=1), 2).require()) == {
+    assert compared(check(Plan(data=4, micro_batch=1), 2).require()) == {
         "data/local all_gather",
         "data/local reduce_scatter",
         "data/node all_reduce",
@@ -312,7 +277,7 @@ def test_data_over_two_nodes() -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_shard_over_two_nodes(stage: Any) -> None:
-    assert told(check(Plan(shard=Shard(4, stage)), 2).require()) == {
+    assert compared(check(Plan(shard=Shard(4, stage)), 2).require()) == {
         "shard/local all_gather",
         "shard/local reduce_scatter",
         "shard/node all_gather",
@@ -325,19 +290,19 @@ def test_shard_over_two_nodes(stage: Any) -> None:
 
 def test_data_and_shard_over_four_nodes() -> None:
     report = check(Plan(data=2, shard=Shard(4, 3)), 2).require()
-    assert {"data all_reduce", "shard/node all_gather", "shard/local reduce_scatter"} <= told(report)
+    assert {"data all_reduce", "shard/node all_gather", "shard/local reduce_scatter"} <= compared(report)
 
 
 def test_data_and_shard_over_two_nodes_that_hold_shard() -> None:
     # Only the joint axes cross nodes, and they only tell numbers.
-    assert not [line for line in told(check(Plan(data=2, shard=Shard(4, 3)), 4).require()) if "/" in line]
+    assert not [line for line in compared(check(Plan(data=2, shard=Shard(4, 3)), 4).require()) if "/" in line]
 
 
 def test_context_and_x_over_two_nodes() -> None:
     report = check_even(Plan(context=Context(4))).require()
-    assert {"context/node all_reduce", "context send"} <= told(report)
+    assert {"context/node all_reduce", "context send"} <= compared(report)
     report = check_even(Plan(tensor=TensorPlan(4, sequence=True))).require()
-    assert {"x/node all_gather", "x/local reduce_scatter"} <= told(report)
+    assert {"x/node all_gather", "x/local reduce_scatter"} <= compared(report)
 
 
 # --- runs
@@ -373,8 +338,8 @@ def test_a_run_takes_its_nodes_from_the_launcher_and_is_predicted_so(tmp_path: P
 def test_a_runs_plan_is_verified_on_the_nodes_of_its_cluster(tmp_path: Path) -> None:
     given = ["plan.data=4", "plan.hierarchical=true", "train.device=cpu"]
     run_file = write_run_file(tmp_path)
-    assert "data/node all_reduce" in told(verify_run(make_run(run_file, "a", *given, "cluster=h100:2x2")).require())
-    assert "data all_reduce" in told(verify_run(make_run(run_file, "b", *given)).require())
+    assert "data/node all_reduce" in compared(verify_run(make_run(run_file, "a", *given, "cluster=h100:2x2")).require())
+    assert "data all_reduce" in compared(verify_run(make_run(run_file, "b", *given)).require())
 
 
 # --- negative controls

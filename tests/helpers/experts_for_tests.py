@@ -13,6 +13,8 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from weft.architectures import Capacity
 from weft.models import DecoderConfig, build, initialise
 from weft.models.experts import SparseMLP
+from weft.models.loss import ExampleLoss
+from weft.profiling import Profile, profile
 
 CONFIG = DecoderConfig(
     architecture="qwen3_moe", vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
@@ -63,6 +65,12 @@ def kept_by_loop(experts: Tensor, num_experts: int, limit: int, priorities: Tens
                 kept[sample, token, choice] = room[expert] > 0
                 room[expert] -= 1
     return kept
+
+
+def counted(config: Any = CONFIG, sequence: int = 16, samples: int = 4) -> Profile:
+    """The profile of a model with its loss."""
+    tokens = torch.zeros(samples, sequence, dtype=torch.long)
+    return profile(make(config), lambda: (tokens,), ExampleLoss(lambda: tokens))
 
 
 SIZES: dict[str, Any] = {

@@ -35,7 +35,7 @@ def symmetric_sums(num_ranks: int) -> list[Any]:
     def rank(index: int) -> Any:
         from weft.cluster.small_choice import SYMMETRIC
         from weft.comm.small_measure import measured_choice
-        from weft.comm.symmetric_sums import with_symmetric_memory
+        from weft.comm.small_sums import with_symmetric_memory
         from weft.mesh import Mesh
         from weft.plan import Plan, Tensor
 

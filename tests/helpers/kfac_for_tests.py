@@ -6,17 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import saving_for_tests
 import torch
 from torch import Tensor, nn
 
-from weft.checkpoint import Saver
 from weft.comm import Traffic
 from weft.mesh import Mesh
 from weft.optim.kfac import KFAC
-from weft.optim.kfac_gradients import gathered_layouts
 from weft.optim.kfac_placement import kfac_state_bytes, kfac_traffic
-from weft.optim.kfac_ranks import BatchRanks
-from weft.optim.saved_state import pieces_to_save
+from weft.optim.kfac_ranks import BatchRanks, gathered_layouts
 from weft.optim.stepper import stepper
 from weft.parallel.apply import parallelize
 from weft.parallel.model_state import all_flats
@@ -92,9 +90,7 @@ def traffic_of(mesh: Mesh) -> dict[Any, Traffic]:
 
 
 def save(folder: Path, mesh: Mesh, model: nn.Module, optimizer: KFAC) -> None:
-    saver = Saver(folder, mesh.rank, mesh.plan.num_ranks, "token")
-    saver.save(SAVED, pieces_to_save(model, optimizer, mesh), {}, asynchronous=False)
-    saver.wait(published=True)
+    saving_for_tests.save(folder, model, optimizer, mesh, SAVED)
 
 
 def predicted(mesh: Mesh, model: nn.Module, optimizer: KFAC) -> tuple[dict[Any, Traffic], int]:

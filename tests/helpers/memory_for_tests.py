@@ -23,7 +23,7 @@ from weft.parallel.apply import parallelize
 from weft.parallel.model_state import state_tensors
 from weft.plan import Plan
 from weft.run_file import Run, load_run
-from weft.sharding.copy_lane import CopyStream
+from weft.sharding.host_memory import CopyStream
 from weft.step.batch import Batch
 from weft.step.examples import example_inputs
 from weft.step.train_step import train_step

@@ -98,8 +98,7 @@ def transformers_model(kind: str) -> Callable[[], nn.Module]:
         special: dict[str, Any] = {"sliding_window": None} if kind == "Mistral" else {}
         special |= {"attention_bias": True, "tie_word_embeddings": True} if kind == "Llama" else {}
         config = getattr(transformers, f"{kind}Config")(**sizes, **heads, **special, use_cache=False)
-        model: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(config)
-        return model
+        return getattr(transformers, f"{kind}ForCausalLM")(config)
 
     return make
 
@@ -109,8 +108,7 @@ TRANSFORMERS = {kind: transformers_model(kind) for kind in ("Llama", "Mistral", 
 
 def exact_norm(self: Any, hidden: Tensor) -> Tensor:
     """transformers' RMSNorm without its cast to float32, so that float64 stays float64."""
-    out: Tensor = self.weight * (hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.variance_epsilon))
-    return out
+    return self.weight * (hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.variance_epsilon))
 
 
 def with_exact_norms(monkeypatch: Any) -> None:
@@ -137,8 +135,7 @@ class Attention(nn.Module):
         heads = self.qkv(self.norm(hidden)).unflatten(-1, (3, self.num_heads, self.head_dim))
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(self.head_norm(query), key, value)
-        out: Tensor = hidden + self.gamma * self.proj(mixed.transpose(1, 2).flatten(2))
-        return out
+        return hidden + self.gamma * self.proj(mixed.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -150,8 +147,7 @@ class MLP(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.fc2(F.gelu(self.fc1(hidden)) * self.scale)
-        return out
+        return self.fc2(F.gelu(self.fc1(hidden)) * self.scale)
 
 
 class Layer(nn.Module):
@@ -165,8 +161,7 @@ class Layer(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = self.attention(hidden)
         hidden = hidden + torch.tanh(self.lone(hidden))
-        out: Tensor = hidden + self.mlp(self.norm(hidden))
-        return out
+        return hidden + self.mlp(self.norm(hidden))
 
 
 class ViT(nn.Module):
@@ -184,8 +179,7 @@ class ViT(nn.Module):
         hidden = torch.cat([self.token.expand(len(patches), -1, -1), self.patch(patches)], 1) + self.positions
         for block in self.blocks:
             hidden = block(hidden)
-        logits: Tensor = self.head(self.norm(hidden)[:, 0])
-        return logits
+        return self.head(self.norm(hidden)[:, 0])
 
 
 def chain() -> nn.Module:
@@ -248,8 +242,7 @@ def saved_bytes_of_ranks(
         state = [flat.whole for flat in units.flats] if units is not None else [*model.parameters()]
         return saved_bytes(state, lambda: CROSS_ENTROPY.total(model, own))
 
-    found: list[int] = run_local(rank, plan.num_ranks, 120)
-    return found
+    return run_local(rank, plan.num_ranks, 120)
 
 
 def saved_bytes(ignored: Iterable[Tensor], compute: Callable[[], object]) -> int:

@@ -12,9 +12,10 @@ import pytest
 import torch
 from compressed_reference import BLOCK, FREEZE, LOCAL, OPTIONS, Reference, compress, without_error
 from runs_for_tests import make_run, train_on_ranks, write_run_file
+from saving_for_tests import save, sent_and_predicted
 from torch import Tensor, nn
 
-from weft.checkpoint import Checkpoint, Saver
+from weft.checkpoint import Checkpoint
 from weft.checkpoint.folder import step_name
 from weft.comm import Axis, Ledger
 from weft.errors import PlanError
@@ -23,15 +24,13 @@ from weft.mesh import Mesh
 from weft.optim import AdamW, gradient_size
 from weft.optim.gradient_size import GradientSize, block_squares
 from weft.optim.one_bit_adam import OneBitAdam
-from weft.optim.saved_state import load_state, pieces_to_save, weights_to_send
+from weft.optim.saved_state import load_state, weights_to_send
 from weft.optim.sign_compression import SignCompressor, message_bytes, pack_signs, unpack_signs
 from weft.optim.stepper import stepper
 from weft.optim.zero_one_adam import ZeroOneAdam, sync_interval, variance_steps
 from weft.parallel.apply import parallelize
 from weft.parallel.model_state import all_flats, named_pieces, refresh
 from weft.plan import Plan, Shard
-from weft.planner.predict import predict, run_cluster
-from weft.recording.rank_file import read_recording
 from weft.sharding.layout import MASTER_DTYPE
 from weft.step.options import refuse_options
 
@@ -196,9 +195,7 @@ def test_ranks_equal_virtual_workers_and_resume_exactly(kind: str, tmp_path: Pat
         mesh = Mesh(Plan(data=2, exact=False))
         model, optimizer = build(kind, mesh)
         train(model, optimizer, mesh, range(SAVED), None)
-        saver = Saver(tmp_path, index, 2, "token")
-        saver.save(SAVED, pieces_to_save(model, optimizer, mesh), {}, asynchronous=False)
-        saver.wait(published=True)
+        save(tmp_path, model, optimizer, mesh, SAVED)
         mesh.ledger.clear()
         train(model, optimizer, mesh, range(SAVED, STEPS), None)
         calls = {key[1]: (traffic.calls, traffic.num_bytes) for key, traffic in mesh.ledger if key[0] == "data"}
@@ -231,9 +228,7 @@ def test_the_mean_of_the_ranks_leaves_a_run_between_exchanges(tmp_path: Path) ->
         with stepper(optimizer).sharing_weights():
             inside = {part.parameter.name: piece.tolist() for part, piece in named_pieces(model)}
             evaluated = loss_of(model, 0, index).item()
-        saver = Saver(tmp_path, index, 2, "token")
-        saver.save(SAVED, pieces_to_save(model, optimizer, mesh), {}, asynchronous=False)
-        saver.wait(published=True)
+        save(tmp_path, model, optimizer, mesh, SAVED)
         assert all(torch.equal(piece, own[part.parameter.name]) for part, piece in named_pieces(model))
         assert dict(mesh.ledger) == traffic
         return [{name: value.tolist() for name, value in own.items()}, sent, inside, evaluated]
@@ -258,12 +253,11 @@ def test_what_goes_back_across_the_freeze_goes_on_as_what_is_loaded(tmp_path: Pa
     mesh, before = Mesh(Plan(precision="bf16", exact=False)), FREEZE - 2
     model, optimizer = build("0/1", mesh)
     train(model, optimizer, mesh, range(before), None)
-    saver = Saver(tmp_path, 0, 1, "token")
-    saver.save(before, pieces_to_save(model, optimizer, mesh), {}, asynchronous=False)
+    saved = save(tmp_path, model, optimizer, mesh, before)
     train(model, optimizer, mesh, range(before, SAVED), None)
     again, other = build("0/1", mesh)
     for one, its in ((model, optimizer), (again, other)):
-        load_state(Checkpoint(tmp_path / step_name(before)), one, its)
+        load_state(saved, one, its)
     for step in range(before, STEPS):
         for one, its in ((model, optimizer), (again, other)):
             train(one, its, mesh, range(step, step + 1), None)
@@ -327,9 +321,7 @@ def test_errors_are_carried_over_to_any_plan(kind: str, tmp_path: Path) -> None:
         mesh = Mesh(before)
         model, optimizer = build(kind, mesh)
         train(model, optimizer, mesh, range(SAVED), None)
-        saver = Saver(tmp_path, index, 4, "token")
-        saver.save(SAVED, pieces_to_save(model, optimizer, mesh), {}, asynchronous=False)
-        saver.wait(published=True)
+        save(tmp_path, model, optimizer, mesh, SAVED)
         return errors_of(model, optimizer, mesh)
 
     saved = by_element(run_local(rank, 4), 2)
@@ -442,23 +434,8 @@ def test_a_run_beside_shard_resumes_and_sends_what_was_predicted(run_file: Path)
     given = [*ONE_BIT, "plan.shard=2", "train.steps=5", "train.profile=3:5", "checkpoint.every=3"]
     run = make_run(run_file, "run", *given)
     assert train_on_ranks(run)["finished"]
-    counted = {
-        (axis, operation): [c.num_bytes for c in calls]
-        for (axis, operation), calls in _calls_of_a_step(run.folder).items()
-        if axis == "data"
-    }
-    predicted = {key: value for key, value in predict(run, run_cluster(run)).traffic.items() if key[0] == "data"}
-    assert {key: (len(sizes), sum(sizes)) for key, sizes in counted.items()} == {
-        key: (value.calls, value.num_bytes) for key, value in predicted.items()
-    }
-
-
-def _calls_of_a_step(folder: Path) -> dict[tuple[str, str], list[Any]]:
-    found: dict[tuple[str, str], list[Any]] = {}
-    for call in read_recording(folder)[0].calls:
-        if call.step == 5:
-            found.setdefault((call.axis, call.operation), []).append(call)
-    return found
+    sent, predicted = sent_and_predicted(run, 5)
+    assert sent == predicted
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import models_for_tests as models
 import pytest
 import torch
+from saving_for_tests import save
 from torch import Tensor, nn
 
 from weft.checkpoint import Checkpoint, Saver
@@ -97,20 +98,13 @@ def test_sharded_updates_are_delayed_alike(stage: Any) -> None:
     assert run_local(rank, 2) == [True, True]
 
 
-def save(built: tuple[nn.Module, AdamW, Mesh], folder: Path, step: int) -> Checkpoint:
-    saver = Saver(folder, 0, 1, "token")
-    saver.save(step, pieces_to_save(*built), {})
-    saver.wait(published=True)
-    return Checkpoint(folder / f"step-{step:08d}")
-
-
 @pytest.mark.parametrize("killed_at", [1, 3])
 def test_a_resumed_run_has_the_gradient_that_waits(tmp_path: Path, killed_at: int) -> None:
     whole, first, second = build(DELAYED), build(DELAYED), build(replace(DELAYED, memory=Memory(offload=1, delay=True)))
     expected = run(*whole, range(6))
     found = run(*first, range(killed_at))
     run(*second, range(2))  # what it has learned is forgotten
-    load_state(save(first, tmp_path, killed_at), second[0], second[1])
+    load_state(save(tmp_path, *first, killed_at), second[0], second[1])
     found += run(*second, range(killed_at, 6))
     assert found == expected
     assert weights(second[0]) == weights(whole[0])
@@ -120,7 +114,7 @@ def test_a_gradient_that_waits_is_not_lost_in_silence(tmp_path: Path) -> None:
     built, exact = build(DELAYED), build(EXACT)
     run(*built, range(2))
     with pytest.raises(CheckpointError, match=r"put off by plan\.memory\.delay = true, and now it is false"):
-        load_state(save(built, tmp_path, 2), exact[0], exact[1])
+        load_state(save(tmp_path, *built, 2), exact[0], exact[1])
 
 
 def test_bytes_are_those_predicted() -> None:
@@ -159,7 +153,7 @@ def test_torch_refuses_a_gradient_that_waits(tmp_path: Path) -> None:
     built, (model, optimizer, _) = build(DELAYED), plain(torch.optim.AdamW)
     run(*built, range(4))
     with pytest.raises(CheckpointError, match=r"put off by plan\.memory\.delay = true, and now it is false"):
-        load_state(save(built, tmp_path, 4), model, optimizer)
+        load_state(save(tmp_path, *built, 4), model, optimizer)
 
 
 def with_stale_gradient(folder: Path) -> Checkpoint:
@@ -177,7 +171,7 @@ def with_stale_gradient(folder: Path) -> Checkpoint:
 def test_a_gradient_of_another_step_is_never_applied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     without, exact = build(DELAYED), build(EXACT)
     run(*exact, range(8))
-    load_state(save(exact, tmp_path / "without", 8), without[0], without[1])
+    load_state(save(tmp_path / "without", *exact, 8), without[0], without[1])
     expected = run(*without, range(8, 11)), weights(without[0])
     for plan in (DELAYED, EXACT):
         built = build(plan)
@@ -213,7 +207,7 @@ def test_a_stale_gradient_in_a_state_dict_is_refused() -> None:
 
 def test_going_back_to_a_state_without_moments_forgets_those_that_are_there(tmp_path: Path) -> None:
     first, fresh, used = plain(torch.optim.AdamW), build(DELAYED), build(DELAYED)
-    checkpoint = save(first, tmp_path, 0)  # type: ignore[arg-type]
+    checkpoint = save(tmp_path, *first, 0)
     assert {entry.kind for entry in checkpoint.entries()} == {"parameter"}
     run(*used, range(3))
     for built in (fresh, used):

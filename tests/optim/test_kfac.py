@@ -26,6 +26,7 @@ from kfac_for_tests import (
     values,
 )
 from runs_for_tests import events, make_run, train_on_ranks, write_run_file
+from saving_for_tests import sent_and_predicted
 from torch import Tensor, nn
 
 from weft.checkpoint import Checkpoint
@@ -34,18 +35,16 @@ from weft.comm import Pending, add_traffic
 from weft.errors import CheckpointError, ConfigError, PlanError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.optim import AdamW, kfac, kfac_inverse, kfac_ranks
+from weft.optim import AdamW, kfac, kfac_ranks, kfac_sub_grid
 from weft.optim.kfac import KFAC
-from weft.optim.kfac_inverse import RETRIES, damped_inverses
 from weft.optim.kfac_layers import find_layers
 from weft.optim.kfac_placement import owners_of
+from weft.optim.kfac_sub_grid import RETRIES, damped_inverses
 from weft.optim.saved_state import load_state
 from weft.optim.stepper import stepper
 from weft.parallel.apply import parallelize
 from weft.parallel.model_state import state_bytes
 from weft.plan import Plan
-from weft.planner.predict import predict, run_cluster
-from weft.recording.rank_file import read_recording
 from weft.run_tables import Kfac
 from weft.step.options import refuse_options
 
@@ -123,7 +122,6 @@ def test_an_update_of_a_linear_solves_the_kronecker_system(has_bias: bool) -> No
     logits = before(given)
     logits.retain_grad()
     nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
-    assert logits.grad is not None
     gradients = [one.grad / 7 for one in before.parameters() if one.grad is not None]
     sampled(model, Kfac(learning_rate=0.3, damping=0.02, kl_clip=torch.inf), given, labels)
     rows = torch.cat([given, torch.ones(7, 1)], 1) if has_bias else given
@@ -155,7 +153,7 @@ def test_one_step_lands_on_the_least_squares_solution(damping: float, lands: boo
     def with_identity(first: Tensor, second: Tensor, damping: float) -> Any:
         return damped_inverses(first, torch.eye(second.shape[-1]).expand_as(second), damping)
 
-    with patch.object(kfac_inverse, "damped_inverses", with_identity):
+    with patch.object(kfac_sub_grid, "damped_inverses", with_identity):
         optimizer.step()
     rows = torch.cat([given, torch.ones(20, 1)], 1)
     solution = torch.linalg.lstsq(rows, targets).solution.T
@@ -167,12 +165,10 @@ def test_a_singular_factor_needs_damping_and_an_indefinite_one_is_retried() -> N
     singular, identity = torch.ones(1, 3, 3), torch.eye(3)[None]
     assert damped_inverses(singular, identity, 0.0) is None
     found = damped_inverses(singular, identity, 1e-2)
-    assert found is not None
     assert found[2] == 1e-2
     torch.testing.assert_close(found[0][0] @ (singular[0] + 0.1 * torch.eye(3)), torch.eye(3))
     indefinite = torch.diag(torch.tensor([3.0, 1.0, -0.5]))[None]
     retried = damped_inverses(indefinite, identity, 1e-2)
-    assert retried is not None
     assert retried[2] == pytest.approx(1.0)
     assert damped_inverses(indefinite * 10.0 ** (2 * RETRIES), identity, 1e-9) is None
     assert damped_inverses(singular * torch.nan, identity, 1.0) is None
@@ -323,15 +319,9 @@ KFAC_RUN = ["plan.exact=false", "plan.data=2", "train.kfac={inverse_every=2}"]
 def test_a_run_sends_what_was_predicted_and_logs_statistics(run_file: Path) -> None:
     run = make_run(run_file, "run", *KFAC_RUN, "train.steps=5", "train.profile=3:5", "checkpoint.every=3")
     assert train_on_ranks(run)["finished"]
-    counted: dict[tuple[str, str], list[int]] = {}
-    for call in read_recording(run.folder)[0].calls:
-        if call.step == 5 and call.axis == "data":
-            counted.setdefault((call.axis, call.operation), []).append(call.num_bytes)
-    predicted = {key: value for key, value in predict(run, run_cluster(run)).traffic.items() if key[0] == "data"}
+    sent, predicted = sent_and_predicted(run, 5)
     assert predicted.keys() == {("data", one) for one in ("all_reduce", "reduce_scatter", "all_gather")}
-    assert {key: (len(sizes), sum(sizes)) for key, sizes in counted.items()} == {
-        key: (value.calls, value.num_bytes) for key, value in predicted.items()
-    }
+    assert sent == predicted
     logged = events(run.folder, "kfac")
     assert [event["step"] for event in logged] == [1, 3, 5]
     assert all(event["input"] > 0 and event["output"] > 0 and event["kept"] == 0 for event in logged)

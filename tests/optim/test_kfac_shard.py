@@ -32,7 +32,7 @@ from weft.comm import Axis, Pending, add_traffic, all_reduce
 from weft.errors import PlanError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.optim import AdamW, kfac_gradients, kfac_ranks
+from weft.optim import AdamW, kfac_ranks
 from weft.optim.saved_state import load_state
 from weft.parallel.apply import parallelize
 from weft.parallel.model_state import all_flats, named_pieces, state_bytes
@@ -74,7 +74,7 @@ def check_bytes(mesh: Mesh, mode: str) -> None:
     more, state = predicted(mesh, model, optimizer)
     layouts = [flat.layout for flat in all_flats(model) if flat.trainable]
     own = {name for one in optimizer.states for name in one.layer.parameter_names}
-    gathered = [one.numel * 8 for one in kfac_gradients.gathered_layouts(layouts, own)]
+    gathered = [one.numel * 8 for one in kfac_ranks.gathered_layouts(layouts, own)]
     train(model, optimizer, mesh, range(1))
     first = traffic_of(mesh)
     train(model, optimizer, mesh, range(1, 2))
@@ -121,7 +121,7 @@ def test_ranks_equal_one_process(data: int, shard: int) -> None:
             check_bytes(mesh, mode)
         controls = [(kfac_ranks, "all_reduce", only_shard("all_reduce"), "inline")]
         controls += [(kfac_ranks, "reduce_scatter", only_shard("reduce_scatter"), "owner-sharded")]
-        controls += [(kfac_gradients, "all_gather", not_gathered, "inline")]
+        controls += [(kfac_ranks, "all_gather", not_gathered, "inline")]
         for module, name, instead, mode in controls:
             model, optimizer = build(mesh, mode)
             with patch.object(module, name, instead):

@@ -110,7 +110,6 @@ class Threads:
         links = [RoleLink(self.store, CURVATURE, each, 0, self.sent, TIMEOUT) for each in range(self.count)]
         for link in links:
             link.connect(OWN)
-        assert optimizer.sub_grid is not None
         sizes, say = [one.layer for one in optimizer.states], self.said.append
         ranks = CurvatureRanks(links, OWN, self.store, sizes, torch.float64, OPTIONS.damping, TIMEOUT, say)
         optimizer.sub_grid.inverter = ranks
@@ -129,7 +128,6 @@ def check_bytes(mesh: Mesh, mode: Any) -> None:
     model, optimizer = build(mesh, mode, replace(OPTIONS, factor_every=1, inverse_every=1))
     train(model, optimizer, mesh, range(1))
     if mesh.rank == 0 and mode == "sub-grid-async":
-        assert optimizer.sub_grid is not None
         assert optimizer.sub_grid.inverter.has_answer()
     mesh.ledger.clear()
     train(model, optimizer, mesh, range(1, 2))
@@ -282,7 +280,6 @@ def test_async_goes_on_meanwhile_and_equals_a_replay_of_its_lags() -> None:
             if step in (3, 8) and ranks is not None:
                 valve.permits.release(2)
                 for request in ranks._requests:
-                    assert request.thread is not None
                     request.thread.join(60)
             train(model, optimizer, mesh, range(step, step + 1))  # returns while curvature ranks are held up
             logged = optimizer.take_statistics()
@@ -316,13 +313,11 @@ def test_a_save_waits_for_inverses_and_any_mode_resumes_it(tmp_path: Path, caplo
     ranks = (threads := Threads(1, valve)).attach(optimizer)
     train(model, optimizer, mesh, range(SAVED))
     assert "does not precondition until the first inverses arrive" in caplog.text
-    assert optimizer.sub_grid is not None
     assert optimizer.sub_grid.of_update == 0
     valve.permits.release(9)
     save(tmp_path, mesh, model, optimizer)
     assert optimizer.sub_grid.of_update is None
     logged = optimizer.take_statistics()
-    assert logged is not None
     assert (logged["of_update"], logged["used_at_update"], logged["skipped"]) == (0, SAVED, 1)
     train(model, optimizer, mesh, range(SAVED, 8))
     ranks.close()
@@ -356,7 +351,6 @@ def test_layers_of_a_lost_rank_are_inverted_by_training_rank_0_until_it_is_back(
         for step in range(STEPS):
             train(model, optimizer, mesh, range(step, step + 1))
             for request in ranks._requests:  # so that lags do not depend on time
-                assert request.thread is not None
                 request.thread.join(60)
             if step == 4 and len(died) == 2:
                 threads.start(1)

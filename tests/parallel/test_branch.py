@@ -289,8 +289,8 @@ def test_a_fork_without_its_sum_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.processes
 def test_a_result_that_counts_twice_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    gather = exchange.Exchanger.gather
-    monkeypatch.setattr(exchange.Exchanger, "gather", lambda self, own: [2 * one for one in gather(self, own)])
+    gather = exchange.Exchanger.receive
+    monkeypatch.setattr(exchange.Exchanger, "receive", lambda self, own: [2 * one for one in gather(self, own)])
     assert {"loss", "worst gradient"} <= failed(*MODELS["sum"])
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from branches_for_tests import MODELS, Heads, Inception, images, rows
+from nets_for_tests import chain, net
 from torch import Tensor, nn
 
 from weft.errors import PlanError
 from weft.parallel.apply import refuse
-from weft.parallel.branch import axis, runner, shares
+from weft.parallel.branch import axis, exchange, runner
 from weft.parallel.branch.axis import find_schedule, work_share
 from weft.parallel.branch.batch_dims import with_sizes
 from weft.pipeline.trace_watch import RecordedTensor
@@ -61,32 +62,20 @@ class MixedSamples(Heads):
         return found.view(2, len(rows), 5).sum(0)
 
 
-class GatedCell(nn.Module):
+def gated_cell() -> nn.Module:
     """A rank of two is done with its branches before the gradient of `gate` is sent, and the other one after that."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.third, self.mix = (nn.Linear(16, 16) for _ in range(3))
-        self.second = nn.Sequential(nn.Linear(16, 48), nn.Tanh(), nn.Linear(48, 16))
-
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self: Any, hidden: Tensor) -> Tensor:
         gate = hidden.sigmoid()
         return self.mix(self.first(hidden) + self.second(gate) + self.third(gate))
 
+    second = nn.Sequential(nn.Linear(16, 48), nn.Tanh(), nn.Linear(48, 16))
+    return net(forward, second=second, **{name: nn.Linear(16, 16) for name in ("first", "third", "mix")})
 
-class GatedCells(nn.Module):
+
+def gated_cells() -> nn.Module:
     """Blocks with branches, and with layers that all ranks train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Linear(6, 16), nn.Linear(16, 5)
-        self.cells = nn.ModuleList(GatedCell() for _ in range(2))
-
-    def forward(self, rows: Tensor) -> Tensor:
-        hidden = self.stem(rows)
-        for cell in self.cells:
-            hidden = cell(hidden)
-        return self.head(hidden)
+    return chain([gated_cell() for _ in range(2)], enter=nn.Linear(6, 16), head=nn.Linear(16, 5))
 
 
 def counted(make: Any, batch: Any) -> Profile:
@@ -213,7 +202,7 @@ def test_splitting_the_batch_is_proved_beside_other_axes(plan: Plan, name: str) 
     ids=lambda plan: f"{plan.describe_axes()} {plan.memory.recompute}",
 )
 def test_ranks_that_leave_a_block_at_different_times_are_proved(plan: Plan) -> None:
-    verify(GatedCells, rows, plan, steps=2).require()
+    verify(gated_cells, rows, plan, steps=2).require()
 
 
 @pytest.mark.processes
@@ -231,7 +220,7 @@ def failed() -> set[str]:
 @pytest.mark.processes
 def test_a_fork_that_keeps_the_gradient_of_its_own_branch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def gathered(tensor: Tensor, dim: int, axis: Any, enter: Any) -> Tensor:
-        whole = shares.gather_samples(tensor, dim, axis).chunk(axis.degree, dim)
+        whole = exchange.gather_samples(tensor, dim, axis).chunk(axis.degree, dim)
         return torch.cat([tensor if index == axis.index else one for index, one in enumerate(whole)], dim)
 
     monkeypatch.setattr(runner, "gather_fork", gathered)
@@ -241,12 +230,12 @@ def test_a_fork_that_keeps_the_gradient_of_its_own_branch_fails(monkeypatch: pyt
 @pytest.mark.soak
 @pytest.mark.processes
 def test_samples_of_another_rank_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    send = shares.ShareExchanger.send_shares
+    send = exchange.ShareExchanger.receive
 
     def reversed_shares(self: Any, own: Sequence[Tensor]) -> list[Tensor]:
         return send(self, [torch.cat(one.chunk(2, 0)[::-1]) for one in own])
 
-    monkeypatch.setattr(shares.ShareExchanger, "send_shares", reversed_shares)
+    monkeypatch.setattr(exchange.ShareExchanger, "receive", reversed_shares)
     assert {"loss", "worst gradient"} <= failed()
 
 

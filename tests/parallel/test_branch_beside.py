@@ -12,7 +12,7 @@ from torch import nn
 from weft.errors import PlanError
 from weft.inspection.parameter_cut import Cut
 from weft.parallel.apply import cost, localise
-from weft.parallel.branch import axis, one_operation, runner
+from weft.parallel.branch import axis, regions, runner
 from weft.parallel.branch.axis import find_schedule
 from weft.parallel.branch.beside import refuse_beside
 from weft.plan import Branch, Plan, Shard, split_batch
@@ -133,6 +133,6 @@ def test_a_prediction_that_counts_all_layers_fails(monkeypatch: pytest.MonkeyPat
 @pytest.mark.processes
 def test_layers_that_are_not_one_operation_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their collectives would run on ranks that skip them."""
-    monkeypatch.setattr(one_operation, "has_torch_function", lambda given: False)
+    monkeypatch.setattr(regions, "has_torch_function", lambda given: False)
     with pytest.raises(PlanError, match=r"a torch\.autograd.Function"):
         verify(*SPLIT_MODELS["heads"], X, steps=1)

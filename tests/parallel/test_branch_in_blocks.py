@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from branches_for_tests import Heads, Inception, InceptionCell, TwoTowers, ids, images, rows
+from nets_for_tests import chain, net
 from torch import Tensor, nn
 
 from weft.errors import PlanError
@@ -38,41 +39,24 @@ class SharedArms(Inception):
         other.one[0].weight = one.one[0].weight
 
 
-class LeansOnOne(nn.Module):
+def leans_on_one() -> nn.Module:
     """A block in which one rank of two has no result that needs a gradient, and saves nothing for backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trained = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 6))
-        self.frozen = nn.Linear(6, 6).requires_grad_(False)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return rows + self.trained(rows) + self.frozen(rows.detach())
+    trained = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 6))
+    frozen = nn.Linear(6, 6).requires_grad_(False)
+    return net(
+        lambda self, rows: rows + self.trained(rows) + self.frozen(rows.detach()), trained=trained, frozen=frozen
+    )
 
 
-class MultipliesTwo(nn.Module):
+def multiplies_two() -> nn.Module:
     """A block whose backward needs the results of both ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return rows + self.one(rows) * self.other(rows)
+    one, other = nn.Linear(6, 6), nn.Linear(6, 6)
+    return net(lambda self, rows: rows + self.one(rows) * self.other(rows), one=one, other=other)
 
 
-class Chain(nn.Module):
+def two(block: Any) -> nn.Module:
     """Two blocks with branches, and a head."""
-
-    def __init__(self, block: type[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([block(), block()])
-        self.head = nn.Linear(6, 5)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        for block in self.blocks:
-            rows = block(rows)
-        return self.head(rows)
+    return chain([block(), block()], head=nn.Linear(6, 5))
 
 
 def counted(make: Any = GROUPS, batch: Any = images) -> Profile:
@@ -134,25 +118,17 @@ def test_schedules_that_put_weight_gradients_off_are_refused() -> None:
 
 
 def test_inputs_of_blocks_without_samples_are_refused() -> None:
-    class Positions(Heads):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([Adds()])
+    def positions() -> nn.Module:
+        block = net(
+            lambda self, rows, positions: self.one(rows) * self.other(rows + positions),
+            one=nn.Linear(6, 5),
+            other=nn.Linear(6, 5),
+        )
+        return net(lambda self, rows: self.blocks[0](rows, torch.arange(6.0)), blocks=nn.ModuleList([block]))
 
-        def forward(self, rows: Tensor) -> Tensor:
-            return self.blocks[0](rows, torch.arange(6.0))
-
-    class Adds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.other = nn.Linear(6, 5), nn.Linear(6, 5)
-
-        def forward(self, rows: Tensor, positions: Tensor) -> Tensor:
-            return self.one(rows) * self.other(rows + positions)
-
-    refuse(counted(Positions, rows), FULL)
+    refuse(counted(positions, rows), FULL)
     with pytest.raises(PlanError, match="whose first dim is not that of samples"):
-        refuse(counted(Positions, rows), Plan(branch=Branch(2, "split"), memory=Memory("full")))
+        refuse(counted(positions, rows), Plan(branch=Branch(2, "split"), memory=Memory("full")))
 
 
 # --- proofs
@@ -202,7 +178,7 @@ def test_branches_are_proved_beside_recompute(make: Any, plan: Plan) -> None:
 
 @pytest.mark.processes
 def test_a_rank_that_saves_nothing_recomputes_with_the_others() -> None:
-    verify(partial(Chain, LeansOnOne), rows, FULL, steps=1).require()
+    verify(partial(two, leans_on_one), rows, FULL, steps=1).require()
 
 
 # --- wrong runs fail
@@ -210,20 +186,20 @@ def test_a_rank_that_saves_nothing_recomputes_with_the_others() -> None:
 
 @pytest.mark.processes
 def test_a_result_that_counts_twice_fails_in_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    gather = exchange.Exchanger.gather
-    monkeypatch.setattr(exchange.Exchanger, "gather", lambda self, own: [2 * one for one in gather(self, own)])
-    assert {"loss", "worst gradient"} <= failed(partial(Chain, MultipliesTwo), rows, PIPE)
+    gather = exchange.Exchanger.receive
+    monkeypatch.setattr(exchange.Exchanger, "receive", lambda self, own: [2 * one for one in gather(self, own)])
+    assert {"loss", "worst gradient"} <= failed(partial(two, multiplies_two), rows, PIPE)
 
 
 @pytest.mark.processes
 def test_a_recompute_without_its_exchange_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """In backward each rank uses zeros for the results of others."""
-    gather = exchange.Exchanger.gather
+    gather = exchange.Exchanger.receive
 
     def once(self: Any, own: Any) -> list[Tensor]:
         if torch._C._current_graph_task_id() == -1:  # not in backward
             return gather(self, own)
         return [torch.zeros(form.shape, dtype=form.dtype) for form in self.forms]
 
-    monkeypatch.setattr(exchange.Exchanger, "gather", once)
-    assert {"worst gradient", "traffic: branch all_gather"} <= failed(partial(Chain, MultipliesTwo), rows, FULL)
+    monkeypatch.setattr(exchange.Exchanger, "receive", once)
+    assert {"worst gradient", "traffic: branch all_gather"} <= failed(partial(two, multiplies_two), rows, FULL)

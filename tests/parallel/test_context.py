@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import tensor_for_tests as shared
 import torch
+from nets_for_tests import net, repeated
 from sampled_for_tests import one_in
 from tensor_for_tests import SHIPPED, check, decoder, failures, made
 from torch import Tensor, nn
@@ -83,57 +84,27 @@ def windowed_mistral() -> nn.Module:
 
     sizes: dict[str, Any] = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 5}
-    return Logits(transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, **heads)))
-
-
-class Again(nn.ModuleList):
-    """Layers of which the first comes again behind the last."""
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        yield from super().__iter__()
-        yield self[0]
-
-
-def repeated() -> nn.Module:
-    model: Any = SHIPPED["tied"]()
-    model.model.layers = Again(list(model.model.layers))
-    return model  # type: ignore[no-any-return]
+    return logits_of(transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, **heads)))
 
 
 @pytest.mark.parametrize("plan", [over(2), over(2, "all-to-all", memory=Memory("full"))], ids=Plan.describe_axes)
 @pytest.mark.sampled(1)
 def test_an_attention_that_is_called_twice(plan: Plan) -> None:
-    check("", plan, make=repeated).require()
-
-
-class Drafting(nn.Module):
-    """Calls a model without gradients before it calls the model with them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = SHIPPED["tied"]()
-
-    def forward(self, tokens: Tensor, **others: Tensor) -> Tensor:
-        with torch.no_grad():
-            draft = self.model(tokens, **others)
-        logits: Tensor = self.model(tokens, **others) + draft
-        return logits
+    check("", plan, make=lambda: repeated(SHIPPED["tied"]())).require()
 
 
 def test_attention_without_gradients_is_not_recomputed() -> None:
-    check("", over(2, memory=Memory("full")), make=Drafting).require()
+    def forward(self: Any, tokens: Tensor, **others: Tensor) -> Tensor:
+        with torch.no_grad():
+            draft = self.model(tokens, **others)
+        return self.model(tokens, **others) + draft
+
+    check("", over(2, memory=Memory("full")), make=lambda: net(forward, model=SHIPPED["tied"]())).require()
 
 
-class Logits(nn.Module):
+def logits_of(model: nn.Module) -> nn.Module:
     """Returns only the logits of a model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.model(tokens).logits
-        return logits
+    return net(lambda self, tokens: self.model(tokens).logits, model=model)
 
 
 @pytest.mark.parametrize("plan", [over(2), over(2, "all-to-all")], ids=Plan.describe_axes)
@@ -211,7 +182,6 @@ def test_finds_gradients_that_are_averaged(monkeypatch: Patch) -> None:
 
     def mean(self: Flat) -> None:
         finish(self)
-        assert self.slice_gradient is not None
         self.slice_gradient.div_(2)
 
     monkeypatch.setattr(Flat, "finish_reduce", mean)
@@ -293,8 +263,7 @@ def train_long(sequence: int, degree: int) -> list[dict[str, float]]:
             result = train_step(model, optimizer, [(tokens, tokens)], mesh)
         return {"loss": result.loss.item(), "saved": sum(saved.values())}
 
-    found: list[dict[str, float]] = run_local(rank, degree, 600)
-    return found
+    return run_local(rank, degree, 600)
 
 
 def test_8192_tokens_over_four_ranks() -> None:
@@ -355,30 +324,16 @@ def test_attention_that_drops() -> None:
     )
 
 
-class Wrapped(nn.Module):
-    """Calls a model without positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = SHIPPED["tied"]()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.model(tokens)
-        return logits
-
-
-class WrappedWithPositions(Wrapped):
-    def forward(self, tokens: Tensor, **others: Tensor) -> Tensor:
-        logits: Tensor = self.model(tokens, **others)
-        return logits
-
-
 def test_a_model_that_takes_no_positions() -> None:
-    assert reason(Wrapped, over(2)).startswith(
+    def wrapped() -> nn.Module:
+        return net(lambda self, tokens: self.model(tokens), "Wrapped", model=SHIPPED["tied"]())
+
+    assert reason(wrapped, over(2)).startswith(
         "context = 2 tells each rank the positions of its tokens in the sequence, and the forward of Wrapped has no "
         "argument 'positions'; add it"
     )
-    refuse(profile(WrappedWithPositions()), over(2))
+    takes_positions = net(lambda self, tokens, **others: self.model(tokens, **others), model=SHIPPED["tied"]())
+    refuse(profile(takes_positions), over(2))
 
 
 def test_the_bytes_of_a_model_that_cannot_be_counted_are_refused() -> None:

@@ -127,7 +127,7 @@ def run_kind(
     if not case.fused:
         block_attention._can_fuse = lambda *_: False
     own = [tensor.clone().requires_grad_() for tensor in inputs]
-    out = KINDS[kind](*own, axis, scale=case.scale, sliding_window=case.window, documents=documents)
+    out = KINDS[kind](*own, axis, Mask(case.window, documents), case.scale)
     return [out.detach(), *torch.autograd.grad((out * grad_out).sum(), own)]
 
 
@@ -260,9 +260,8 @@ def test_documents_must_be_those_of_the_whole_sequence() -> None:
     def rank_function(rank: int) -> bool:
         inputs, documents, _ = random_inputs(Case(documents=True), 2)
         rows = zigzag(inputs[0].shape[2], 2, rank)
-        assert documents is not None
         with pytest.raises(AssertionError):
-            KINDS["ring"](*(t[:, :, rows] for t in inputs), make_axis(rank, 2), documents=documents[:, rows])
+            KINDS["ring"](*(t[:, :, rows] for t in inputs), make_axis(rank, 2), Mask(None, documents[:, rows]))
         return True
 
     assert run_local(rank_function, 2) == [True, True]
@@ -321,9 +320,8 @@ def test_sees_a_lost_mask(kind: str, lost: str) -> None:
         inputs, documents, grad_out = random_inputs(case, 2)
         expected, *_ = reference(inputs, grad_out, case, documents)
         rows = zigzag(grad_out.shape[2], 2, rank)
-        kept: dict[str, Any] = {"sliding_window": case.window, "documents": documents}
-        kept["sliding_window" if lost == "window" else "documents"] = None
-        found = KINDS[kind](*(tensor[:, :, rows] for tensor in inputs), axis, **kept)
+        kept = Mask(None, documents) if lost == "window" else Mask(case.window)
+        found = KINDS[kind](*(tensor[:, :, rows] for tensor in inputs), axis, kept)
         return (found - expected[:, :, rows]).abs().max().item()
 
     assert max(run_local(rank_function, 2)) > 1e-2
@@ -351,7 +349,7 @@ def test_traffic_is_predicted_to_the_byte(kind: str, degree: int) -> None:
                 inputs, documents, grad_out = random_inputs(case, degree)
                 rows = zigzag(grad_out.shape[2], degree, rank)
                 own = [tensor[:, :, rows].to(dtype).requires_grad_() for tensor in inputs]
-                out = KINDS[kind](*own, axis, sliding_window=case.window, documents=documents)
+                out = KINDS[kind](*own, axis, Mask(case.window, documents))
                 forward = entries(axis)
                 axis.ledger.clear()
                 out.sum().backward()
@@ -418,7 +416,7 @@ def test_no_matrix_of_scores_is_larger_than_a_tile() -> None:
         own = [torch.randn(1, heads, local_sequence, HEAD_DIM, requires_grad=True) for _ in range(3)]
         in_forward, in_backward = Largest(), Largest()
         with in_forward:
-            loss = KINDS[kind](*own, make_axis(rank, 2), sliding_window=window).sum()
+            loss = KINDS[kind](*own, make_axis(rank, 2), Mask(window)).sum()
         with in_backward:
             loss.backward()
         if tile > 64:

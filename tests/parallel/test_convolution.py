@@ -17,17 +17,17 @@ import images_for_tests as images
 import pytest
 import torch
 from images_for_tests import BATCHES, MODELS, NUM_CLASSES, image_batch
+from nets_for_tests import net
 from sampled_for_tests import one_in
+from saving_for_tests import save
 from tensor_for_tests import counted, failures, saved_bytes
 from torch import Tensor, nn
 
-from weft.checkpoint import Checkpoint, Saver
 from weft.comm import Axis
 from weft.errors import PlanError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import token_loss
-from weft.optim.saved_state import pieces_to_save
 from weft.parallel.apply import cost, parallelize, refuse
 from weft.parallel.tensor import convolution
 from weft.parallel.tensor import cuts as tensor_cuts
@@ -85,8 +85,6 @@ def differences(module: nn.Module, part: nn.Module, kind: Kind, mesh: Mesh) -> d
     found = {}
     for leaf, parameter in module.named_parameters():
         gradient = part.get_parameter(leaf).grad
-        assert parameter.grad is not None
-        assert gradient is not None
         found[leaf] = float((gradient - own(parameter.grad, kind, leaf, mesh)).abs().max())
     return found
 
@@ -159,8 +157,6 @@ def run_pair(mesh: Mesh, needs_gradient: bool = True) -> dict[str, Any]:
     (out * weights).sum().backward()
     found: dict[str, Any] = {"forward": float((out - expected).detach().abs().max())}
     if needs_gradient:
-        assert entered.grad is not None
-        assert value.grad is not None
         found["input"] = float((entered.grad - value.grad).abs().max())
     for name, whole, part, kind in (("first", first, first_part, "column"), ("second", second, second_part, "row")):
         found |= {f"{name}.{leaf}": error for leaf, error in differences(whole, part, kind, mesh).items()}  # type: ignore[arg-type]
@@ -295,16 +291,11 @@ def test_frozen_convolutions_say_less() -> None:
 
 
 def test_images_that_need_a_gradient_are_put_together_from_uneven_parts() -> None:
-    class Behind(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shift, self.inner = nn.Parameter(torch.zeros(3, 1, 1)), images.group_resnet()
+    def behind() -> nn.Module:
+        shift, inner = nn.Parameter(torch.zeros(3, 1, 1)), images.group_resnet()
+        return net(lambda self, pixels: self.inner(pixels + self.shift), shift=shift, inner=inner)
 
-        def forward(self, pixels: Tensor) -> Tensor:
-            out: Tensor = self.inner(pixels + self.shift)
-            return out
-
-    check("", grid(2, 2), Behind).require()  # three channels over y = 2
+    check("", grid(2, 2), behind).require()  # three channels over y = 2
 
 
 def test_running_statistics_are_those_of_the_whole_model() -> None:
@@ -331,10 +322,7 @@ def test_a_checkpoint_of_parts_is_that_of_the_whole_model(tmp_path: Path) -> Non
         expected = copy.deepcopy(whole.state_dict())
         mesh = Mesh(plan)
         model = parallelize(whole, plan, mesh)
-        saver = Saver(tmp_path, mesh.rank, plan.num_ranks, "token")
-        saver.save(1, pieces_to_save(model, torch.optim.SGD(model.parameters()), mesh), {})
-        saver.wait(published=True)
-        saved = Checkpoint(tmp_path / "step-00000001")
+        saved = save(tmp_path, model, torch.optim.SGD(model.parameters()), mesh, 1)
         found = {entry.name: saved.read(entry.name, entry.kind) for entry in saved.entries()}
         return [name for name, value in expected.items() if name not in found or not torch.equal(found[name], value)]
 
@@ -490,13 +478,9 @@ def test_ranks_of_x_drop_apart_between_a_column_and_a_row_and_alike_elsewhere() 
 # --- refusals
 
 
-class Stem(nn.Module):
+def stem(conv: nn.Module, norm: nn.Module | None = None) -> nn.Module:
     """A convolution before the classifier."""
-
-    def __init__(self, conv: nn.Module, norm: nn.Module | None = None) -> None:
-        super().__init__()
-        self.conv1, self.norm = conv, norm
-        self.fc = nn.Linear(4, NUM_CLASSES)
+    return net(lambda self: None, conv1=conv, norm=norm, fc=nn.Linear(4, NUM_CLASSES))
 
 
 def reason(model: nn.Module, plan: Plan) -> str:
@@ -514,35 +498,35 @@ PLAIN = "use a plain convolution with groups = 1, or tensor.x = tensor.y = 1 (`s
     ("model", "plan", "words"),
     [
         (
-            Stem(nn.Conv2d(3, 9, 3)),
+            stem(nn.Conv2d(3, 9, 3)),
             grid(2),
             "tensor.x = 2 does not divide the 9 output channels of 'conv1'; use 1, 3 or 9",
         ),
         (
-            Stem(nn.Conv2d(3, 1, 3)),
+            stem(nn.Conv2d(3, 1, 3)),
             grid(2),
             "tensor.x = 2 does not divide the 1 output channels of 'conv1'; use 1",
         ),
-        (Stem(ROW), grid(4), "tensor.x = 4 does not divide the 6 output channels of 'conv1.0'; use 1, 2, 3 or 6"),
-        (Stem(ROW), grid(2, 2), "tensor.y = 2 does not divide the 5 output channels of 'conv1.2'; use 1 or 5"),
+        (stem(ROW), grid(4), "tensor.x = 4 does not divide the 6 output channels of 'conv1.0'; use 1, 2, 3 or 6"),
+        (stem(ROW), grid(2, 2), "tensor.y = 2 does not divide the 5 output channels of 'conv1.2'; use 1 or 5"),
         (
-            Stem(nn.Conv2d(1, 8, 3)),
+            stem(nn.Conv2d(1, 8, 3)),
             grid(1, 2),
             "tensor.y = 2 is more than the 1 input channels of 'conv1'; use at most 1",
         ),
         (
-            Stem(nn.Conv2d(4, 8, 3), nn.Embedding(8, 3)),
+            stem(nn.Conv2d(4, 8, 3), nn.Embedding(8, 3)),
             grid(1, 2),
             "tensor.y = 2 does not divide the 3 features of 'norm'; use 1 or 3",
         ),
         (
-            Stem(nn.Conv1d(4, 4, 1, groups=4)),
+            stem(nn.Conv1d(4, 4, 1, groups=4)),
             grid(1, 2),
             "tensor.y = 2 splits the features between layers, but not all layers can be ('conv1' is left whole: a "
             "convolution with groups = 4, whose outputs do not see every input); use y = 1",
         ),
         (
-            Stem(nn.LazyConv2d(8, 3)),
+            stem(nn.LazyConv2d(8, 3)),
             grid(2),
             "'conv1.weight' is made when the model first runs; run a batch through the model before this",
         ),

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from experts_for_tests import CONFIG, RUN_FILE, SIZES, batch, make, make_balanced, make_mixtral
+from nets_for_tests import repeated
 from runs_for_tests import events, losses, make_run, train_on_ranks, write_run_file
 from torch import Tensor, nn
 from transformers import (
@@ -26,7 +25,6 @@ import weft.parallel.expert.dispatch
 from weft.errors import PlanError
 from weft.models import DecoderConfig, GPT2Config, build
 from weft.models.experts import SparseMLP
-from weft.models.router import Router
 from weft.parallel.apply import cost, refuse
 from weft.plan import Context, Memory, Pipe, Plan, Shard, split_batch
 from weft.plan import Tensor as TensorAxis
@@ -55,67 +53,6 @@ def test_plans_are_proved(plan: Plan) -> None:
 @pytest.mark.processes
 def test_sequences_may_be_split_too() -> None:
     verify(make, batch, Plan(expert=2, context=Context(2)), steps=1).require()
-
-
-def to_experts(router: Router, first: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Sends all tokens to experts `first` and `first` + 1."""
-    logits = torch.nn.functional.linear(hidden, router.weight).flatten(0, -2)[:, first : first + 2]
-    return logits.softmax(-1), torch.tensor([first, first + 1]).expand(len(logits), 2)
-
-
-def make_one_sided() -> nn.Module:
-    """All tokens go to the first two experts in one layer, and to the last two in the other."""
-    model = make()
-    routers: list[Any] = [module for module in model.modules() if isinstance(module, Router)]
-    for router, first in zip(routers, (0, CONFIG.num_experts - 2), strict=True):
-        router.forward = partial(to_experts, router, first)
-    return model
-
-
-@pytest.mark.processes
-def test_ranks_without_tokens_take_part() -> None:
-    report = verify(make_one_sided, batch, Plan(expert=4, memory=Memory("full")), steps=2)
-    report.require()
-    assert any(check.what == "traffic: expert all_to_all" for check in report.checks)
-
-
-class ChangingRouter:
-    """Sends all tokens to two neighbouring experts, which differ between layers and from step to step."""
-
-    def __init__(self, router: Router, layer: int) -> None:
-        self._router, self._step, self._layer = router, 0, layer
-
-    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        first = (3 * self._step + self._layer) % (CONFIG.num_experts - 1)
-        if self._router.training and torch.is_grad_enabled():
-            self._step += 1  # a step has one forward: one micro-batch, and nothing is recomputed
-        return to_experts(self._router, first, hidden)
-
-
-def make_changing() -> nn.Module:
-    model = make()
-    routers: list[Any] = [module for module in model.modules() if isinstance(module, Router)]
-    for layer, router in enumerate(routers):
-        router.forward = ChangingRouter(router, layer)
-    return model
-
-
-def verify_changing(steps: int) -> None:
-    """All tokens go to one or two of the ranks, to others each step."""
-    report = verify(make_changing, batch, Plan(expert=2, shard=Shard(2, 3)), steps=steps)
-    report.require()
-    assert any(check.what == "traffic: expert all_to_all" for check in report.checks)
-
-
-@pytest.mark.processes
-def test_routing_that_changes_each_step_is_exact() -> None:
-    verify_changing(3)
-
-
-@pytest.mark.soak
-@pytest.mark.processes
-def test_fifty_steps_of_changing_routing_are_exact() -> None:
-    verify_changing(50)
 
 
 def make_qwen() -> nn.Module:
@@ -151,23 +88,9 @@ def make_unknown() -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-class Again(nn.ModuleList):
-    """Layers of which the first comes again behind the last."""
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        yield from super().__iter__()
-        yield self[0]
-
-
-def make_repeated() -> nn.Module:
-    model: Any = make()
-    model.model.layers = Again(list(model.model.layers))
-    return model  # type: ignore[no-any-return]
-
-
 @pytest.mark.processes
 def test_experts_that_are_called_twice_send_twice() -> None:
-    verify(make_repeated, batch, Plan(expert=2, memory=Memory("full")), steps=1).require()
+    verify(lambda: repeated(make()), batch, Plan(expert=2, memory=Memory("full")), steps=1).require()
 
 
 class UnequalCalls(SparseMLP):

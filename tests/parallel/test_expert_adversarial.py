@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from weft.architectures import Capacity
 from weft.models.router import Router
-from weft.plan import Context, Plan, Shard
+from weft.plan import Context, Memory, Plan, Shard
 from weft.plan import Tensor as TensorAxis
 from weft.proof.prove import verify
 
@@ -22,25 +22,28 @@ FIRST = replace(TOP_1, capacity=Capacity(0.75, 2))
 RANDOM = replace(TOP_1, capacity=Capacity(4.0, 2, "random"))
 
 
-class OneExpert:
-    """Sends all tokens of a step to one expert: always to the same, or (`stride` > 0) to another each step."""
+class FewExperts:
+    """Sends all tokens of a step to k neighbours: always to the same, or (`stride` > 0) to others each step."""
 
-    def __init__(self, router: Router, first: int, stride: int) -> None:
-        self._router, self._first, self._stride, self._step = router, first, stride, 0
+    def __init__(self, router: Router, k: int, first: int, stride: int) -> None:
+        self._router, self._k, self._first, self._stride, self._step = router, k, first, stride, 0
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        expert = (self._first + self._stride * self._step) % CONFIG.num_experts
+        first = (self._first + self._stride * self._step) % (CONFIG.num_experts - self._k + 1)
         if self._router.training and torch.is_grad_enabled():
-            self._step += 1  # a step has one forward: one micro-batch, and nothing is recomputed
-        score = torch.nn.functional.linear(hidden, self._router.weight).flatten(0, -2)[:, expert, None]
-        return score.sigmoid(), torch.full_like(score, expert, dtype=torch.long)
+            self._step += 1  # a step has one forward: one micro-batch; recompute is tried without a stride
+        experts = torch.arange(first, first + self._k)
+        scores = torch.nn.functional.linear(hidden, self._router.weight).flatten(0, -2)[:, experts]
+        weights = scores.softmax(-1) if self._k > 1 else scores.sigmoid()
+        return weights, experts.expand(len(scores), self._k)
 
 
 def make_adversarial(config: Any, stride: int) -> nn.Module:
+    """Layer 0 begins with the first experts and layer 1 with the last two."""
     model = make(config)
     routers: list[Any] = [module for module in model.modules() if isinstance(module, Router)]
     for layer, router in enumerate(routers):
-        router.forward = OneExpert(router, 5 * layer, stride)
+        router.forward = FewExperts(router, config.num_experts_per_tok, 6 * layer, stride)
     return model
 
 
@@ -53,6 +56,7 @@ PLANS = {
 CASES = [
     *((config, stride, PLANS[name]) for config in (FIRST, RANDOM, TOP_1) for stride in (3, 0) for name in PLANS),
     (TOP_1, 3, Plan(expert=2, context=Context(2), expert_over=("context",))),
+    (CONFIG, 3, PLANS["shard"]),
 ]
 
 
@@ -63,8 +67,13 @@ def prove(config: Any, stride: int, plan: Plan, steps: int) -> None:
 
 
 @pytest.mark.processes
-def test_all_tokens_go_to_one_expert() -> None:
-    prove(FIRST, 3, PLANS["shard"], 2)
+@pytest.mark.parametrize(
+    ("config", "stride", "plan"),
+    [(FIRST, 3, PLANS["shard"]), (CONFIG, 3, PLANS["shard"]), (CONFIG, 0, Plan(expert=4, memory=Memory("full")))],
+    ids=["one expert", "changing", "ranks without tokens"],
+)
+def test_all_tokens_go_to_few_experts(config: Any, stride: int, plan: Plan) -> None:
+    prove(config, stride, plan, 3 if config is CONFIG and stride else 2)
 
 
 @pytest.mark.soak

@@ -6,18 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from experts_for_tests import CONFIG, batch, make, make_balanced, make_mixtral, make_random
+from experts_for_tests import CONFIG, batch, counted, make, make_balanced, make_mixtral, make_random
 from torch import Tensor
 
 from weft.comm import Axis
 from weft.errors import PlanError
-from weft.models.loss import ExampleLoss
 from weft.parallel.apply import cost, refuse
-from weft.parallel.expert import duplicates
+from weft.parallel.expert import row_shares
 from weft.plan import Memory, Pipe, Plan, Shard, split_batch
 from weft.plan import Tensor as TensorAxis
-from weft.profiling import Profile, profile
 from weft.proof.prove import verify
 
 X = TensorAxis(2, drop_duplicates=True)
@@ -51,18 +48,13 @@ def test_summed_gradients_of_gathered_rows_are_noticed(monkeypatch: pytest.Monke
     def backward(gradient: Tensor, x: Axis) -> Tensor:
         return x.degree * gradient[x.index :: x.degree]
 
-    monkeypatch.setattr(duplicates, "_ALL_ROWS", replace(duplicates._ALL_ROWS, backward=backward))
+    monkeypatch.setattr(row_shares, "_ALL_ROWS", replace(row_shares._ALL_ROWS, backward=backward))
     report = verify(make, batch, Plan(expert=2, tensor=X), steps=1)
     assert "worst gradient" in {check.what for check in report.checks if not check.passed}
 
 
-def counted(config: Any = CONFIG, sequence: int = 16, samples: int = 2) -> Profile:
-    tokens = torch.zeros(samples, sequence, dtype=torch.long)
-    return profile(make(config), lambda: (tokens,), ExampleLoss(lambda: tokens))
-
-
 def test_a_rank_sends_a_part_of_the_bytes() -> None:
-    found = counted()
+    found = counted(samples=2)
 
     def sent(tensor: TensorAxis) -> int:
         plan = Plan(expert=2, tensor=tensor, precision="fp64")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from experts_for_tests import CONFIG, batch, make, make_balanced, make_mixtral, make_random
+from experts_for_tests import CONFIG, batch, counted, make, make_balanced, make_mixtral, make_random
 from torch import Tensor
 
 from weft.architectures import Capacity
@@ -17,10 +17,10 @@ from weft.mesh import joint_axes, ranks_of
 from weft.models import build
 from weft.models.loss import ExampleLoss
 from weft.parallel.apply import cost, refuse
-from weft.parallel.expert import features, routing
+from weft.parallel.expert import routing, row_shares
 from weft.plan import Context, Memory, Pipe, Plan, Shard, split_batch
 from weft.plan import Tensor as TensorAxis
-from weft.profiling import Profile, profile
+from weft.profiling import profile
 from weft.proof.prove import verify
 
 CONTEXT, SEQUENCE = Context(2), TensorAxis(2, sequence=True)
@@ -62,19 +62,14 @@ def test_weights_whose_gradients_are_not_summed_over_y_are_noticed(monkeypatch: 
 @pytest.mark.soak
 @pytest.mark.processes
 def test_features_in_a_wrong_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    to_features = features._TO_FEATURES
+    to_features = row_shares._TO_FEATURES
 
     def swapped(rows: Tensor, y: Any) -> Tensor:
         return to_features.forward(rows.roll(rows.shape[1] // 2, 1), y)
 
-    monkeypatch.setattr(features, "_TO_FEATURES", replace(to_features, forward=swapped))
+    monkeypatch.setattr(row_shares, "_TO_FEATURES", replace(to_features, forward=swapped))
     report = verify(make, batch, Plan(tensor=TensorAxis(1, 2)), steps=1)
     assert "loss" in {check.what for check in report.checks if not check.passed}
-
-
-def counted(config: Any = CONFIG, sequence: int = 16, samples: int = 4) -> Profile:
-    tokens = torch.zeros(samples, sequence, dtype=torch.long)
-    return profile(make(config), lambda: (tokens,), ExampleLoss(lambda: tokens))
 
 
 def test_ranks_of_the_experts_are_those_of_all_axes() -> None:

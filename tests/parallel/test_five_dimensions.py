@@ -12,6 +12,7 @@ from typing import Any
 import images_for_tests
 import pytest
 import torch
+from nets_for_tests import net
 from sampled_for_tests import one_in
 from tensor_for_tests import failures
 from tiles_for_tests import Mixed, Streams, UNet, images
@@ -211,19 +212,14 @@ def test_what_stages_say_adds_up_to_what_the_whole_says() -> None:
 
 
 def test_code_on_the_images_alone_is_run_and_counted_by_every_stage_that_comes_there() -> None:
-    class Pooled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(2))
-            self.head = nn.Linear(3, 5)
-
-        def forward(self, given: Tensor) -> Tensor:
+    def pooled() -> nn.Module:
+        def forward(self: Any, given: Tensor) -> Tensor:
             small = nn.functional.avg_pool2d(given, 3, stride=1, padding=1)
-            hidden = self.blocks[1](self.blocks[0](small).relu() + small)
-            logits: Tensor = self.head(hidden.mean((2, 3)))
-            return logits
+            return self.head(self.blocks[1](self.blocks[0](small).relu() + small).mean((2, 3)))
 
-    verify(Pooled, images(8, 9, 4), over(Pipe(2), 1, 2), steps=2).require()
+        return net(forward, blocks=nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(2)), head=nn.Linear(3, 5))
+
+    verify(pooled, images(8, 9, 4), over(Pipe(2), 1, 2), steps=2).require()
 
 
 @pytest.mark.parametrize("hand_over", ["gather", "batch"])

@@ -16,8 +16,9 @@ from weft.mesh import Mesh
 from weft.models.experts import StackedExperts, stacked_experts
 from weft.models.loss import ExampleLoss
 from weft.parallel.apply import parallelize, refuse
-from weft.parallel.fp8_experts import fp8_stacked_experts
-from weft.parallel.fp8_products import LARGEST, multiply, quantise
+from weft.parallel.fp8.experts import fp8_stacked_experts
+from weft.parallel.fp8.matmuls import multiply, quantise
+from weft.parallel.fp8.operations import LARGEST
 from weft.plan import Memory, Pipe, Plan
 from weft.plan import Tensor as TensorPlan
 from weft.profiling import profile
@@ -75,8 +76,6 @@ def test_product_and_gradients_are_those_of_rounded_numbers() -> None:
     out = multiply(value, weight)
     out.backward(given)
     rows, of_rows = value.detach().view(-1, 32), given.view(-1, 48)
-    assert value.grad is not None
-    assert weight.grad is not None
     close: Any = {"rtol": 1e-2, "atol": 1e-2}
     assert torch.allclose(out.double().view(-1, 48), twice(rows) @ twice(weight.detach()).t(), **close)
     assert torch.allclose(value.grad.double().view(-1, 32), twice(of_rows) @ twice(weight.detach().t()).t(), **close)
@@ -92,7 +91,6 @@ def test_tokens_that_the_kernel_does_not_take_give_weights_a_gradient_in_bf16() 
     weight = torch.randn(48, 32, dtype=torch.bfloat16, requires_grad=True)
     given = torch.randn(15, 48, dtype=torch.bfloat16)
     multiply(value, weight).backward(given)
-    assert weight.grad is not None
     assert torch.equal(weight.grad, given.t() @ value)
 
 

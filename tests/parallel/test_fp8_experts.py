@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.models.expert_rows import RowOrder, align_groups, fill_slots, sort_by_expert, through_experts
 from weft.models.experts import StackedExperts, stacked_experts
-from weft.parallel.fp8_experts import fp8_stacked_experts, fp8_through_experts
-from weft.parallel.fp8_rows import DTYPE, LARGEST, quantise_rows, row_factors, scale_of, turn_rows
+from weft.parallel.fp8.experts import fp8_stacked_experts, fp8_through_experts
+from weft.parallel.fp8.operations import DTYPE, LARGEST, quantise_rows, row_factors, scale_of, turn_rows
 
 NUM_EXPERTS, K, HIDDEN, INNER, NUM_TOKENS = 4, 2, 64, 48, 45
 NAMES = ("out", "tokens", "weights", "gate_up", "down")
@@ -188,7 +188,6 @@ def test_experts_end_at_multiples_and_each_pair_keeps_a_row(kind: str) -> None:
     order = sort_by_expert(chosen, NUM_EXPERTS)
     found = align_groups(order, 16)
     assert order.ends is not None
-    assert found.ends is not None
     assert not (found.ends % 16).any()
     assert found.ends.dtype == torch.int32
     assert len(found.sources) % 16 == 0

@@ -9,7 +9,7 @@ from torch import nn
 from weft.mesh import Mesh
 from weft.parallel.gradient_norm import clip_grad_norm
 from weft.plan import Plan
-from weft.sharding.gradient_norm import norms
+from weft.sharding.whole_gradient import norms
 
 
 @pytest.mark.parametrize("numel", [1 << 22, (1 << 22) + 7])

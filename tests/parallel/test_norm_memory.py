@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from nets_for_tests import chain, mlp_block
 from runs_for_tests import write_run_file
 from torch import Tensor, nn
-from torch.nn import functional
 
 from weft.cluster.hardware import load
 from weft.parallel.apply import assumptions
-from weft.parallel.tensor import norm_memory
-from weft.parallel.tensor.norm_memory import NormMemory
+from weft.parallel.tensor import norm as norm_module
+from weft.parallel.tensor.norm import NormMemory
 from weft.plan import Plan
 from weft.plan import Tensor as TensorPlan
 from weft.planner.predict import predict
@@ -35,30 +35,9 @@ class FolioNorm(nn.LayerNorm):
         return super().forward(value)
 
 
-class Block(nn.Module):
-    def __init__(self, norm: type[nn.LayerNorm]) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = norm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, value: Tensor) -> Tensor:
-        hidden: Tensor = value + self.down(functional.gelu(self.up(self.norm(value))))
-        return hidden
-
-
-class Model(nn.Module):
-    def __init__(self, norm: type[nn.LayerNorm]) -> None:
-        super().__init__()
-        self.blocks, self.head = nn.ModuleList(Block(norm) for _ in range(3)), nn.Linear(WIDTH, 4)
-
-    def forward(self, value: Tensor) -> Tensor:
-        for block in self.blocks:
-            value = block(value)
-        out: Tensor = self.head(value)
-        return out
-
-
 def profile_of(norm: type[nn.LayerNorm]) -> Profile:
-    return profile(Model(norm), lambda: (torch.zeros(1, 1, ROWS, WIDTH),), lambda out: out.sum())
+    model = chain([mlp_block(WIDTH, norm) for _ in range(3)], head=nn.Linear(WIDTH, 4))
+    return profile(model, lambda: (torch.zeros(1, 1, ROWS, WIDTH),), lambda out: out.sum())
 
 
 def test_a_norm_that_cannot_be_run_on_rows_is_named_with_the_reason() -> None:
@@ -91,7 +70,7 @@ def test_a_prediction_tells_what_it_assumes_of_norms(tmp_path: Path, monkeypatch
     file, gpus = write_run_file(tmp_path), load("h200:1x2")
     settings = ["plan.tensor.x=2", "train.compile=false"]
     assert not predict(load_run(file, settings), gpus).assumptions
-    monkeypatch.setattr(norm_memory, "_saved_per_row", fail)
+    monkeypatch.setattr(norm_module, "_saved_per_row", fail)
     _profile_of.cache_clear()
     (text,) = predict(load_run(file, settings), gpus).to_json()["assumptions"]
     _profile_of.cache_clear()

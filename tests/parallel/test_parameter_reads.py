@@ -40,8 +40,7 @@ class Block(nn.Module):
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = hidden + self.down_proj(F.gelu(self.up_proj(self.norm(hidden))))
-        return out
+        return hidden + self.down_proj(F.gelu(self.up_proj(self.norm(hidden))))
 
 
 class Model(nn.Module):
@@ -56,13 +55,11 @@ class Model(nn.Module):
         return hidden
 
     def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.run(self.embedding(tokens)))
-        return logits
+        return self.head(self.run(self.embedding(tokens)))
 
 
 def size(block: nn.Module) -> Tensor:
-    found: Tensor = block.up_proj.weight.square().mean()  # type: ignore[union-attr, operator]
-    return found
+    return block.up_proj.weight.square().mean()  # type: ignore[union-attr, operator]
 
 
 class ReadBefore(Model):

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from awkward_for_tests import VOCABULARY, WIDTH, tokens
+from nets_for_tests import mlp_block
 from torch import Tensor, nn
-from torch.nn import functional
 
 import weft
 from weft.errors import PlanError
@@ -20,23 +20,12 @@ from weft.proof.prove import verify
 SEQUENCE = weft.Plan(tensor=weft.Tensor(x=2, sequence=True))
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = hidden + self.down(functional.gelu(self.up(self.norm(hidden))))
-        return out
-
-
 class Chain(nn.Module):
     """Subclasses change a part of it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList(Block() for _ in range(3))
+        self.table, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList(mlp_block(WIDTH) for _ in range(3))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
 
     def used(self) -> Iterator[nn.Module]:
@@ -46,8 +35,7 @@ class Chain(nn.Module):
         hidden = self.table(value)
         for number, block in enumerate(self.used()):
             hidden = self.between(block(hidden), value, number)
-        out: Tensor = self.head(self.norm(hidden))
-        return out
+        return self.head(self.norm(hidden))
 
     def between(self, hidden: Tensor, value: Tensor, number: int) -> Tensor:
         return hidden

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import tensor_for_tests as shared
 import torch
+from nets_for_tests import net
 from sampled_for_tests import one_in
 from tensor_for_tests import ALL, OWN, SHIPPED, TRANSFORMERS, WIDTH, check, counted, decoder, failures, made
 from torch import Tensor, nn
@@ -67,11 +68,6 @@ def grid(
     return Plan(data=data, shard=Shard(shard, stage), tensor=TensorPlan(x, y, sequence, regather, chunks), **others)
 
 
-def again(recompute: Recompute) -> Memory:
-    """A memory policy."""
-    return Memory(recompute)
-
-
 # --- the oracle: a sample that covers each grid, model, policy and switch with several others
 
 CASES: dict[str, tuple[str, Plan, float | None]] = {
@@ -80,31 +76,31 @@ CASES: dict[str, tuple[str, Plan, float | None]] = {
     "x 2, regather over micro-batches": ("gpt2", grid(2, sequence=True, regather=True, micro_batch=2), 0.1),
     "x 2, regather": ("two key heads", grid(2, sequence=True, regather=True), 1.0),
     "x 2 × y 2, regather": ("tied", grid(2, 2, sequence=True, regather=True), 1.0),
-    "x 2, full": ("one key head", grid(2, memory=again("full")), 1.0),
-    "x 2, sequence, selective": ("gpt2", grid(2, sequence=True, memory=again("selective")), 1.0),
-    "x 2, sequence, full": ("tied", grid(2, sequence=True, memory=again("full"), micro_batch=4), 1.0),
+    "x 2, full": ("one key head", grid(2, memory=Memory("full")), 1.0),
+    "x 2, sequence, selective": ("gpt2", grid(2, sequence=True, memory=Memory("selective")), 1.0),
+    "x 2, sequence, full": ("tied", grid(2, sequence=True, memory=Memory("full"), micro_batch=4), 1.0),
     "x 2, 2 chunks": ("gpt2", grid(2, sequence=True, chunks=2), 1.0),
     "x 2, 4 chunks": ("tied", grid(2, sequence=True, chunks=4, micro_batch=2), 0.1),
     "x 2, 4 chunks, regather": ("biased", grid(2, sequence=True, regather=True, chunks=4), 1.0),
-    "x 2, 4 chunks, full": ("two key heads", grid(2, sequence=True, chunks=4, memory=again("full")), 1.0),
-    "x 2, 2 chunks, selective": ("one key head", grid(2, sequence=True, chunks=2, memory=again("selective")), 1.0),
+    "x 2, 4 chunks, full": ("two key heads", grid(2, sequence=True, chunks=4, memory=Memory("full")), 1.0),
+    "x 2, 2 chunks, selective": ("one key head", grid(2, sequence=True, chunks=2, memory=Memory("selective")), 1.0),
     "x 4, 2 chunks": ("window", grid(4, sequence=True, chunks=2), 1.0),
     "x 2 × y 2, 2 chunks": ("gpt2", grid(2, 2, sequence=True, chunks=2), 1.0),
     "x 2 × shard 2, 4 chunks": ("tied", grid(2, 1, 2, sequence=True, chunks=4), 1.0),
     "y 2": ("gpt2", grid(1, 2), 1.0),
-    "y 2, selective": ("tied", grid(1, 2, memory=again("selective")), None),
+    "y 2, selective": ("tied", grid(1, 2, memory=Memory("selective")), None),
     "x 4": ("two key heads", grid(4), 1e-3),
     "x 4, sequence, window": ("window", grid(4, sequence=True), 1.0),
     "x 2 × y 2": ("biased", grid(2, 2, micro_batch=4), 1.0),
-    "x 2 × y 2, sequence": ("one key head", grid(2, 2, sequence=True, memory=again("full")), 1.0),
+    "x 2 × y 2, sequence": ("one key head", grid(2, 2, sequence=True, memory=Memory("full")), 1.0),
     "y 4": ("one key head", grid(1, 4), 1.0),
     "x 2 × shard 2": ("gpt2", grid(2, 1, 2, micro_batch=1), 1.0),
     "x 2 × data 2": ("tied", grid(2, 1, 1, 2, sequence=True, regather=True, micro_batch=2), 1.0),
-    "y 2 × shard 2": ("biased", grid(1, 2, 2, memory=again("full")), 1.0),
+    "y 2 × shard 2": ("biased", grid(1, 2, 2, memory=Memory("full")), 1.0),
     "x 8": ("one key head", grid(8, sequence=True, regather=True), 1.0),
     "x 4 × y 2": ("two key heads", grid(4, 2), 1.0),
     "x 2 × y 2 × shard 2": ("tied", grid(2, 2, 2, micro_batch=2), 1.0),
-    "x 2 × y 2 × shard 2, sequence": ("gpt2", grid(2, 2, 2, sequence=True, memory=again("selective")), 1.0),
+    "x 2 × y 2 × shard 2, sequence": ("gpt2", grid(2, 2, 2, sequence=True, memory=Memory("selective")), 1.0),
     "x 2 × shard 2 × data 2": ("one key head", grid(2, 1, 2, 2, sequence=True, micro_batch=1), 1.0),
     "y 2 × shard 2 × data 2": ("tied", grid(1, 2, 2, 2), None),
 }
@@ -139,7 +135,7 @@ def test_transformers_models(kind: str, plan: Plan, monkeypatch: Patch) -> None:
         grid(2, micro_batch=4),
         grid(4, sequence=True),
         grid(2, sequence=True, chunks=2),
-        grid(2, 1, 2, memory=again("full")),
+        grid(2, 1, 2, memory=Memory("full")),
     ],
     ids=Plan.describe_axes,
 )
@@ -173,31 +169,27 @@ def test_frozen_parts(frozen: tuple[str, ...], plan: Plan) -> None:
     check("", plan, make=made(decoder(num_key_value_heads=4), *frozen)).require()
 
 
-class Repeated(nn.Module):
+def blocks(forward: Callable[..., Tensor], block: Callable[[], nn.Module] = shared.MLP) -> nn.Module:
+    """Two blocks between a linear of patches and a head."""
+    layers = nn.ModuleList(block() for _ in range(2))
+    return net(forward, enter=nn.Linear(12, WIDTH), layers=layers, head=nn.Linear(WIDTH, 5))
+
+
+def repeated() -> nn.Module:
     """A block that is called again after another."""
 
-    block: type[nn.Module] = shared.MLP
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Linear(12, WIDTH)
-        self.layers = nn.ModuleList(self.block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, 5)
-
-    def forward(self, patches: Tensor) -> Tensor:
+    def forward(self: Any, patches: Tensor) -> Tensor:
         hidden = self.enter(patches)
         for layer in (self.layers[0], self.layers[1], self.layers[0]):
             hidden = layer(hidden)
-        logits: Tensor = self.head(hidden[:, 0])
-        return logits
+        return self.head(hidden[:, 0])
+
+    return blocks(forward)
 
 
-class Once(Repeated):
+def once(block: Callable[[], nn.Module] = shared.MLP) -> nn.Module:
     """Blocks that are themselves what is paired."""
-
-    def forward(self, patches: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.layers[1](self.layers[0](self.enter(patches)))[:, 0])
-        return logits
+    return blocks(lambda self, patches: self.head(self.layers[1](self.layers[0](self.enter(patches)))[:, 0]), block)
 
 
 def image_batch(step: int) -> tuple[Tensor, Tensor]:
@@ -211,25 +203,18 @@ def image_batch(step: int) -> tuple[Tensor, Tensor]:
     "plan", [grid(2), grid(2, sequence=True, chunks=2), grid(2, 1, 2, sequence=True)], ids=Plan.describe_axes
 )
 def test_blocks_that_are_pairs_themselves(plan: Plan, recompute: Recompute) -> None:
-    verify(Once, image_batch, replace(plan, memory=Memory(recompute)), steps=2).require()
+    verify(once, image_batch, replace(plan, memory=Memory(recompute)), steps=2).require()
 
 
-class PostNorm(nn.Module):
-    """A block that ends with a norm, whose input backward needs: recompute puts the last result together again."""
+def normed() -> nn.Module:
+    """Blocks that end with a norm, whose input backward needs: recompute puts the last result together again."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp, self.norm = shared.MLP(), nn.LayerNorm(WIDTH)
+    def block() -> nn.Module:
+        return net(
+            lambda self, hidden: self.norm(hidden + self.mlp(hidden)), mlp=shared.MLP(), norm=nn.LayerNorm(WIDTH)
+        )
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.norm(hidden + self.mlp(hidden))
-        return out
-
-
-class Normed(Once):
-    """Such blocks."""
-
-    block = PostNorm
+    return once(block)
 
 
 def layers_alone() -> nn.Module:
@@ -240,12 +225,12 @@ def layers_alone() -> nn.Module:
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recompute_puts_together_again_only_what_backward_needs(recompute: Recompute) -> None:
-    verify(Normed, image_batch, grid(2, memory=Memory(recompute)), steps=2).require()
+    verify(normed, image_batch, grid(2, memory=Memory(recompute)), steps=2).require()
     verify(layers_alone, shared.token_batch, grid(2, memory=Memory(recompute)), steps=2).require()
 
 
 def test_a_block_that_is_called_twice() -> None:
-    verify(Repeated, shared.image_batch, grid(2), steps=2).require()
+    verify(repeated, shared.image_batch, grid(2), steps=2).require()
 
 
 def test_two_forwards_before_one_backward() -> None:
@@ -287,20 +272,11 @@ def broken(name: str, plan: Plan, make: Callable[[], nn.Module] | None = None, s
     return found
 
 
-def without_traffic(found: set[str]) -> bool:
-    """Whether the ledger did not help to find it."""
-    return not any(what.startswith("traffic") for what in found)
+def skipped_sum_of_input_gradients(patch: Patch) -> None:
+    patch.setattr(region, "all_reduce", lambda tensor, axis: counted(axis, "all_reduce", tensor))
 
 
-def test_finds_a_skipped_all_reduce_of_dI_over_x(monkeypatch: Patch) -> None:  # noqa: N802
-    monkeypatch.setattr(region, "all_reduce", lambda tensor, axis: counted(axis, "all_reduce", tensor))
-    found = broken("tied", grid(2))
-    assert "worst gradient" in found
-    assert without_traffic(found)
-
-
-@pytest.mark.parametrize("axis", ["x", "y"])
-def test_finds_a_skipped_sum_of_partial_results(monkeypatch: Patch, axis: str) -> None:
+def skipped_sum_of_partial_results(axis: str, patch: Patch) -> None:
     leave = tensor_ops._LEAVE
 
     def forward(value: Tensor, over: Axis) -> Tensor:
@@ -309,73 +285,60 @@ def test_finds_a_skipped_sum_of_partial_results(monkeypatch: Patch, axis: str) -
         counted(over, "all_reduce", value)
         return value.clone()
 
-    monkeypatch.setattr(tensor_ops, "_LEAVE", replace(leave, forward=forward))
-    found = broken("tied", grid(2, 2))
-    assert "loss" in found
-    assert without_traffic(found)
+    patch.setattr(tensor_ops, "_LEAVE", replace(leave, forward=forward))
 
 
-def test_finds_key_heads_whose_gradients_are_not_summed(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(Mesh, "neighbours", lambda self, name, degree: Axis(name, 1, 0, None, Ledger()))
-    assert "worst gradient" in broken("one key head", grid(2))
+def unsummed_key_heads(patch: Patch) -> None:
+    patch.setattr(Mesh, "neighbours", lambda self, name, degree: Axis(name, 1, 0, None, Ledger()))
 
 
-def test_finds_gradients_inside_regions_that_are_not_summed(monkeypatch: Patch) -> None:
+def unsummed_gradients_inside_regions(patch: Patch) -> None:
     other = tensor_cuts._CutMaker._other
 
     def forgetful(self: Any, name: str, shape: tuple[int, ...]) -> Any:
         cut = other(self, name, shape)
         return replace(cut, sums=()) if name in self.pairing.inner else cut
 
-    monkeypatch.setattr(tensor_cuts._CutMaker, "_other", forgetful)
-    for name in ("one key head", "vit"):  # norms of heads; a number between two linears
-        found = broken(name, grid(2))
-        assert "worst gradient" in found
-        assert without_traffic(found)
+    patch.setattr(tensor_cuts._CutMaker, "_other", forgetful)
 
 
-def test_finds_gradients_outside_regions_that_are_summed(monkeypatch: Patch) -> None:
+def summed_gradients_outside_regions(patch: Patch) -> None:
     other = tensor_cuts._CutMaker._other
-    monkeypatch.setattr(tensor_cuts._CutMaker, "_other", lambda *given: replace(other(*given), sums=("x",)))
-    assert "worst gradient" in broken("tied", grid(2))
+    patch.setattr(tensor_cuts._CutMaker, "_other", lambda *given: replace(other(*given), sums=("x",)))
 
 
-def test_finds_norms_whose_gradients_are_not_summed_with_sequence(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(tensor_cuts._CutMaker, "_outside_sums", lambda self, name: ())
-    found = broken("tied", grid(2, sequence=True))
-    assert "worst gradient" in found
-    assert without_traffic(found)
+def unsummed_norms(patch: Patch) -> None:
+    patch.setattr(tensor_cuts._CutMaker, "_outside_sums", lambda self, name: ())
 
 
-def test_finds_a_bias_that_every_rank_of_x_adds_before_the_sum(monkeypatch: Patch) -> None:
+def unsummed_last_norm(patch: Patch) -> None:
+    sums, forget = tensor_cuts._CutMaker._outside_sums, {"model.norm.weight": ()}
+    forgetful = lambda self, name: forget[name] if name in forget else sums(self, name)  # noqa: E731
+    patch.setattr(tensor_cuts._CutMaker, "_outside_sums", forgetful)
+
+
+def bias_that_every_rank_of_x_adds_before_the_sum(patch: Patch) -> None:
     def row(self: Any, value: Tensor) -> Tensor:
         return tensor_ops.leave(value @ self.module.weight.t() + self.module.bias, self.x)
 
-    monkeypatch.setattr(SplitLinear, "row", row)
-    found = broken("biased", grid(2), steps=2)  # biases begin at zero
-    assert "loss" in found
-    assert without_traffic(found)
+    patch.setattr(SplitLinear, "row", row)
 
 
-def test_finds_a_wrong_offset_of_the_vocabulary(monkeypatch: Patch) -> None:
+def wrong_offset_of_the_vocabulary(patch: Patch) -> None:
     def shifted(begin: int, end: int, num_classes: int, axis: Axis) -> Vocabulary:
         return Vocabulary(begin + axis.index, end + axis.index, num_classes, axis)
 
-    monkeypatch.setattr(tensor, "Vocabulary", shifted)
-    found = broken("tied", grid(2))
-    assert "loss" in found
-    assert without_traffic(found)
+    patch.setattr(tensor, "Vocabulary", shifted)
 
 
-def test_finds_a_wrong_offset_of_the_embedding(monkeypatch: Patch) -> None:
+def wrong_offset_of_the_embedding(patch: Patch) -> None:
     def shifted(module: nn.Embedding, tokens: Tensor, begin: int) -> Tensor:
         return vocabulary.split_embedding(module, tokens, begin + (begin > 0))
 
-    monkeypatch.setattr(tensor, "split_embedding", shifted)
-    assert "loss" in broken("two key heads", grid(2))
+    patch.setattr(tensor, "split_embedding", shifted)
 
 
-def test_finds_an_input_that_is_gathered_again_in_the_wrong_order(monkeypatch: Patch) -> None:
+def input_that_is_gathered_again_in_the_wrong_order(patch: Patch) -> None:
     backward = region._GatheredColumns.backward
 
     def turned(ctx: Any, *gradients: Tensor) -> Any:
@@ -384,43 +347,58 @@ def test_finds_an_input_that_is_gathered_again_in_the_wrong_order(monkeypatch: P
             inside.setattr(region._Gathering, "wait", lambda self: wait(self).flip(1))
             return backward(ctx, *gradients)
 
-    monkeypatch.setattr(region._GatheredColumns, "backward", staticmethod(turned))
-    found = broken("tied", grid(2, sequence=True, regather=True))
-    assert "worst gradient" in found
-    assert without_traffic(found)
+    patch.setattr(region._GatheredColumns, "backward", staticmethod(turned))
 
 
-@pytest.mark.parametrize("part", ["_join", "_pieces"])
-def test_finds_pieces_in_the_wrong_order(monkeypatch: Patch, part: str) -> None:
+def pieces_in_the_wrong_order(part: str, patch: Patch) -> None:
     original = getattr(region, part)
 
     def swapped(pieces: Any, *others: int) -> Tensor:
-        out: Tensor = original(pieces[::-1]) if part == "_join" else original(pieces, *others).flip(0)
-        return out
+        return original(pieces[::-1]) if part == "_join" else original(pieces, *others).flip(0)
 
-    monkeypatch.setattr(region, part, swapped)
-    found = broken("tied", grid(2, sequence=True, chunks=2))
-    assert "worst gradient" in found
-    assert without_traffic(found)
+    patch.setattr(region, part, swapped)
 
 
-def test_finds_a_last_norm_whose_gradients_are_not_summed(monkeypatch: Patch) -> None:
-    sums = tensor_cuts._CutMaker._outside_sums
-    forget = {"model.norm.weight": ()}
-    monkeypatch.setattr(
-        tensor_cuts._CutMaker, "_outside_sums", lambda self, name: forget[name] if name in forget else sums(self, name)
-    )
-    found = broken("tied", grid(2, sequence=True))
-    assert "worst gradient" in found
-    assert without_traffic(found)
-
-
-def test_finds_moments_that_are_not_summed_over_y(monkeypatch: Patch) -> None:
+def moments_that_are_not_summed_over_y(patch: Patch) -> None:
     norm = tensor_norm.split_norm
-    monkeypatch.setattr(
-        tensor, "split_norm", lambda module, axis, hidden: norm(module, replace(axis, degree=1), hidden)
-    )
-    assert "loss" in broken("gpt2", grid(1, 2))
+    patch.setattr(tensor, "split_norm", lambda module, axis, hidden: norm(module, replace(axis, degree=1), hidden))
+
+
+# What breaks, the model, the plan and what must be found wrong. Where the ledger cannot help, it must not.
+FAULTS: list[tuple[Callable[[Patch], None], str, Plan, str, bool]] = [
+    (skipped_sum_of_input_gradients, "tied", grid(2), "worst gradient", False),
+    (partial(skipped_sum_of_partial_results, "x"), "tied", grid(2, 2), "loss", False),
+    (partial(skipped_sum_of_partial_results, "y"), "tied", grid(2, 2), "loss", False),
+    (unsummed_key_heads, "one key head", grid(2), "worst gradient", True),
+    (unsummed_gradients_inside_regions, "one key head", grid(2), "worst gradient", False),  # norms of heads
+    (unsummed_gradients_inside_regions, "vit", grid(2), "worst gradient", False),  # a number between two linears
+    (summed_gradients_outside_regions, "tied", grid(2), "worst gradient", True),
+    (unsummed_norms, "tied", grid(2, sequence=True), "worst gradient", False),
+    (unsummed_last_norm, "tied", grid(2, sequence=True), "worst gradient", False),
+    (bias_that_every_rank_of_x_adds_before_the_sum, "biased", grid(2), "loss", False),
+    (wrong_offset_of_the_vocabulary, "tied", grid(2), "loss", False),
+    (wrong_offset_of_the_embedding, "two key heads", grid(2), "loss", True),
+    (
+        input_that_is_gathered_again_in_the_wrong_order,
+        "tied",
+        grid(2, sequence=True, regather=True),
+        "worst gradient",
+        False,
+    ),
+    (partial(pieces_in_the_wrong_order, "_join"), "tied", grid(2, sequence=True, chunks=2), "worst gradient", False),
+    (partial(pieces_in_the_wrong_order, "_pieces"), "tied", grid(2, sequence=True, chunks=2), "worst gradient", False),
+    (moments_that_are_not_summed_over_y, "gpt2", grid(1, 2), "loss", True),
+]
+
+
+@pytest.mark.parametrize(("fault", "name", "plan", "found", "may_be_counted"), FAULTS)
+def test_faults_are_found(
+    fault: Callable[[Patch], None], name: str, plan: Plan, found: str, may_be_counted: bool, monkeypatch: Patch
+) -> None:
+    fault(monkeypatch)
+    wrong = broken(name, plan, steps=2 if name == "biased" else 1)  # biases begin at zero
+    assert found in wrong
+    assert may_be_counted or not any(what.startswith("traffic") for what in wrong)
 
 
 def test_finds_a_split_that_names_alone_would_allow(monkeypatch: Patch) -> None:
@@ -430,8 +408,7 @@ def test_finds_a_split_that_names_alone_would_allow(monkeypatch: Patch) -> None:
             heads = self.qkv(self.norm(hidden)).unflatten(-1, (self.num_heads, 3, self.head_dim))
             query, key, value = heads.permute(3, 0, 2, 1, 4)
             mixed = torch.nn.functional.scaled_dot_product_attention(self.head_norm(query), key, value)
-            out: Tensor = hidden + self.gamma * self.proj(mixed.transpose(1, 2).flatten(2))
-            return out
+            return hidden + self.gamma * self.proj(mixed.transpose(1, 2).flatten(2))
 
     monkeypatch.setattr(shared, "Attention", Interleaved)
     check("vit", grid(2)).require()
@@ -446,16 +423,8 @@ def test_formulas_of_a_pair_by_hand() -> None:
     hidden, tokens, x, y = 8, 6, 2, 4
     first, second = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc1, self.fc2 = first, second
-
-        def forward(self, value: Tensor) -> Tensor:
-            out: Tensor = self.fc2(torch.relu(self.fc1(value)))
-            return out
-
-    found = profile(Pair(), lambda: (torch.zeros(1, tokens, hidden, requires_grad=True),))
+    pair = net(lambda self, value: self.fc2(torch.relu(self.fc1(value))), fc1=first, fc2=second)
+    found = profile(pair, lambda: (torch.zeros(1, tokens, hidden, requires_grad=True),))
     calls = sorted(traffic(found, grid(x, y), 0))
     # fc1, a column with k = H, n = 4H: dI of m·k/y over x, O of m·n/x over y.
     # fc2, a row with k = 4H, n = H (AxoNN's paper writes its n for its k): O of m·n/y over x, dI of m·k/x over y.
@@ -638,34 +607,14 @@ def test_logits_of_another_linear_than_the_last_are_refused() -> None:
 # --- dropout
 
 
-class Dropping(nn.Module):
-    """Dropout in each of the three places."""
+def dropping() -> nn.Module:
+    """Dropout in the stream, and between the linears of an MLP."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Linear(12, WIDTH)
-        self.layers = nn.ModuleList(DroppingLayer() for _ in range(2))
-        self.head = nn.Linear(WIDTH, 5)
+    def block() -> nn.Module:
+        mlp = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Dropout(0.5), nn.Linear(32, WIDTH))
+        return net(lambda self, hidden: hidden + self.drop(self.mlp(hidden)), mlp=mlp, drop=nn.Dropout(0.5))
 
-    def forward(self, patches: Tensor) -> Tensor:
-        hidden = self.enter(patches)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        logits: Tensor = self.head(hidden[:, 0])
-        return logits
-
-
-class DroppingLayer(nn.Module):
-    """An MLP that drops between its linears, and a residual that drops."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Dropout(0.5), nn.Linear(32, WIDTH))
-        self.drop = nn.Dropout(0.5)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = hidden + self.drop(self.mlp(hidden))
-        return out
+    return once(block)
 
 
 def dropped(plan: Plan) -> list[dict[str, Any]]:
@@ -673,7 +622,7 @@ def dropped(plan: Plan) -> list[dict[str, Any]]:
 
     def rank(index: int) -> dict[str, Any]:
         torch.manual_seed(0)
-        model = parallelize(Dropping().double(), plan, Mesh(plan))
+        model = parallelize(dropping().double(), plan, Mesh(plan))
         masks: dict[str, list[bool]] = {}
 
         def watch(name: str, _: nn.Module, __: Any, out: Tensor) -> None:
@@ -689,8 +638,7 @@ def dropped(plan: Plan) -> list[dict[str, Any]]:
         gradients = [float(piece.grad.abs().sum()) for piece in model.parameters() if piece.grad is not None]
         return {"masks": masks, "gradients": gradients, "after": torch.rand(()).item()}
 
-    found: list[dict[str, Any]] = run_local(rank, plan.num_ranks)
-    return found
+    return run_local(rank, plan.num_ranks)
 
 
 def test_ranks_of_x_drop_alike_in_the_stream_and_apart_inside_regions() -> None:
@@ -810,7 +758,7 @@ def test_sequences_that_x_does_not_divide_in_a_model_of_ones_own() -> None:
         errors = []
         for chunks, num_patches in ((1, 7), (2, 6), (1, 8)):
             plan = grid(2, sequence=True, chunks=chunks)
-            model = parallelize(Repeated(), plan, Mesh(plan))
+            model = parallelize(repeated(), plan, Mesh(plan))
             with pytest.raises(PlanError) as error:
                 model(torch.zeros(1, num_patches, 12))
             errors.append(str(error.value))
@@ -827,78 +775,49 @@ def test_sequences_that_x_does_not_divide_in_a_model_of_ones_own() -> None:
 
 
 def test_more_chains_than_one_with_sequence() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = nn.ModuleList([shared.Layer()])
-            self.decoder = nn.ModuleList([shared.Layer()])
+    def two() -> nn.Module:
+        chains = {name: nn.ModuleList([shared.Layer()]) for name in ("encoder", "decoder")}
+        return net(lambda self: None, **chains)
 
-    assert reason(Two, grid(2, sequence=True)) == (
+    assert reason(two, grid(2, sequence=True)) == (
         "tensor.sequence = true splits the sequence along one chain of blocks, and the model has 2 (decoder, encoder); "
         "use false"
     )
-    assert TensorAxes().refuse(profile(Two()), grid(2)) is None
-
-
-class WithNorm(nn.Module):
-    """A pair behind something that works on features."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.mlp = norm, shared.MLP()
-
-
-class UnitLength(nn.Module):
-    """A norm that weft does not know."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return torch.nn.functional.normalize(hidden, dim=-1) * self.weight
+    assert TensorAxes().refuse(profile(two()), grid(2)) is None
 
 
 def test_what_mixes_features_is_refused_over_y() -> None:
     def model() -> nn.Module:
-        return WithNorm(UnitLength())
+        def unit_length(self: Any, hidden: Tensor) -> Tensor:
+            return torch.nn.functional.normalize(hidden, dim=-1) * self.weight
+
+        norm = net(unit_length, "UnitLengthNorm", weight=nn.Parameter(torch.ones(WIDTH)))
+        return net(lambda self: None, norm=norm, mlp=shared.MLP())
 
     assert reason(model, grid(1, 2)) == (
-        "tensor.y = 2 splits the features that 'norm' (UnitLength) works on, and it is neither a LayerNorm or RMSNorm "
-        "as weft knows them nor does it treat each feature alone; use y = 1"
+        "tensor.y = 2 splits the features that 'norm' (UnitLengthNorm) works on, and it is neither a LayerNorm or "
+        "RMSNorm as weft knows them nor does it treat each feature alone; use y = 1"
     )
     assert TensorAxes().refuse(profile(model()), grid(2)) is None
 
 
-class DoubleRMSNorm(nn.Module):
-    """A norm without a weight that weft does not know."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return 2 * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-5)
-
-
-class WithNormsOfHeads(nn.Module):
-    """Norms without a weight of a token's features, and of a part of them."""
-
-    def __init__(self, norm: nn.Module, heads: int = 1) -> None:
-        super().__init__()
-        self.embedding, self.norm, self.mlp, self.heads = nn.Embedding(32, WIDTH), norm, shared.MLP(), heads
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden: Tensor = self.embedding(tokens)
-        normed = self.norm(hidden.unflatten(-1, (self.heads, -1))).flatten(-2)
-        return hidden + self.mlp(normed)
-
-
 def test_norms_without_a_weight_over_y() -> None:
-    def refusal(norm: nn.Module, heads: int = 1) -> str | None:
-        own = profile(WithNormsOfHeads(norm, heads), lambda: (torch.ones(2, 4, dtype=torch.long),))
+    def refusal(norm: nn.Module, num_heads: int = 1) -> str | None:
+        def forward(self: Any, tokens: Tensor) -> Tensor:
+            hidden = self.embedding(tokens)
+            return hidden + self.mlp(self.norm(hidden.unflatten(-1, (num_heads, -1))).flatten(-2))
+
+        model = net(forward, embedding=nn.Embedding(32, WIDTH), norm=norm, mlp=shared.MLP())
+        own = profile(model, lambda: (torch.ones(2, 4, dtype=torch.long),))
         assert TensorAxes().refuse(own, grid(2)) is None
         return TensorAxes().refuse(own, grid(1, 2))
 
+    def double(self: Any, hidden: Tensor) -> Tensor:
+        return 2 * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-5)
+
     assert refusal(nn.RMSNorm(WIDTH, elementwise_affine=False)) is None
-    assert "'norm' (DoubleRMSNorm) works on, and it is neither" in str(refusal(DoubleRMSNorm()))
-    assert refusal(nn.RMSNorm(WIDTH // 2, elementwise_affine=False), heads=2) == (
+    assert "'norm' (DoubleRMSNorm) works on, and it is neither" in str(refusal(net(double, "DoubleRMSNorm")))
+    assert refusal(nn.RMSNorm(WIDTH // 2, elementwise_affine=False), num_heads=2) == (
         f"tensor.y = 2 splits the {WIDTH} features between layers, and 'norm' (RMSNorm), which has no weight, norms "
         f"{WIDTH // 2}: weft cannot tell whether these are split; use y = 1"
     )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from architectures_for_tests import ARCHITECTURES, BATCHES, VOCABULARY, WIDTH, token_batch
+from nets_for_tests import net
 from torch import Tensor, nn
 
 from weft.errors import PlanError
@@ -54,82 +56,47 @@ def test_beside_recompute(name: str) -> None:
 # --- habits of a user's own model
 
 
-class Own(nn.Module):
+def own(middle: nn.Module) -> nn.Module:
     """A language model with something in its middle."""
 
-    def __init__(self, middle: nn.Module) -> None:
-        super().__init__()
-        self.embed, self.middle = nn.Embedding(VOCABULARY, WIDTH), middle
-        self.pair = nn.Sequential(nn.Linear(WIDTH, 24), nn.Tanh(), nn.Linear(24, WIDTH))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self: Any, tokens: Tensor) -> Tensor:
         hidden = self.middle(self.embed(tokens))
-        hidden = hidden[0] if isinstance(hidden, tuple) else hidden
-        out: Tensor = self.head(self.pair(hidden))
-        return out
+        return self.head(self.pair(hidden[0] if isinstance(hidden, tuple) else hidden))
+
+    pair_of = nn.Sequential(nn.Linear(WIDTH, 24), nn.Tanh(), nn.Linear(24, WIDTH))
+    ends = {"embed": nn.Embedding(VOCABULARY, WIDTH), "pair": pair_of, "head": nn.Linear(WIDTH, VOCABULARY)}
+    return net(forward, middle=middle, **ends)
 
 
-class Biased(nn.Module):
+def biased(is_tied: bool, is_added: bool) -> nn.Module:
     """A language model that holds the bias of its logits itself."""
-
-    def __init__(self, is_tied: bool, is_added: bool) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.linspace(-1, 1, VOCABULARY))
-        self.model, self.is_added = Own(nn.Identity()), is_added
-        if is_tied:  # as in BERT: the bias is known by the name that is registered first
-            self.model.head.bias = self.bias
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.model(tokens)
-        return logits + self.bias if self.is_added else logits
+    bias, model = nn.Parameter(torch.linspace(-1, 1, VOCABULARY)), own(nn.Identity())
+    if is_tied:  # as in BERT: the bias is known by the name that is registered first
+        model.head.bias = bias
+    return net(lambda self, tokens: self.model(tokens) + is_added * self.bias, bias=bias, model=model)
 
 
-class Channels(nn.Module):
+def channels() -> nn.Module:
     """A depthwise convolution along the sequence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.convolution(hidden.transpose(1, 2)).transpose(1, 2)
-        return out
+    convolution = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
+    return net(lambda self, hidden: self.convolution(hidden.transpose(1, 2)).transpose(1, 2), convolution=convolution)
 
 
-class Matrix(nn.Module):
+def matrix() -> nn.Module:
     """A matrix outside any layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.matrix = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden @ self.matrix
+    return net(lambda self, hidden: hidden @ self.matrix, matrix=nn.Parameter(torch.randn(WIDTH, WIDTH)))
 
 
-class Attention(nn.Module):
+def attention() -> nn.Module:
     """torch's attention to itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.attention(hidden, hidden, hidden, need_weights=False)[0]
-        return out
+    layer = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+    return net(lambda self, hidden: self.layer(hidden, hidden, hidden, need_weights=False)[0], layer=layer)
 
 
-class Twice(nn.Module):
+def twice() -> nn.Module:
     """One linear that is called twice, and one that is never called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.again, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.again(torch.tanh(self.again(hidden)))
-        return out
+    again, unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    return net(lambda self, hidden: self.again(torch.tanh(self.again(hidden))), again=again, unused=unused)
 
 
 def lstm() -> nn.Module:
@@ -142,36 +109,32 @@ def encoder_layer() -> nn.Module:
     return nn.TransformerEncoderLayer(WIDTH, 4, 24, dropout=0.0, batch_first=True)
 
 
-@pytest.mark.parametrize("middle", [lstm, Channels, Matrix, Attention, encoder_layer, Twice])
+@pytest.mark.parametrize("middle", [lstm, channels, matrix, attention, encoder_layer, twice])
 def test_what_is_left_whole_is_exact(middle: Callable[[], nn.Module]) -> None:
-    verify(lambda: Own(middle()), token_batch, X2, steps=2).require()
+    verify(lambda: own(middle()), token_batch, X2, steps=2).require()
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("is_tied", "is_added"), [(True, False), (False, True)])
 def test_a_bias_that_the_root_holds(is_tied: bool, is_added: bool) -> None:
-    verify(lambda: Biased(is_tied, is_added), token_batch, X2, steps=2).require()
+    verify(lambda: biased(is_tied, is_added), token_batch, X2, steps=2).require()
 
 
 def test_a_weight_that_is_read_outside_of_its_layer_is_refused() -> None:
     reason = r"'bias' is used outside of the forward of 'model.head', where x would give a part of it"
     with pytest.raises(PlanError, match=reason):
-        verify(lambda: Biased(is_tied=True, is_added=True), token_batch, X2)
+        verify(lambda: biased(is_tied=True, is_added=True), token_batch, X2)
 
 
 def test_a_model_of_which_nothing_can_be_split_is_refused() -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell = nn.LSTM(VOCABULARY, VOCABULARY, batch_first=True)
+    def recurrent() -> nn.Module:
+        def forward(self: Any, tokens: Tensor) -> Tensor:
+            return self.cell(nn.functional.one_hot(tokens, VOCABULARY).double())[0]
 
-        def forward(self, tokens: Tensor) -> Tensor:
-            given = nn.functional.one_hot(tokens, VOCABULARY).double()
-            out: Tensor = self.cell(given)[0]
-            return out
+        return net(forward, cell=nn.LSTM(VOCABULARY, VOCABULARY, batch_first=True))
 
     with pytest.raises(PlanError, match=r"has none that can be split \('cell.weight_ih_l0' is left whole: a matrix of"):
-        verify(Recurrent, token_batch, X2)
+        verify(recurrent, token_batch, X2)
 
 
 @pytest.mark.parametrize("name", ["BERT", "BLOOM"])
@@ -182,4 +145,4 @@ def test_attention_that_is_gathered_needs_whole_sequences(name: str) -> None:
 
 def test_what_is_left_whole_does_not_go_with_y() -> None:
     with pytest.raises(PlanError, match=r"tensor.y = 2 splits the features between layers, but not all layers can be"):
-        verify(lambda: Own(Matrix()), token_batch, Plan(tensor=TensorPlan(1, 2)))
+        verify(lambda: own(matrix()), token_batch, Plan(tensor=TensorPlan(1, 2)))

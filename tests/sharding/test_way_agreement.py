@@ -29,8 +29,7 @@ class Dropping(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         for index, layer in enumerate(self.layers):
             inputs = inputs if index == self.left_out else layer(inputs).relu()
-        out: Tensor = self.head(self.layers[0](inputs))
-        return out
+        return self.head(self.layers[0](inputs))
 
 
 def step(model: Dropping, left_out: int) -> None:

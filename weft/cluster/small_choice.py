@@ -4,7 +4,7 @@
     one_shot   one all-gather of whole tensors; each rank adds them up in the order of ranks
     two_shot   a reduce-scatter and an all-gather of equal parts, padded to 16 bytes each
     symmetric_one_shot, symmetric_two_shot
-               the same in one kernel, which reads the memory of other GPUs (`comm/symmetric_sums.py`)
+               the same in one kernel, which reads the memory of other GPUs (`comm/small_sums.py`)
 
 For n ranks and W bytes, one_shot receives (n - 1)·W bytes in one call, two_shot 2·(n - 1)/n·W in two. Which takes least
 depends on W, n and the machine, so it is chosen by size from a measured table (`comm/small_measure.py`). Sums that

@@ -26,7 +26,9 @@ DeviceType = Literal["cpu", "cuda"]
 
 
 def choose_backend(device: DeviceType, num_local_ranks: int, ranks_per_device: int = 1) -> str:
-    """The back-end of the world group for `num_local_ranks` ranks on this host, as `init_process_group` takes it."""
+    """Returns the back-end of the world group for `num_local_ranks` ranks on this host, as `init_process_group` takes
+    it.
+    """
     if device == "cpu":
         return register_mpi() if wants_mpi(os.environ) else "gloo"
     if num_local_ranks <= torch.cuda.device_count() and ranks_per_device == 1:
@@ -50,12 +52,12 @@ def prepare_cuda(num_local_ranks: int) -> None:
 
 
 def nccl_shares_gpus() -> bool:
-    """Whether the loaded NCCL lets several ranks share a GPU."""
+    """Returns whether the loaded NCCL lets several ranks share a GPU."""
     return (nccl_version() or (0, 0)) >= SHARING_NCCL
 
 
 def nccl_version() -> tuple[int, ...] | None:
-    """The version of the loaded NCCL. torch.cuda.nccl.version() is the version that torch was built with."""
+    """Returns the version of the loaded NCCL. torch.cuda.nccl.version() is the version that torch was built with."""
     if not dist.is_nccl_available():
         return None
     number = ctypes.c_int()
@@ -68,7 +70,7 @@ def nccl_version() -> tuple[int, ...] | None:
 
 
 def describe_backend(device: DeviceType, num_local_ranks: int) -> str:
-    """A text that names the back-end for collectives of `num_local_ranks` ranks on this host."""
+    """Returns a text that names the back-end for collectives of `num_local_ranks` ranks on this host."""
     if device == "cpu":
         return "MPI" if wants_mpi(os.environ) else "Gloo"
     version = ".".join(map(str, nccl_version() or ()))

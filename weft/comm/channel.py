@@ -51,7 +51,7 @@ class PairChannel:
             raise self._lost(error) from error
 
     def _lost(self, error: BaseException) -> LostRankError:
-        """The first sentence of the error, without the place in Gloo's source that it begins with."""
+        """Returns the first sentence of the error, without the place in Gloo's source that it begins with."""
         reason = re.split(r"\. |\n", re.sub(r"^\[[^\]]*\] *", "", str(error)))[0]
         return LostRankError(f"lost the connection to {self.peer}: {reason}")
 

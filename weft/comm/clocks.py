@@ -41,6 +41,8 @@ def clock_offset(axis: Axis, clock: Callable[[], float] = time.perf_counter) -> 
 
 
 def offset_of(rounds: Sequence[tuple[float, float, float]]) -> float:
-    """The other clock's offset, from (own clock at the send, other clock, own clock at the receive) of each round."""
+    """Returns the other clock's offset, from (own clock at the send, other clock, own clock at the receive) of each
+    round.
+    """
     sent, other, received = min(rounds, key=lambda one: one[2] - one[0])
     return other - (sent + received) / 2

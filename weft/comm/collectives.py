@@ -44,7 +44,7 @@ class Axis:
 
     If collectives of the axis run in two levels, `levels` has an axis between nodes, among ranks of equal local index,
     and an axis inside the node, and `choice` says which algorithm each operation uses. `small` says which sums of small
-    tensors are one or two other calls (`small_reduce.py`), or one kernel over `symmetric` memory (`symmetric_sums.py`).
+    tensors are one or two other calls or one kernel over `symmetric` memory (`small_sums.py`).
     On a `dry` axis nothing is sent: calls are counted, and their outputs stay unchanged. `device_ranks` are the ranks
     of the axis, if they share one device. `through_host` says which tensors are copied to the host before an operation,
     and back after it.
@@ -83,21 +83,21 @@ class _HostCopies:
         self._received: list[tuple[Tensor, Tensor]] = []
 
     def to_send(self, tensor: Tensor) -> Tensor:
-        """The tensor to send. If it is a copy, the copy is complete on return."""
+        """Returns the tensor to send. If it is a copy, the copy is complete on return."""
         if not self._axis.through_host(self._axis.group, tensor):
             return tensor
         self._sent.append(torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach()))
         return self._sent[-1]
 
     def to_receive(self, tensor: Tensor) -> Tensor:
-        """The tensor to receive into."""
+        """Returns the tensor to receive into."""
         if not self._axis.through_host(self._axis.group, tensor):
             return tensor
         self._received.append((tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")))
         return self._received[-1][1]
 
     def to_reduce(self, tensor: Tensor) -> Tensor:
-        """The tensor to reduce in place."""
+        """Returns the tensor to reduce in place."""
         copy = self.to_receive(tensor)
         return copy if copy is tensor else copy.copy_(tensor.detach())
 
@@ -159,7 +159,7 @@ class Pending:
             self._error = error
 
     def is_done(self) -> bool:
-        """Whether `wait` would return at once. For Gloo's messages this is not known before the wait."""
+        """Returns whether `wait` would return at once. For Gloo's messages this is not known before the wait."""
         return all(work.is_completed() for work in self._works)
 
 
@@ -303,7 +303,7 @@ def _send_and_receive(
 
 
 def _peers(axis: Axis, peer: int | None) -> list[int]:
-    """The global ranks that an operation waits for; empty if they are more than `_MAX_NAMED`."""
+    """Returns the global ranks that an operation waits for; empty if they are more than `_MAX_NAMED`."""
     if axis.group is None or (peer is None and axis.degree > _MAX_NAMED):
         return []
     ranks = dist.get_process_group_ranks(axis.group)

@@ -37,7 +37,7 @@ class HostCells:
         self._cells = memory.view(-1, NUM_CELLS, HOST_CELL_BYTES)
 
     def cell(self, rank: int, number: int) -> Tensor:
-        """The bytes of a rank's cell."""
+        """Returns the bytes of a rank's cell."""
         return self._cells[rank, number]
 
     def begin(self) -> None:
@@ -76,7 +76,7 @@ class GpuCells:
         self._own_events = events
 
     def handles(self) -> str:
-        """What other ranks need to open this rank's cells and events, as JSON."""
+        """Returns what other ranks need to open this rank's cells and events, as JSON."""
         shared = self._own.untyped_storage()._share_cuda_()
         memory = [part.hex() if isinstance(part, bytes) else part for part in shared]
         is_bytes = [isinstance(part, bytes) for part in shared]
@@ -101,7 +101,7 @@ class GpuCells:
             self._events.append({what: event_of(self._device, bytes.fromhex(handle)) for what, handle in names})
 
     def cell(self, rank: int, number: int) -> Tensor:
-        """The bytes of a rank's cell."""
+        """Returns the bytes of a rank's cell."""
         return self._cells[rank][number]
 
     def begin(self) -> None:

@@ -121,7 +121,7 @@ class DeviceRanks:
         return tensor.device.type == self.device.type
 
     def pieces(self, tensor: Tensor) -> Iterator[Tensor]:
-        """The tensor's elements in pieces that fit a cell."""
+        """Yields the tensor's elements in pieces that fit a cell."""
         return iter(tensor.detach().view(-1).split(self.cells.cell_bytes // tensor.element_size()))
 
     # --- operations in their order

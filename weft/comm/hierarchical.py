@@ -32,8 +32,7 @@ from weft.comm import collectives, node_messages
 from weft.comm.collectives import Axis, Pending, Reduction
 from weft.comm.device_sum import DeviceSum
 from weft.comm.ledger import Key, Traffic, Traffics, add_traffic
-from weft.comm.small_reduce import small_steps
-from weft.comm.symmetric_sums import symmetric_sum
+from weft.comm.small_sums import small_steps, symmetric_sum
 
 
 class Chain(Pending):

@@ -53,7 +53,7 @@ class _KeptPending(Pending):
         self._pending.block()
 
     def is_done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Returns whether `wait` would return at once."""
         return self._pending.is_done()
 
 

@@ -49,7 +49,7 @@ Traffics = Mapping[Key, Traffic]
 
 
 def add_traffic(*parts: Traffics) -> dict[Key, Traffic]:
-    """The sum of several counts, key by key."""
+    """Returns the sum of several counts, key by key."""
     total: dict[Key, Traffic] = {}
     for part in parts:
         for key, traffic in part.items():
@@ -86,7 +86,7 @@ class Ledger:
             self.status.phase(doing)
 
     def call_id(self) -> CallId | None:
-        """The number and block of the call that starts now; None without a status page."""
+        """Returns the number and block of the call that starts now; None without a status page."""
         return None if self.status is None else (self.status.num_calls, self.status.inside)
 
     def wait_begins(self, axis: str, operation: str, call: CallId | None = None, peers: Sequence[int] = ()) -> None:
@@ -107,7 +107,7 @@ class Ledger:
             self.status.wait_ends()
 
     def entries(self) -> dict[Key, Traffic]:
-        """The calls and bytes so far, sorted by axis and operation."""
+        """Returns the calls and bytes so far, sorted by axis and operation."""
         return {
             key: Traffic(sizes.total(), sum(size * calls for size, calls in sizes.items()), dict(sizes))
             for key, sizes in sorted(self._entries.items())

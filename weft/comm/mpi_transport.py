@@ -120,15 +120,15 @@ class MpiGroup(_PROCESS_GROUP):
         return BACKEND
 
     def _memory(self, tensor: Tensor) -> Any:
-        """The memory of a contiguous tensor. Not through numpy, after which torch cannot resize its storage."""
+        """Returns the memory of a contiguous tensor. Not through numpy, after which torch cannot resize its storage."""
         return self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
     def _raw(self, tensor: Tensor) -> Any:
-        """A tensor as bytes, to be moved."""
+        """Returns a tensor as bytes, to be moved."""
         return [self._memory(tensor), self._mpi.BYTE]
 
     def _buffer(self, tensor: Tensor) -> Any:
-        """A tensor as numbers, to be reduced."""
+        """Returns a tensor as numbers, to be reduced."""
         return [self._memory(tensor), getattr(self._mpi, _TYPES[tensor.dtype])]
 
     def _reduction(self, opts: Any) -> Any:
@@ -192,7 +192,7 @@ class MpiGroup(_PROCESS_GROUP):
 
 
 def _summable(tensor: Tensor) -> Tensor:
-    """The tensor as MPI can sum it: contiguous, and wider if it has 16 bits."""
+    """Returns the tensor as MPI can sum it: contiguous, and wider if it has 16 bits."""
     return tensor.detach().float() if tensor.dtype in _NARROW else tensor.detach().contiguous()
 
 

@@ -66,5 +66,5 @@ def _pass(received: Tensor, sent: Tensor, axis: Axis, distance: int) -> Pending:
 
 
 def _rotated(blocks: Tensor, by: int) -> Tensor:
-    """The blocks moved by `by` places in the circle."""
+    """Returns the blocks moved by `by` places in the circle."""
     return blocks.roll(by, 0)

@@ -127,7 +127,7 @@ class Recorder:
             status.on_phase = self.phase_begins
 
     def site(self, axis: str, operation: str, ranks: Sequence[int], peer: int | None = None) -> CallSite:
-        """The site of calls of an operation over `ranks`, or of messages to or from the global rank `peer`."""
+        """Returns the site of calls of an operation over `ranks`, or of messages to or from the global rank `peer`."""
         key = (axis, operation, tuple(ranks), peer)
         found = self._sites.get(key)
         if found is None:
@@ -144,7 +144,7 @@ class Recorder:
         self._started.append(call)
 
     def take_started(self) -> list[OpenCall]:
-        """The calls since the last `take_started`: those that one `Pending` waits for together."""
+        """Returns the calls since the last `take_started`: those that one `Pending` waits for together."""
         started, self._started = self._started, []
         return started
 

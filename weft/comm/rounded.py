@@ -7,7 +7,7 @@
 A number is thus rounded once for a gather, once for a reduce-scatter and twice for an all-reduce, however many ranks
 there are: rings of a library would round partial sums at every hop. All ranks use the rounded parts, their own
 included, so the results are equal on all of them. A block with a number that is not finite has NaN in the result. -0.0
-stays -0.0, which says that a parameter has no gradient (`sharding/gradient_rules.py`).
+stays -0.0, which says that a parameter has no gradient (`sharding/whole_gradient.py`).
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def _all_reduce(tensor: Tensor, axis: Axis, wire: Wire) -> Iterator[Pending]:
 
 
 def encode(rows: Tensor, wire: Wire) -> Tensor:
-    """[rows, n] numbers to [rows, message_bytes(n)] uint8: the rounded numbers, then the scales of their blocks."""
+    """Encodes [rows, n] numbers as [rows, message_bytes(n)] uint8: the rounded numbers, then the scales of their
+    blocks.
+    """
     count = rows.shape[1]
     if wire == "bf16":
         return rows.to(torch.bfloat16).view(torch.uint8)
@@ -93,7 +95,7 @@ def encode(rows: Tensor, wire: Wire) -> Tensor:
 
 
 def decode(messages: Tensor, count: int, wire: Wire) -> Tensor:
-    """[rows, message_bytes(count)] uint8 to [rows, count] float32."""
+    """Decodes [rows, message_bytes(count)] uint8 to [rows, count] float32."""
     if wire == "bf16":
         return messages.view(torch.bfloat16).float()
     assert messages.shape[1] == message_bytes(count, wire)
@@ -108,6 +110,6 @@ def decode(messages: Tensor, count: int, wire: Wire) -> Tensor:
 
 
 def _blocks(rows: Tensor) -> Tensor:
-    """[rows, n] to [rows, blocks, BLOCK], padded with zeros."""
+    """Reshapes [rows, n] to [rows, blocks, BLOCK], padded with zeros."""
     missing = -rows.shape[1] % BLOCK
     return torch.nn.functional.pad(rows, (0, missing)).view(rows.shape[0], -1, BLOCK)

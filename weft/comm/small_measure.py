@@ -19,12 +19,12 @@ LEAST_GAIN = 0.95  # of the library's time, which another strategy must not exce
 
 
 def measured_choice(axis: Axis, device: torch.device, sizes: Sequence[int] = SIZES) -> SmallChoice:
-    """The fastest strategy at each size. All ranks of the axis must call it, and get the same table."""
+    """Returns the fastest strategy at each size. All ranks of the axis must call it, and get the same table."""
     return SmallChoice(tuple(sizes), tuple(map(fastest, measured_seconds(axis, device, sizes))))
 
 
 def measured_seconds(axis: Axis, device: torch.device, sizes: Sequence[int]) -> list[dict[Strategy, float]]:
-    """The time of each strategy that the axis can have, for each size: the slowest rank's median."""
+    """Returns the time of each strategy that the axis can have, for each size: the slowest rank's median."""
     strategies = [one for one in STRATEGIES if one not in SYMMETRIC or axis.symmetric is not None]
     seconds = torch.tensor([[_median_seconds(axis, device, size, one) for one in strategies] for size in sizes])
     seconds = seconds.to(device)
@@ -33,7 +33,7 @@ def measured_seconds(axis: Axis, device: torch.device, sizes: Sequence[int]) -> 
 
 
 def fastest(seconds: Mapping[Strategy, float]) -> Strategy:
-    """The strategy to take, given the time of each. The library's is kept unless another gains 5 %."""
+    """Returns the strategy to take, given the time of each. The library's is kept unless another gains 5 %."""
     best = min(seconds, key=seconds.__getitem__)
     return best if seconds[best] <= LEAST_GAIN * seconds["library"] else "library"
 
@@ -51,7 +51,7 @@ def _median_seconds(axis: Axis, device: torch.device, size: int, strategy: Strat
 
 
 def _uncounted(axis: Axis) -> Axis:
-    """The axis with a ledger of its own, so that measurements are not among a run's calls."""
+    """Returns the axis with a ledger of its own, so that measurements are not among a run's calls."""
     ledger = Ledger()
     levels = axis.levels and (replace(axis.levels[0], ledger=ledger), replace(axis.levels[1], ledger=ledger))
     return replace(axis, ledger=ledger, levels=levels)

@@ -2,7 +2,7 @@
 
 `one_shot` copies a tensor to the own buffer, waits for the other ranks and adds up all buffers, in the order of ranks.
 `two_shot` adds up a part on each rank and reads the parts of others. Both wait for the others again at their end, so
-the next sum may use the buffer. Results have the bits of `small_reduce.py`'s one_shot. Both may be in CUDA graphs.
+the next sum may use the buffer. Results have the bits of `small_sums.py`'s one_shot. Both may be in CUDA graphs.
 """
 
 from __future__ import annotations

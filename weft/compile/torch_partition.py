@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from weft.inspection.functional_call import call_with
 from weft.inspection.memory_traffic import FusedTraffic
-from weft.parallel.fp8 import traced_as_on_a_gpu
+from weft.parallel.fp8.matmuls import traced_as_on_a_gpu
 from weft.profiling import cast, fake
 from weft.profiling.fused_attention import attention_of_a_gpu
 from weft.profiling.parts import TensorMetadata

@@ -4,7 +4,7 @@ The model runs once on fake tensors (shapes only) with made-up tokens, and every
 watched. Element-wise functions of the logits and numbers (Cohere scales them, Gemma 2 caps them) work on a part of the
 classes as on all. A softmax, a bias that is added after the head, or a scale that is trained (each rank would have the
 gradient of its classes alone) does not, and the logits are then gathered. A model that does not run on tokens alone (of
-images) is taken to return its head's result, which its first forward checks (`parallel/tensor/head_use.py`).
+images) is taken to return its head's result, which its first forward checks (`parallel/tensor/split_logits.py`).
 """
 
 from __future__ import annotations

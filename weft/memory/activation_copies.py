@@ -29,8 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from weft.errors import PlanError
 from weft.inspection.annotations import Annotation
 from weft.inspection.memory_traffic import storage_key, tensors_of
-from weft.sharding.copy_lane import CopyStream
-from weft.sharding.host_memory import KEPT_FREE_BYTES, available_host_bytes, host_zeros
+from weft.sharding.host_memory import KEPT_FREE_BYTES, CopyStream, available_host_bytes, host_zeros
 
 MIN_OFFLOAD_BYTES = 1 << 20  # smaller storages stay: their copy takes longer to start than to run
 _least: list[int] = [MIN_OFFLOAD_BYTES]  # the last one is in force

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.errors import CheckpointError, PlanError
-from weft.optim.buffer_state import BufferState
-from weft.optim.delayed_update import KINDS as PENDING_KINDS
-from weft.optim.delayed_update import is_pending, refuse_undelayed, stale_reason
+from weft.optim.buffer_state import KINDS as PENDING_KINDS
+from weft.optim.buffer_state import BufferState, is_pending, refuse_undelayed, stale_reason
 from weft.optim.host_stream import HostStreams
 from weft.optim.update import apply_fused_update, apply_update, scaled_gradient, update_constants, update_for
 from weft.optim.update import update as plain_update
@@ -191,7 +190,7 @@ class AdamW(Optimizer):
         """Called when gradients are reduced, before their norm is taken. Does nothing here."""
 
     def shared_norm(self, norm: Tensor) -> Tensor:
-        """The norm to clip by: that of the gradients."""
+        """Returns the norm to clip by: that of the gradients."""
         return norm
 
     def synchronize(self) -> None:
@@ -245,7 +244,7 @@ class AdamW(Optimizer):
             for start, stop in run.chunks(size):
                 own = slice(start, stop)
                 whole = None if written is None else written[own]
-                state = store.at(run.first, held.parts[run.first][0], start, stop)
+                state = store.at(run.first, held.parts[run.first][0], own)
                 if is_fused:
                     change = partial(apply_fused_update, store.steps[run.first], group)
                 else:
@@ -266,7 +265,7 @@ class AdamW(Optimizer):
         held.done = None if streams is None else streams.updated(with_host=flat.frees_whole)
 
     def _known(self, group: int, step: int, flat: Flat) -> Tensor:
-        """The constants of a group's update in one step, copied to the device once per stream that uses them."""
+        """Returns the constants of a group's update in a step, copied to the device once for each stream."""
         key = (flat.options.on_host, group, step)
         if key not in self._numbers:
             found = torch.tensor(update_constants(self.param_groups[group], step), dtype=torch.float64)
@@ -287,13 +286,13 @@ class AdamW(Optimizer):
         if held.pending is not None:
             assert not self._has_begun, "between steps"
             one = torch.ones((), dtype=torch.float64)
-            found["pending"] = held.pending[part.offset : part.offset + part.stop - part.start]
+            found["pending"] = held.pending[part.place]
             found["pending_scale"] = one if held.pending_scale is None else held.pending_scale.clone()
             found["pending_step"] = held.store.steps[index] + 1
         return found
 
     def worker_kinds(self, kinds: Collection[str]) -> set[str]:
-        """The names of workers' states in a checkpoint (`worker_state.py`) that this rank needs: none here."""
+        """Returns the names of workers' states in a checkpoint (`worker_state.py`) that this rank needs: none here."""
         return set()
 
     def read_own_state(self, piece: nn.Parameter) -> dict[str, Tensor]:
@@ -319,7 +318,7 @@ class AdamW(Optimizer):
         pending, device = state["pending"].view(-1), held.flat.device
         if held.pending is None or held.pending.dtype != pending.dtype:
             held.pending = torch.zeros(held.flat.layout.slice_numel, dtype=pending.dtype, device=device)
-        held.pending[part.offset : part.offset + part.stop - part.start].copy_(pending)
+        held.pending[part.place].copy_(pending)
         held.pending_scale = state["pending_scale"].to(device)
 
     def forget_state(self, piece: nn.Parameter) -> None:
@@ -327,7 +326,7 @@ class AdamW(Optimizer):
         self._settle()
         held, index, part = self._find(piece)
         held.store.steps[index] = 0
-        for tensor in held.store.at(index, part, part.offset, part.offset + part.stop - part.start):
+        for tensor in held.store.at(index, part, part.place):
             tensor.zero_()
         held.pending = None
 

@@ -18,12 +18,12 @@ _SMALLEST = 1e-30  # a size of 0 would end the updates of a block for ever
 
 
 def num_blocks(numel: int) -> int:
-    """The blocks of a slice with so many elements."""
+    """Returns the blocks of a slice with so many elements."""
     return -(-numel // BLOCK)
 
 
 def block_squares(gradient: Tensor) -> Tensor:
-    """The mean square of each block of a gradient [numel]: [blocks], in float32 or wider."""
+    """Returns the mean square of each block of a gradient [numel]: [blocks], in float32 or wider."""
     numel = gradient.numel()
     wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     padded = F.pad(wide.square(), (0, -numel % BLOCK))
@@ -52,7 +52,7 @@ class GradientSize:
         return torch.where(is_known, after / torch.where(is_known, before, 1.0), 1.0)
 
     def spread(self, blocks: Tensor) -> Tensor:
-        """A value for each block as one for each element."""
+        """Returns a value for each block as one for each element."""
         return blocks.repeat_interleave(BLOCK)[: self.numel]
 
     def gather(self, blocks: Tensor, place: slice, values: Tensor) -> None:

@@ -3,7 +3,7 @@
 For a layer with rows of inputs a and gradients of outputs g, of M targets:
 
     A = mean of a aᵀ over rows      G = sum of g gᵀ / M, where g is the gradient of a loss summed over targets
-    update = G⁻¹ · gradient · A⁻¹, with damping (`kfac_inverse.py`), then momentum
+    update = G⁻¹ · gradient · A⁻¹, with damping (`kfac_sub_grid.py`), then momentum
 
 g is taken from the same backward as the gradient, with the true labels, so G is the empirical Fisher matrix. A training
 loss is a mean, so what backward gives is scaled: `_fold` has the factor. All other parameters have AdamW's update.
@@ -13,7 +13,7 @@ With `owner-sharded` each layer has an owner, which alone keeps and inverts its 
 `sub-grid` ranks that do not train invert them (`kfac_sub_grid.py`). All give the same updates. `sub-grid-async` does
 not wait for these ranks: it uses inverses some updates late, and is another optimizer.
 
-With `shard` stage 1, whole gradients are gathered (`kfac_gradients.py`), and a rank keeps momentum and AdamW's moments
+With `shard` stage 1, whole gradients are gathered (`kfac_ranks.py`), and a rank keeps momentum and AdamW's moments
 of its slices alone.
 """
 
@@ -31,12 +31,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.errors import PlanError
-from weft.optim.kfac_gradients import WholeGradients, refuse_buffers
-from weft.optim.kfac_inverse import write_inverses
 from weft.optim.kfac_layers import KfacLayer, find_layers
 from weft.optim.kfac_placement import NUM_ROWS, NUM_STATISTICS, make_slots, owners_of, slot_views
-from weft.optim.kfac_ranks import BatchRanks
-from weft.optim.kfac_sub_grid import SubGrid
+from weft.optim.kfac_ranks import BatchRanks, WholeGradients, refuse_buffers
+from weft.optim.kfac_sub_grid import SubGrid, write_inverses
 from weft.optim.update import apply_fused_update
 from weft.parallel.model_state import all_flats, named_pieces
 from weft.run_tables import Kfac
@@ -207,7 +205,9 @@ class KFAC(Optimizer):
         second.add_(rows.mT @ rows)
 
     def _sum_views(self, sums: Tensor, index: int, base: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """A layer's places in a message of sums that begins at element `base` of the whole: Σ a aᵀ, Σ g gᵀ, rows."""
+        """Returns a layer's places in a message of sums that begins at element `base` of the whole: Σ a aᵀ, Σ g gᵀ,
+        rows.
+        """
         return slot_views(sums, self._sum_slots.starts[index] - base, self.states[index].layer, NUM_ROWS)
 
     def _fold(self, sums: Tensor, num_targets: Tensor) -> None:
@@ -279,7 +279,8 @@ class KFAC(Optimizer):
                 logger.warning("weft: the factors of '%s' have no inverse; its last one stays", one.layer.name)
 
     def take_statistics(self) -> dict[str, float] | None:
-        """Statistics of all layers at a renewal since the last call, equal on all ranks; None if there was none.
+        """Returns statistics of all layers at a renewal since the last call, equal on all ranks; None if there was
+        none.
 
         `input` and `output` are mean diagonals of A and G over layers, `damping` the largest that was used, `retried`
         the number of layers that needed more than the given one, and `kept` those that have no new inverse. Updates
@@ -320,7 +321,7 @@ class KFAC(Optimizer):
         return {"optimizer": held}
 
     def layer_state(self) -> Iterator[tuple[str, str, Tensor]]:
-        """The factors and inverses of the layers that this rank owns: the name of the weight, kind and value."""
+        """Yields the factors and inverses of the layers that this rank owns: the name of the weight, kind and value."""
         for one, owner in zip(self.states, self.owners, strict=True):
             if owner == self.ranks.index:
                 assert one.factors is not None
@@ -372,7 +373,9 @@ def _split_groups(groups: Sequence[Mapping[str, Any]], own: set[int], options: K
 
 
 def _piece_state(piece: nn.Parameter, is_own: bool) -> dict[str, Tensor]:
-    """The state of a piece before its first update: the number of updates, and K-FAC's momentum or AdamW's moments."""
+    """Returns the state of a piece before its first update: the number of updates, and K-FAC's momentum or AdamW's
+    moments.
+    """
     kinds = (MOMENTUM,) if is_own else ("exp_avg", "exp_avg_sq")
     step = torch.zeros((), dtype=torch.float32, device=piece.device)
     return {"step": step, **{kind: torch.zeros_like(piece, requires_grad=False) for kind in kinds}}

@@ -77,7 +77,7 @@ class KfacLayer(FactorSizes):
         return (self.weight_name, self.bias_name) if self.has_bias else (self.weight_name,)
 
     def input_rows(self, given: Tensor) -> Tensor:
-        """The rows of inputs of one forward, [groups, rows, inputs]."""
+        """Returns the rows of inputs of one forward, [groups, rows, inputs]."""
         module = self.module
         if isinstance(module, nn.Conv2d):
             given = given if given.dim() == 4 else given.unsqueeze(0)
@@ -90,28 +90,28 @@ class KfacLayer(FactorSizes):
         return torch.cat([rows, rows.new_ones(*rows.shape[:2], 1)], dim=2) if self.has_bias else rows
 
     def output_rows(self, gradient: Tensor) -> Tensor:
-        """The rows of the gradient of one forward's output, [groups, rows, outputs]."""
+        """Returns the rows of the gradient of one forward's output, [groups, rows, outputs]."""
         if isinstance(self.module, nn.Conv2d):
             gradient = gradient if gradient.dim() == 4 else gradient.unsqueeze(0)
             return _group_rows(gradient.flatten(2), self.groups)
         return gradient.reshape(1, -1, gradient.shape[-1])
 
     def to_matrix(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Values of the layer's parameters, by name, as [groups, outputs, inputs]."""
+        """Joins values of the layer's parameters, by name, to [groups, outputs, inputs]."""
         matrix = parts[self.weight_name].reshape(self.groups, self.outputs, -1)
         if not self.has_bias:
             return matrix
         return torch.cat([matrix, parts[self.bias_name].reshape(self.groups, self.outputs, 1)], dim=2)
 
     def from_matrix(self, matrix: Tensor) -> dict[str, Tensor]:
-        """The inverse of `to_matrix`, with flat values."""
+        """Returns the inverse of `to_matrix`, with flat values."""
         if not self.has_bias:
             return {self.weight_name: matrix.reshape(-1)}
         return {self.weight_name: matrix[..., :-1].reshape(-1), self.bias_name: matrix[..., -1].reshape(-1)}
 
 
 def _group_rows(channels: Tensor, groups: int) -> Tensor:
-    """[samples, groups · channels, positions] as [groups, samples · positions, channels]."""
+    """Reshapes [samples, groups · channels, positions] to [groups, samples · positions, channels]."""
     rows: Tensor = channels.unflatten(1, (groups, -1)).permute(1, 0, 3, 2)
     return rows.flatten(1, 2)
 
@@ -119,7 +119,8 @@ def _group_rows(channels: Tensor, groups: int) -> Tensor:
 def find_layers(
     model: nn.Module, trained: Collection[str], exclude: Collection[str] = (), max_size: int | None = None
 ) -> list[KfacLayer]:
-    """The model's linears and convolutions that K-FAC can precondition, in order. `trained` has names of parameters.
+    """Returns the model's linears and convolutions that K-FAC can precondition, in order. `trained` has names of
+    parameters.
 
     Left out are layers whose weight is frozen or shared with another module, whose forward was replaced (a head that
     computes the loss), that have a factor of more than `max_size` rows, or whose name fits a pattern of `exclude`.

@@ -40,7 +40,7 @@ class Slots:
 
 
 def owners_of(layers: Sequence[FactorSizes], degree: int) -> tuple[int, ...]:
-    """The rank that inverts each layer: the costliest layer first, each to the rank with the least work so far."""
+    """Deals layers to the ranks that invert them: the costliest first, each to the rank with the least work so far."""
     work, found = [0] * degree, [0] * len(layers)
     for index in sorted(range(len(layers)), key=lambda index: (-layers[index].inverse_cost, index)):
         found[index] = min(range(degree), key=lambda rank: work[rank])
@@ -49,7 +49,7 @@ def owners_of(layers: Sequence[FactorSizes], degree: int) -> tuple[int, ...]:
 
 
 def make_slots(layers: Sequence[FactorSizes], owners: Sequence[int], degree: int, extra: int) -> Slots:
-    """Both factors and `extra` numbers of each layer, in the part of its owner."""
+    """Returns places for both factors and `extra` numbers of each layer, in the part of its owner."""
     filled, starts = [0] * degree, []
     for layer, owner in zip(layers, owners, strict=True):
         starts.append(filled[owner])
@@ -59,7 +59,7 @@ def make_slots(layers: Sequence[FactorSizes], owners: Sequence[int], degree: int
 
 
 def slot_views(message: Tensor, start: int, layer: FactorSizes, extra: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A layer's two matrices and `extra` numbers from element `start` of a message."""
+    """Returns a layer's two matrices and `extra` numbers from element `start` of a message."""
     middle, stop = start + layer.input_numel, start + layer.numel
     first, second = message[start:middle], message[middle:stop]
     return first.view(layer.input_shape), second.view(layer.output_shape), message[stop : stop + extra]
@@ -72,7 +72,7 @@ def kfac_traffic(
     item_bytes: int,
     gathered: Sequence[int] = (),
 ) -> dict[Key, Traffic]:
-    """The traffic of a step that samples factors and renews inverses, beyond that of its gradients.
+    """Returns the traffic of a step that samples factors and renews inverses, beyond that of its gradients.
 
     `degrees` gives the ranks along `data` and `shard`, and `gathered` the elements of each buffer whose gradients are
     gathered over `shard` in every step.
@@ -101,7 +101,7 @@ def kfac_traffic(
 def kfac_state_bytes(
     layers: Sequence[KfacLayer], slices: Sequence[Mapping[str, int]], options: Kfac, data: int, item_bytes: int
 ) -> int:
-    """The bytes of the optimizer's state on the rank that has most.
+    """Returns the bytes of the optimizer's state on the rank that has most.
 
     `slices` has, for each rank of `shard`, the elements of each parameter that it updates; `data` is the number of
     ranks that update the same ones.

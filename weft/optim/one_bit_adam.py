@@ -88,7 +88,7 @@ class OneBitAdam(AdamW):
             held.flat.show_gradient()
 
     def shared_norm(self, norm: Tensor) -> Tensor:
-        """The norm to clip by, equal on all ranks of `data`."""
+        """Returns the norm to clip by, equal on all ranks of `data`."""
         if self.is_full_step(self.num_updates + 1):
             return norm
         squared = norm.double().square() / self.data.degree
@@ -136,7 +136,7 @@ class OneBitAdam(AdamW):
         return number <= self.freeze_step
 
     def _ready(self) -> list[BufferState]:
-        """All buffers of which this step has reduced a gradient: the same on all ranks of `data`."""
+        """Returns all buffers of which this step has reduced a gradient: the same on all ranks of `data`."""
         return [held for held in self.held if held.flat.slice_gradient is not None]
 
     def _follow_sizes(self, gradients: Mapping[BufferState, Tensor], number: int) -> None:
@@ -167,11 +167,11 @@ class OneBitAdam(AdamW):
             weight.sub_(size * divided(first[place], below[place]))
 
     def _num_variances(self, number: int) -> int:
-        """How often the second moment was renewed up to update `number`."""
+        """Returns how often the second moment was renewed up to update `number`."""
         return min(number, self.freeze_step)
 
     def _below(self, held: BufferState, number: int) -> Tensor:
-        """What Adam divides the first moment by, and the weights of signs: 0 where the second moment is."""
+        """Returns what Adam divides the first moment by, which also weights signs: 0 where the second moment is 0."""
         second = held.store.tensors[1]
         below = torch.zeros_like(second)
         for place, group in self._places_of(held):
@@ -181,10 +181,10 @@ class OneBitAdam(AdamW):
         return below
 
     def _places_of(self, held: BufferState) -> Iterator[tuple[slice, Mapping[str, Any]]]:
-        """The place of each trained part in the slice, with its group."""
+        """Yields the place of each trained part in the slice, with its group."""
         for (part, _), group in zip(held.parts, held.group_of, strict=True):
             if group is not None:
-                yield slice(part.offset, part.offset + part.stop - part.start), self.param_groups[group]
+                yield part.place, self.param_groups[group]
 
     # --- state of this rank alone, in checkpoints
 
@@ -216,21 +216,20 @@ class OneBitAdam(AdamW):
             error[low - start : high - start] = values[low - place.start : high - place.start]
 
     def read_own_state(self, piece: nn.Parameter) -> dict[str, Tensor]:
-        """A piece's state that no other rank of `data` has, by names that tell the rank."""
+        """Returns a piece's state that no other rank of `data` has, by names that tell the rank."""
         held, _, part = self._find(piece)
-        place = slice(part.offset, part.offset + part.stop - part.start)
-        index, degree = self.data.index, self.data.degree
-        return {worker_kind(kind, index, degree): own[place].clone() for kind, own in self.own_tensors(held).items()}
+        index, degree, tensors = self.data.index, self.data.degree, self.own_tensors(held)
+        return {worker_kind(kind, index, degree): own[part.place].clone() for kind, own in tensors.items()}
 
     def write_state(self, piece: nn.Parameter, state: Mapping[str, Tensor]) -> None:
         """Set a piece's state. Workers' states may be of another plan (`worker_state.py`)."""
         super().write_state(piece, state)
         held, _, part = self._find(piece)
-        place = slice(part.offset, part.offset + part.stop - part.start)
         given = state_for_worker(state, self.data.index, self.data.degree)
         kinds = list(self.own_tensors(held))
         for kind in kinds:
-            self.set_own(held, kind, place, given[kind].view(-1) if kind in given else self._initial(held, kind, place))
+            values = given[kind].view(-1) if kind in given else self._initial(held, kind, part.place)
+            self.set_own(held, kind, part.place, values)
         if not given.keys() >= set(kinds) and int(state["step"]) > self.freeze_step:
             logger.warning(
                 "weft: the checkpoint has no errors of compression of '%s' and others; they begin at 0",
@@ -241,19 +240,18 @@ class OneBitAdam(AdamW):
         """Reset a piece's state to that before the first update, also that of this rank alone."""
         super().forget_state(piece)
         held, _, part = self._find(piece)
-        place = slice(part.offset, part.offset + part.stop - part.start)
         for kind in self.own_tensors(held):
-            self.set_own(held, kind, place, self._initial(held, kind, place))
+            self.set_own(held, kind, part.place, self._initial(held, kind, part.place))
 
     def _initial(self, held: BufferState, kind: str, place: slice) -> Tensor:
-        """The value of a part of one of `own_tensors` that a checkpoint does not have."""
+        """Returns the value of a part of one of `own_tensors` that a checkpoint does not have."""
         return torch.zeros_like(held.flat.slice[place])
 
     def worker_kinds(self, kinds: Collection[str]) -> set[str]:
-        """The names of workers' states in a checkpoint that this rank needs."""
+        """Returns the names of workers' states in a checkpoint that this rank needs."""
         return kinds_to_read(kinds, self.data.index, self.data.degree)
 
 
 def divided(values: Tensor, below: Tensor) -> Tensor:
-    """values / below, and 0 where `below` is."""
+    """Returns values / below, and 0 where `below` is 0."""
     return torch.where(below > 0, values / torch.where(below > 0, below, 1.0), 0.0)

@@ -37,7 +37,7 @@ def random_bits(seed: Tensor, numel: int) -> Tensor:
 
 
 def _shifted(bits: Tensor, shift: int) -> Tensor:
-    """Logical shift to the right."""
+    """Shifts to the right, and fills up with zeros."""
     return (bits >> shift) & ((1 << (32 - shift)) - 1)
 
 

@@ -18,8 +18,8 @@ from weft.errors import CheckpointError
 from weft.mesh import Mesh
 from weft.optim import AdamW
 from weft.optim.adamw import SharedWeights
-from weft.optim.delayed_update import KINDS as PENDING_KINDS
-from weft.optim.delayed_update import is_pending, stale_reason
+from weft.optim.buffer_state import KINDS as PENDING_KINDS
+from weft.optim.buffer_state import is_pending, stale_reason
 from weft.optim.kfac import FACTORS, INVERSES, KFAC
 from weft.optim.kfac_ranks import BatchRanks
 from weft.optim.one_bit_adam import OneBitAdam
@@ -66,49 +66,45 @@ def make_optimizer(model: nn.Module, config: TrainConfig, mesh: Mesh | None = No
 
 
 def pieces_to_save(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterator[Piece]:
-    """The pieces that this rank writes. Ranks that hold equal copies (over `data`) share the work.
+    """Yields the pieces that this rank writes. Ranks that hold equal copies (over `data`) share the work.
 
     All ranks call it at once, because ranks with different weights exchange them here (`Stepper.shared_weights`).
     """
     steps = stepper(optimizer)
     steps.synchronize()
-    return _pieces_to_save(model, steps, mesh, steps.shared_weights())
+    return _pieces(model, mesh, steps.shared_weights(), steps)
 
 
-def _pieces_to_save(model: nn.Module, steps: Stepper, mesh: Mesh, weights: SharedWeights) -> Iterator[Piece]:
+def weights_to_send(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterator[Piece]:
+    """Returns this rank's pieces of a snapshot of the model: its parameters and buffers, without the optimizer's state.
+    All ranks together have each element once, and call it at once, as `pieces_to_save`.
+    """
+    steps = stepper(optimizer)
+    steps.synchronize()
+    return _pieces(model, mesh, steps.shared_weights(), None)
+
+
+def _pieces(model: nn.Module, mesh: Mesh, weights: SharedWeights, steps: Stepper | None) -> Iterator[Piece]:
+    """Yields this rank's pieces of parameters and buffers, and those of the optimizer's state if `steps` is given."""
     data = mesh["data"]
     for number, part, piece in _first_copies(model, mesh):
         name, region = part.parameter.name, _region(part)
-        for kind, value in steps.read_own_state(piece).items():
+        for kind, value in ({} if steps is None else steps.read_own_state(piece)).items():
             has_elements = value.numel() == piece.numel() and value.dim() == piece.dim()
             yield Piece(name, kind, region if has_elements else Region.whole(tuple(value.shape)), value)
         if number % data.degree != data.index:
             continue
         yield Piece(name, "parameter", region, weights(piece))
-        for kind, value in steps.read_state(piece).items():
+        for kind, value in ({} if steps is None else steps.read_state(piece)).items():
             if value.numel() == piece.numel() and value.dim() == piece.dim():
                 yield Piece(name, kind, region, value)
             elif _holds_first_element(part):  # a scalar that all ranks share: the rank with the first element writes it
                 yield Piece(name, kind, SCALAR, value)
-    for name, kind, value in steps.whole_state():
+    for name, kind, value in () if steps is None else steps.whole_state():
         yield Piece(name, kind, Region.whole(tuple(value.shape)), value)
-    yield from _own_buffers(model, mesh)
-
-
-def weights_to_send(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterator[Piece]:
-    """This rank's pieces of a snapshot of the model: its parameters and buffers, without the optimizer's state. All
-    ranks together have each element once, and call it at once, as `pieces_to_save`.
-    """
-    steps = stepper(optimizer)
-    steps.synchronize()
-    return _weights_to_send(model, mesh, steps.shared_weights())
-
-
-def _weights_to_send(model: nn.Module, mesh: Mesh, weights: SharedWeights) -> Iterator[Piece]:
-    for number, part, piece in _first_copies(model, mesh):
-        if number % mesh["data"].degree == mesh["data"].index:
-            yield Piece(part.parameter.name, "parameter", _region(part), weights(piece))
-    yield from _own_buffers(model, mesh)
+    if mesh.is_first_of_stage:
+        for name, buffer in dict(buffers_to_save(model)).items():
+            yield Piece(name, "buffer", Region.whole(tuple(buffer.shape)), buffer)
 
 
 def _first_copies(model: nn.Module, mesh: Mesh) -> Iterator[tuple[int, ParameterPart, nn.Parameter]]:
@@ -121,12 +117,6 @@ def _first_copies(model: nn.Module, mesh: Mesh) -> Iterator[tuple[int, Parameter
         cut = part.parameter.cut
         if not part.parameter.copy and (cut is None or cut.is_first):
             yield number, part, piece
-
-
-def _own_buffers(model: nn.Module, mesh: Mesh) -> Iterator[Piece]:
-    if mesh.is_first_of_stage:
-        for name, buffer in dict(buffers_to_save(model)).items():
-            yield Piece(name, "buffer", Region.whole(tuple(buffer.shape)), buffer)
 
 
 def load_state(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -188,6 +178,6 @@ def _region(part: ParameterPart) -> Region:
 
 
 def _holds_first_element(part: ParameterPart) -> bool:
-    """Whether this rank's part holds the first element of the whole parameter."""
+    """Returns whether this rank's part holds the first element of the whole parameter."""
     cut = part.parameter.cut
     return part.start == 0 and (cut is None or all(pieces[0][0] == 0 for pieces in cut.intervals if pieces))

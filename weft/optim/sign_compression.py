@@ -27,18 +27,18 @@ _BITS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def part_numel(numel: int, degree: int) -> int:
-    """Elements of the part that each of `degree` ranks serves: equal for all, and whole bytes of signs."""
+    """Returns the elements of the part that each of `degree` ranks serves: equal for all, and whole bytes of signs."""
     return -(-numel // (8 * degree)) * 8
 
 
 def message_bytes(numel: int, degree: int) -> int:
-    """Bytes of the all-to-all, and of the all-gather, of one mean, as the ledger counts them."""
+    """Returns the bytes of the all-to-all, and of the all-gather, of one mean, as the ledger counts them."""
     return degree * (part_numel(numel, degree) // 8 + SCALE_BYTES)
 
 
 def compressed_traffic(traffic: Traffics, degree: int, item_bytes: int) -> dict[Key, Traffic]:
-    """The traffic of a step whose all-reduces of slices over `data`, with so many bytes an element, are compressed: the
-    signs of each slice, the size of gradients by block (`gradient_size.py`) and their norm.
+    """Returns the traffic of a step whose all-reduces of slices over `data`, with so many bytes an element, are
+    compressed: the signs of each slice, the size of gradients by block (`gradient_size.py`) and their norm.
     """
     found: list[Traffics] = [{key: value for key, value in traffic.items() if key != ("data", "all_reduce")}]
     sizes = traffic[("data", "all_reduce")].sizes if ("data", "all_reduce") in traffic else {}
@@ -52,13 +52,13 @@ def compressed_traffic(traffic: Traffics, degree: int, item_bytes: int) -> dict[
 
 
 def pack_signs(values: Tensor) -> Tensor:
-    """Signs of [..., 8 n] as bits of [..., n] uint8. The sign of 0 is +."""
+    """Packs the signs of [..., 8 n] into bits of [..., n] uint8. The sign of 0 is +."""
     bits = (values >= 0).view(*values.shape[:-1], -1, 8).to(torch.uint8)
     return (bits * torch.tensor(_BITS, dtype=torch.uint8, device=values.device)).sum(-1, dtype=torch.uint8)
 
 
 def unpack_signs(packed: Tensor) -> Tensor:
-    """[..., n] uint8 to +1 and -1 of [..., 8 n] float32."""
+    """Unpacks [..., n] uint8 to +1 and -1 of [..., 8 n] float32."""
     bits = packed.unsqueeze(-1).bitwise_and(torch.tensor(_BITS, dtype=torch.uint8, device=packed.device)).ne(0)
     return (bits.float() * 2 - 1).flatten(-2)
 
@@ -77,8 +77,8 @@ class SignCompressor:
         self.server_error.zero_()
 
     def mean(self, vector: Tensor, weights: Tensor) -> Tensor:
-        """The compressed mean of `vector` [numel] over the axis, 0 where `weights` [numel] are. Equal on all ranks; the
-        weights must be, too.
+        """Returns the compressed mean of `vector` [numel] over the axis, 0 where `weights` [numel] are. Equal on all
+        ranks; the weights must be, too.
         """
         degree, part = self.axis.degree, self._part
         padded = self.server_error.new_zeros(degree * part)
@@ -107,7 +107,7 @@ class SignCompressor:
 
 
 def _scale(values: Tensor, weights: Tensor) -> Tensor:
-    """The mean of absolute values over weights, of the elements with a weight."""
+    """Returns the mean of absolute values over weights, of the elements with a weight."""
     has_weight = weights > 0
     relative = torch.where(has_weight, values / torch.where(has_weight, weights, 1.0), 0.0)
     return relative.double().abs().sum().div(has_weight.sum().clamp(min=1)).float()
@@ -118,12 +118,12 @@ def _signs(values: Tensor) -> Tensor:
 
 
 def _message(signs: Tensor, scale: Tensor) -> Tensor:
-    """Rows of signs, each followed by the scale."""
+    """Returns rows of signs, each followed by the scale."""
     tail = scale.view(1).view(torch.uint8).expand(signs.shape[0], SCALE_BYTES)
     return torch.cat([signs, tail], dim=1)
 
 
 def _values(row: Tensor, weights: Tensor) -> Tensor:
-    """Signs times their scale and weights, of one row of a message."""
+    """Returns the signs of one row of a message, times their scale and weights."""
     scale = row[-SCALE_BYTES:].clone().view(torch.float32)
     return scale * weights * unpack_signs(row[:-SCALE_BYTES])

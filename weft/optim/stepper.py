@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from weft.errors import CheckpointError
 from weft.mesh import Mesh
 from weft.optim.adamw import AdamW, SharedWeights
-from weft.optim.delayed_update import is_pending, refuse_undelayed
+from weft.optim.buffer_state import is_pending, refuse_undelayed
 from weft.optim.kfac import KFAC, MOMENTUM, ReadState
 from weft.parallel.gradient_norm import clip_factor, clip_grad_norm, grad_norm
 
@@ -27,8 +27,11 @@ Judge = Callable[
 ]  # of the gradient norm [] to a verdict []: 0 makes the update, anything else does not
 
 
-class Stepper(Protocol):
-    """What weft needs of an optimizer."""
+class Stepper:
+    """What weft needs of an optimizer, for one that keeps nothing beside torch's state of its parameters."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
 
     def begin(self, num_targets: Tensor) -> None:
         """Called at the start of a step, before its forward, with the number of targets of all ranks []."""
@@ -42,39 +45,56 @@ class Stepper(Protocol):
         """Clip gradients to a global norm of `clip` and update, unless the verdict is against it. Returns the norm
         before clipping (`norm`, if it is known already) and the verdict.
         """
+        norm = clip_grad_norm(model, clip, mesh, norm)
+        verdict = None if judge is None else judge(norm)
+        self._step(norm, verdict)
+        return norm, verdict
+
+    def _step(self, norm: Tensor, verdict: Tensor | None) -> None:
+        """Update with clipped gradients, unless the verdict is against it."""
+        raise NotImplementedError
 
     def read_state(self, piece: nn.Parameter) -> Mapping[str, Tensor]:
-        """The state of one of this rank's pieces, by kind."""
+        """Returns the state of one of this rank's pieces, by kind."""
+        state: Mapping[str, Tensor] = self._optimizer.state.get(piece, {})
+        return state
 
     def worker_kinds(self, kinds: Collection[str]) -> set[str]:
-        """The names of workers' states in a checkpoint (`worker_state.py`) that `write_state` needs on this rank."""
+        """Returns the workers' states in a checkpoint (`worker_state.py`) that `write_state` needs on this rank."""
+        return set()
 
     def read_own_state(self, piece: nn.Parameter) -> Mapping[str, Tensor]:
-        """The state of a piece that the other ranks of `data` do not have, by kind."""
+        """Returns the state of a piece that the other ranks of `data` do not have, by kind."""
+        return {}
 
     def write_state(self, name: str, piece: nn.Parameter, state: Mapping[str, Tensor]) -> None:
-        """Set that state; empty for a checkpoint from before the first update. `finish_writing` comes after all."""
+        """Set the state of a piece; empty for a checkpoint from before the first update. `finish_writing` comes after
+        all.
+        """
+        raise NotImplementedError
 
     def shared_weights(self) -> SharedWeights:
         """Returns a function from one of this rank's pieces to the weights that a checkpoint and a validator have of
         it: where ranks of `data` have different ones, the mean of all. All these ranks call it at once.
         """
+        return nn.Parameter.detach
 
     def sharing_weights(self) -> AbstractContextManager[None]:
         """A context in which the model itself has these weights. All ranks of `data` enter it at once."""
+        return nullcontext()
 
     def whole_state(self) -> Iterable[tuple[str, str, Tensor]]:
         """State that this rank saves and that is not cut as its parameter is: name of the parameter, kind, value."""
+        return ()
 
     def finish_writing(self, read: ReadState) -> None:
-        """All pieces' states were given. `read` returns the whole of any state by name and kind, or None."""
+        """Finish after `write_state` of all pieces. `read` returns the whole of any state by name and kind, or None."""
 
 
-class WeftStepper:
-    """Of weft's AdamW, which scales gradients in its own pass and makes no update where the scale is NaN."""
+class WeftStepper(Stepper):
+    """Steps with weft's AdamW, which scales gradients in its own pass and makes no update where the scale is NaN."""
 
-    def __init__(self, optimizer: AdamW) -> None:
-        self._optimizer = optimizer
+    _optimizer: AdamW
 
     def begin(self, num_targets: Tensor) -> None:
         self._optimizer.begin()
@@ -118,65 +138,29 @@ class WeftStepper:
     def sharing_weights(self) -> AbstractContextManager[None]:
         return self._optimizer.sharing_weights()
 
-    def whole_state(self) -> Iterable[tuple[str, str, Tensor]]:
-        return ()
 
-    def finish_writing(self, read: ReadState) -> None:
-        """Each piece's state was written at once."""
-
-
-class TorchStepper:
-    """Of any optimizer of torch."""
+class TorchStepper(Stepper):
+    """Steps with any optimizer of torch."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+        super().__init__(optimizer)
         self._states: dict[nn.Parameter, Mapping[str, Tensor]] = {}
 
-    def begin(self, num_targets: Tensor) -> None:
-        """Nothing is under way between steps."""
-
-    def synchronize(self) -> None:
-        """State is always up to date."""
-
-    def update(
-        self, model: nn.Module, mesh: Mesh, clip: float | None, judge: Judge | None, norm: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        norm = clip_grad_norm(model, clip, mesh, norm)
-        verdict = None if judge is None else judge(norm)
+    def _step(self, norm: Tensor, verdict: Tensor | None) -> None:
         optimizer = self._optimizer
         # Torch's fused optimizers leave out an update by themselves, as for gradient scaling; others are not asked to.
         if verdict is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
-            optimizer.found_inf = (verdict != 0).float()  # type: ignore[attr-defined]
+            optimizer.found_inf = (verdict != 0).float()
             optimizer.step()
-            del optimizer.found_inf  # type: ignore[attr-defined]
+            del optimizer.found_inf
         elif verdict is None or verdict.item() == 0:
             optimizer.step()
-        return norm, verdict
-
-    def read_state(self, piece: nn.Parameter) -> Mapping[str, Tensor]:
-        state: Mapping[str, Tensor] = self._optimizer.state.get(piece, {})
-        return state
-
-    def worker_kinds(self, kinds: Collection[str]) -> set[str]:
-        return set()
-
-    def read_own_state(self, piece: nn.Parameter) -> Mapping[str, Tensor]:
-        return {}
 
     def write_state(self, name: str, piece: nn.Parameter, state: Mapping[str, Tensor]) -> None:
         if is_pending(state):
             refuse_undelayed(name)
         refuse_kfac_state(name, state)
         self._states[piece] = state
-
-    def shared_weights(self) -> SharedWeights:
-        return nn.Parameter.detach
-
-    def sharing_weights(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def whole_state(self) -> Iterable[tuple[str, str, Tensor]]:
-        return ()
 
     def finish_writing(self, read: ReadState) -> None:
         """Through the optimizer's own load_state_dict, which puts each value where it keeps it."""
@@ -190,11 +174,13 @@ class TorchStepper:
         )
 
 
-class KfacStepper:
-    """Of K-FAC, which samples forward and backward of a step, and makes no update if the norm is not finite."""
+class KfacStepper(Stepper):
+    """Steps with K-FAC, which samples forward and backward of a step, and makes no update if the norm is not finite."""
+
+    _optimizer: KFAC
 
     def __init__(self, optimizer: KFAC) -> None:
-        self._optimizer = optimizer
+        super().__init__(optimizer)
         self._is_whole = True
 
     def begin(self, num_targets: Tensor) -> None:
@@ -203,38 +189,17 @@ class KfacStepper:
     def synchronize(self) -> None:
         self._optimizer.synchronize()
 
-    def update(
-        self, model: nn.Module, mesh: Mesh, clip: float | None, judge: Judge | None, norm: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        norm = clip_grad_norm(model, clip, mesh, norm)
-        verdict = None if judge is None else judge(norm)
+    def _step(self, norm: Tensor, verdict: Tensor | None) -> None:
         if bool(norm.isfinite()) and (verdict is None or verdict.item() == 0):
             self._optimizer.step()
         else:
             self._optimizer.end()
-        return norm, verdict
-
-    def read_state(self, piece: nn.Parameter) -> Mapping[str, Tensor]:
-        state: Mapping[str, Tensor] = self._optimizer.state.get(piece, {})
-        return state
-
-    def worker_kinds(self, kinds: Collection[str]) -> set[str]:
-        return set()
-
-    def read_own_state(self, piece: nn.Parameter) -> Mapping[str, Tensor]:
-        return {}
 
     def write_state(self, name: str, piece: nn.Parameter, state: Mapping[str, Tensor]) -> None:
         if is_pending(state):
             refuse_undelayed(name)
         if piece.requires_grad:
             self._is_whole &= self._optimizer.write_piece(piece, state)
-
-    def shared_weights(self) -> SharedWeights:
-        return nn.Parameter.detach
-
-    def sharing_weights(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def whole_state(self) -> Iterable[tuple[str, str, Tensor]]:
         return self._optimizer.layer_state()
@@ -254,7 +219,7 @@ def refuse_kfac_state(name: str, state: Mapping[str, Tensor]) -> None:
 
 
 def stepper(optimizer: Optimizer) -> Stepper:
-    """The interface to an optimizer."""
+    """Returns the interface to an optimizer."""
     if isinstance(optimizer, KFAC):
         return KfacStepper(optimizer)
     return WeftStepper(optimizer) if isinstance(optimizer, AdamW) else TorchStepper(optimizer)

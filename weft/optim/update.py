@@ -110,26 +110,6 @@ def update_for(device: torch.device) -> Callable[..., None]:
     return update_by_kernel
 
 
-def _fused(tensors: Sequence[Tensor], group: Mapping[str, Any]) -> None:
-    """Call torch's fused AdamW with weight, gradient, both moments and the step, which already counts this update."""
-    weight, gradient, first, second, step = ([tensor] for tensor in tensors)
-    torch._fused_adamw_(
-        weight,
-        gradient,
-        first,
-        second,
-        [],
-        step,
-        lr=float(group["lr"]),
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        amsgrad=False,
-        maximize=False,
-    )
-
-
 def scaled_gradient(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return a gradient times `scale` in `dtype`; in place if it has that dtype."""
     if scale is None:
@@ -145,12 +125,26 @@ def apply_fused_update(
     whole: Tensor | None,
     changed: Sequence[Tensor],
 ) -> None:
-    """Apply torch's fused kernel.
+    """Apply torch's fused kernel. `step` already counts this update.
 
     `changed` is the weight and both moments, or only the moments if `weight` is given.
     """
     own, first, second = changed if weight is None else (weight, *changed)
-    _fused([own, gradient, first, second, step], group)
+    torch._fused_adamw_(
+        [own],
+        [gradient],
+        [first],
+        [second],
+        [],
+        [step],
+        lr=float(group["lr"]),
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=False,
+    )
     if whole is not None:
         whole.copy_(own)
 

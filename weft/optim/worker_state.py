@@ -22,7 +22,7 @@ _KIND = re.compile(r"(?P<kind>.+)-(?P<worker>[0-9]+)-of-(?P<workers>[0-9]+)")
 
 
 def worker_kind(kind: str, worker: int, num_workers: int) -> str:
-    """The name in a checkpoint of a kind of state of one worker."""
+    """Returns the name in a checkpoint of a kind of state of one worker."""
     return f"{kind}-{worker}-of-{num_workers}"
 
 
@@ -32,7 +32,7 @@ def is_of_worker(kind: str) -> bool:
 
 
 def kinds_to_read(kinds: Iterable[str], worker: int, num_workers: int) -> set[str]:
-    """The names of workers' states that one of so many workers needs."""
+    """Returns the names of workers' states that one of so many workers needs."""
     found = {kind: match for kind in kinds if (match := _KIND.fullmatch(kind)) is not None}
     return {
         kind
@@ -42,7 +42,7 @@ def kinds_to_read(kinds: Iterable[str], worker: int, num_workers: int) -> set[st
 
 
 def state_for_worker(state: Mapping[str, Tensor], worker: int, num_workers: int) -> dict[str, Tensor]:
-    """The state of one of `num_workers` workers, by kind, made of what `kinds_to_read` names."""
+    """Returns the state of one of `num_workers` workers, by kind, made of what `kinds_to_read` names."""
     found: dict[str, dict[int, Tensor]] = {}
     for name, values in state.items():
         match = _KIND.fullmatch(name)

@@ -43,7 +43,7 @@ _BY_BLOCK = ("square_sum", "square_count")  # state with a value for each block 
 
 @lru_cache
 def variance_steps(last: int, kappa: int) -> tuple[int, ...]:
-    """The updates up to `last`, counted from 1, that renew the second moment: gap j is 2^(j // kappa)."""
+    """Returns the updates up to `last`, counted from 1, that renew the second moment: gap j is 2^(j // kappa)."""
     found, number, gap = list[int](), 1, 0
     while number <= last:
         found.append(number)
@@ -101,7 +101,7 @@ class ZeroOneAdam(OneBitAdam):
             self._update_after(held, gradient, number)
 
     def _num_variances(self, number: int) -> int:
-        """How often the second moment was renewed up to update `number`."""
+        """Returns how often the second moment was renewed up to update `number`."""
         return sum(step <= number for step in variance_steps(self.freeze_step, self.kappa))
 
     def _update_before(self, held: BufferState, gradient: Tensor, number: int) -> None:
@@ -156,7 +156,9 @@ class ZeroOneAdam(OneBitAdam):
         local["rate_sum"].zero_()
 
     def _mean_slices(self) -> dict[int, Tensor]:
-        """The means of slices over `data`, by number of the buffer; empty if all these ranks have the same weights."""
+        """Returns the means of slices over `data`, by number of the buffer; empty if all these ranks have the same
+        weights.
+        """
         number, data = self.num_updates, replace(self.data, ledger=Ledger())  # no part of a step's traffic
         if data.degree == 1 or number <= self.freeze_step or self.is_sync_step(number):
             return {}
@@ -177,8 +179,7 @@ class ZeroOneAdam(OneBitAdam):
                 return piece.detach()
             held, _, part = self._find(piece)
             mean = means.get(held.number)
-            place = slice(part.offset, part.offset + part.stop - part.start)
-            return piece.detach() if mean is None else mean[place].view(piece.shape)
+            return piece.detach() if mean is None else mean[part.place].view(piece.shape)
 
         return weights
 
@@ -198,7 +199,7 @@ class ZeroOneAdam(OneBitAdam):
         weight.mul_(1 - group["lr"] * group["weight_decay"])
 
     def _local_state(self, held: BufferState) -> dict[str, Tensor]:
-        """The tensors of local steps, made at the first of them."""
+        """Returns the tensors of local steps, made at the first of them."""
         if held.number not in self._local:
             zeros = torch.zeros_like(held.flat.slice)
             self._local[held.number] = {

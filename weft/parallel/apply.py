@@ -31,8 +31,8 @@ from weft.parallel.branch.axis import BranchAxis
 from weft.parallel.context.axis import ContextAxis
 from weft.parallel.data import DataAxis
 from weft.parallel.expert.axis import ExpertAxis
-from weft.parallel.expert.balance import RouterBalance
-from weft.parallel.fp8 import Fp8Matmuls
+from weft.parallel.expert.routing import RouterBalance
+from weft.parallel.fp8.matmuls import Fp8Matmuls
 from weft.parallel.shard import ShardAxis
 from weft.parallel.tensor.axis import TensorAxes
 from weft.parallel.tile import TileAxis, TileGradients
@@ -107,26 +107,26 @@ def parallelize(
         strategy.examine(whole, plan, mesh)
     if plan.pipe.degree == 1:
         return _apply_strategies(plan, model, values, mesh)
-    return build(stage(whole, plan, mesh.device), mesh, values, partial(_apply_to_stage, mesh=mesh, whole=model))
 
+    def apply_to_stage(plan: Plan, stage_model: nn.Module, values: Values) -> nn.Module:
+        give_to_stage(model, stage_model)
+        return _apply_strategies(plan, stage_model, values, mesh)
 
-def _apply_to_stage(plan: Plan, model: nn.Module, values: Values, mesh: Mesh, whole: nn.Module) -> nn.Module:
-    give_to_stage(whole, model)
-    return _apply_strategies(plan, model, values, mesh)
+    return build(stage(whole, plan, mesh.device), mesh, values, apply_to_stage)
 
 
 def _apply_strategies(plan: Plan, model: nn.Module, values: Values, mesh: Mesh) -> nn.Module:
     """Apply the strategies to a model, or to the model of a pipeline stage, with the plan that the stage follows."""
-    local = partial(_local_value, model, values)
+
+    def local_value(name: str) -> Tensor:
+        """Returns this rank's part of a parameter's value. Axes that cut parameters must be applied first."""
+        cut = (PARAMETER_CUTS.get(model) or {}).get(name)
+        return values(name) if cut is None else cut.take(values(name))
+
+    applied = model
     for strategy in STRATEGIES:
-        model = strategy.apply(model, plan, mesh, local)
-    return model
-
-
-def _local_value(model: nn.Module, values: Values, name: str) -> Tensor:
-    """Returns this rank's part of a parameter's value. Axes that cut parameters must be applied first."""
-    cut = (PARAMETER_CUTS.get(model) or {}).get(name)
-    return values(name) if cut is None else cut.take(values(name))
+        applied = strategy.apply(applied, plan, mesh, local_value)
+    return applied
 
 
 def refuse(model_profile: Profile, plan: Plan) -> None:

@@ -21,11 +21,11 @@ from weft.cluster.wire_formats import message_bytes
 from weft.comm.device_cells import STAGING_BYTES
 from weft.mesh import Mesh
 from weft.parallel.buffer_traffic import buffer_traffic
+from weft.parallel.model_state import all_flats
 from weft.plan import BatchSplit, Plan
 from weft.profiling import Profile
 from weft.profiling.software import Software
 from weft.profiling.workload import Call
-from weft.sharding.units import units_of
 from weft.strategy import Buffer, Cost, Strategy, Transient, Values, refuse_batch_mixers, tally
 
 
@@ -57,9 +57,7 @@ class DataAxis(Strategy):
             yield Call("data", "all_reduce", own * buffer.gradient_bytes, "reduce")
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
-        units = units_of(model)
         if plan.data > 1:
-            assert units is not None
-            for flat in units.flats:
+            for flat in all_flats(model):
                 flat.mean_over.append(mesh["data"])
         return model

@@ -15,11 +15,11 @@ from weft.parallel.model_state import (
 )
 from weft.pipeline.rank_model import rank_model
 from weft.sharding.flat_buffer import Flat
-from weft.sharding.gradient_norm import norms
+from weft.sharding.whole_gradient import norms
 
 
 def grad_norm(model: nn.Module, mesh: Mesh) -> Tensor:
-    """The global norm of all gradients [], on the device.
+    """Returns the global norm of all gradients [], on the device.
 
     Each parameter counts once, whatever the mesh: slices are disjoint over `shard`, equal over `data`, and what several
     ranks of x × y (or of pipe) hold alike counts for each of them in part.
@@ -38,7 +38,7 @@ def grad_norm(model: nn.Module, mesh: Mesh) -> Tensor:
 
 
 def _squared_norm(flats: Iterable[Flat], device: torch.device) -> Tensor:
-    """Of this rank's part of the gradients []."""
+    """Returns the squared norm [] of this rank's part of the gradients."""
     squared = torch.zeros((), dtype=torch.float64, device=device)
     sums, gradients, known, replicas = list[Tensor](), list[Tensor](), list[Tensor | None](), list[int]()
     for flat in flats:
@@ -91,7 +91,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None, mesh: Mesh, norm: T
 
 
 def _clip_parameters(model: nn.Module, max_norm: float | None) -> Tensor:
-    """The same of a model that one rank holds plainly."""
+    """Clip the gradients of a model without flat buffers, and return the norm before."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     if not gradients:
         return torch.zeros(())

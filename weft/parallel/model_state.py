@@ -21,7 +21,7 @@ from weft.sharding.units import Units, units_of
 
 
 def all_units(model: nn.Module) -> list[Units]:
-    """The units that hold a model's state: one set for each of its stages; none if one rank holds it plainly."""
+    """Returns the units that hold a model's state: one set for each of its stages; none without flat buffers."""
     return [units for units, _ in rank_model(model).named_units()]
 
 
@@ -31,7 +31,7 @@ def all_flats(model: nn.Module) -> list[Flat]:
 
 
 def sync_gradients(model: nn.Module, enabled: bool) -> None:
-    """Whether the next backward reduces gradients; switch it off for all but the last micro-batch of a step."""
+    """Say whether the next backward reduces gradients; switch it off for all but the last micro-batch of a step."""
     for units in all_units(model):
         units.sync = enabled
 
@@ -64,17 +64,17 @@ def _pieces_of(model: nn.Module) -> Iterator[tuple[ParameterPart, nn.Parameter]]
         return
     for flat in units.flats:
         for part, piece in zip(flat.layout.parts(flat.shard.index), flat.pieces, strict=True):
-            if part.stop > part.start:
+            if part.numel:
                 yield part, piece
 
 
 def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that a checkpoint holds, by their names in the whole model."""
+    """Yields the buffers that a checkpoint holds, by their names in the whole model."""
     return _buffers_of(rank_model(model).models)
 
 
 def buffers_to_save(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that this rank writes to a checkpoint, by their names in the whole model."""
+    """Yields the buffers that this rank writes to a checkpoint, by their names in the whole model."""
     return _buffers_of(rank_model(model).saved_models)
 
 

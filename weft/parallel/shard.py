@@ -313,13 +313,9 @@ def _make_flats(
     streamed: Mapping[str, int],
     device_buffers: Mapping[DeviceBufferKey, DeviceBuffer],
 ) -> Sequence[Flat]:
-    def kind(number: int) -> Callable[..., Flat]:
-        if block.name in streamed:
-            return partial(StreamedFlat, device_buffers[number, streamed[block.name] % NUM_DEVICE_BUFFERS])
-        return Flat
-
-    def options(number: int) -> FlatOptions:
-        return FlatOptions(
+    flats: list[Flat] = []
+    for number, layout in enumerate(flat_layouts(block.parameters, plan.shard.degree)):
+        options = FlatOptions(
             plan.shard.stage,
             COMPUTE_DTYPE[plan.precision],
             MASTER_DTYPE[plan.precision],
@@ -331,20 +327,12 @@ def _make_flats(
             communication=plan.communication,
             num_sending_ranks=plan.expert * (plan.branch.degree if plan.branch.splits_batch else 1),
         )
-
-    flats = [
-        kind(number)(
-            layout,
-            [places[parameter.name] for parameter in layout.parameters],
-            values,
-            mesh["shard"],
-            mesh.device,
-            options=options(number),
-        )
-        for number, layout in enumerate(flat_layouts(block.parameters, plan.shard.degree))
-    ]
-    for flat in flats:
-        flat.sum_over += [mesh.part(name) for name in flat.layout.sums]
+        make: Callable[..., Flat] = Flat
+        if block.name in streamed:
+            make = partial(StreamedFlat, device_buffers[number, streamed[block.name] % NUM_DEVICE_BUFFERS])
+        owners = [places[parameter.name] for parameter in layout.parameters]
+        flats.append(make(layout, owners, values, mesh["shard"], mesh.device, options=options))
+        flats[-1].sum_over += [mesh.part(name) for name in layout.sums]
     return flats
 
 

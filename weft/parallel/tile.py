@@ -29,11 +29,11 @@ from weft.inspection.parameter_cut import share
 from weft.inspection.rng import TileRng
 from weft.mesh import Mesh
 from weft.parallel.buffer_traffic import buffer_traffic
+from weft.parallel.model_state import all_flats
 from weft.plan import BatchSplit, Plan, Tile
 from weft.profiling import Profile
 from weft.profiling.software import BlockPass, Software
 from weft.profiling.workload import Call
-from weft.sharding.units import units_of
 from weft.spatial.dry_run import dry_run, mark_tiling, tiling_for, tiling_of
 from weft.spatial.tile_layout import Grid
 from weft.spatial.tiled_model import install, install_stage
@@ -88,14 +88,14 @@ class TileAxis(Strategy):
         return Cost(tally(pairs))
 
     def settings(self, space: SearchSpace) -> Iterable[Mapping[str, Any]]:
-        """The grids; the planner tries where tiles end and how they are handed over."""
+        """Returns the grids; the planner tries where tiles end and how they are handed over."""
         if space.samples != "images":
             return [{}]
         degrees = [degree for degree in divisors(space.num_devices) if degree <= MAX_TILES]
         return [{"tile": Tile(rows, degree // rows)} for degree in degrees for rows in divisors(degree)]
 
     def block_calls(self, block: BlockPass, plan: Plan) -> Iterable[Call]:
-        """The collectives between tiles: halos for each image, statistics once for a micro-batch."""
+        """Yields the collectives between tiles: halos for each image, statistics once for a micro-batch."""
         is_recomputed = plan.memory.recompute != "none" and block.is_block
         for call in block.work.tile_calls:
             num_bytes = call.num_bytes * (block.micro_batch if call.operation == "send" else 1)
@@ -145,10 +145,8 @@ class TileGradients(Strategy):
             yield Call("tile", "all_reduce", own * buffer.gradient_bytes, "reduce")
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
-        units = units_of(model)
         if plan.tile.degree > 1:
-            assert units is not None
-            for flat in units.flats:
+            for flat in all_flats(model):
                 flat.sum_over.append(mesh["tile"])
         return model
 
@@ -172,12 +170,8 @@ def own_targets(batch: Any, model: nn.Module, mesh: Mesh) -> Any:
     tiling = tiling_of(model)
     if tiling is None or tiling.output != "batch":
         return batch
-    return batch[0], *(_own_samples(one, mesh) for one in batch[1:])
-
-
-def _own_samples(targets: Tensor, mesh: Mesh) -> Tensor:
-    begin, end = share(len(targets), mesh["tile"].degree, mesh["tile"].index)
-    return targets[begin:end]
+    axis = mesh["tile"]
+    return batch[0], *(one[slice(*share(len(one), axis.degree, axis.index))] for one in batch[1:])
 
 
 def own_tiles(batch: Any, model: nn.Module, mesh: Mesh) -> Any:

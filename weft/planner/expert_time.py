@@ -18,7 +18,7 @@ from weft.profiling.workload import BlockWork
 EXPERT_CAST_BYTES = 3
 # Bytes for each element of rows that were sent, or have slots, in forward and in backward: rounded to fp8 (3), moved so
 # that experts end at a multiple (2), and the results moved back (4). Other rows are rounded as tokens, and gathered
-# anyway (`parallel/fp8_experts.py`).
+# anyway (`parallel/fp8/experts.py`).
 SENT_ROW_BYTES = 9
 # A matmul that adds its result to gradients in fp32 reads and writes these after its products. On an H200 this took as
 # long as 6.6 to 9.4 bytes for each element with 256 to 1,024 rows, and 3.3 to 6.7 with 2,048 and 4,096

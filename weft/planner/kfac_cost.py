@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weft.comm import add_traffic
-from weft.optim.kfac_gradients import gathered_layouts
 from weft.optim.kfac_layers import KfacLayer, find_layers
 from weft.optim.kfac_placement import kfac_state_bytes, kfac_traffic
+from weft.optim.kfac_ranks import gathered_layouts
 from weft.plan import Plan
 from weft.profiling import Profile
 from weft.run_tables import Kfac
@@ -28,7 +28,7 @@ def with_kfac(one: Cost, options: Kfac, plan: Plan, whole: Profile) -> Cost:
     slices = []
     for index in range(plan.shard.degree):
         parts = [part for layout in layouts for part in layout.parts(index)]
-        slices.append({one.parameter.name: one.stop - one.start for one in parts if one.stop > one.start})
+        slices.append({one.parameter.name: one.numel for one in parts if one.numel})
     own = {name for layer in layers for name in layer.parameter_names}
     gathered = [layout.numel for layout in gathered_layouts(layouts, own)]
     more = kfac_traffic(layers, options, plan.degrees, master_bytes(plan), gathered)

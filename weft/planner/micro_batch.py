@@ -20,7 +20,7 @@ from weft.inspection.memory_traffic import MemoryTraffic
 from weft.mesh import level_degrees
 from weft.parallel.apply import STRATEGIES
 from weft.parallel.context.closed_form import attends_again, key_numel
-from weft.parallel.fp8_products import MULTIPLE
+from weft.parallel.fp8.matmuls import MULTIPLE
 from weft.parallel.tensor.closed_form import gathers_again, gathers_fp8
 from weft.plan import Plan
 from weft.planner.expert_time import expert_seconds

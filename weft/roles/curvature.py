@@ -20,10 +20,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # as document
 
 from weft.comm.channel import PairChannel
 from weft.errors import LostRankError
-from weft.optim.kfac_inverse import invert_message
 from weft.optim.kfac_layers import FactorSizes
 from weft.optim.kfac_placement import NUM_STATISTICS, owners_of
-from weft.optim.kfac_sub_grid import Factors, pack_factors
+from weft.optim.kfac_sub_grid import Factors, invert_message, pack_factors
 from weft.roles.links import RoleLink, find_returned
 
 CURVATURE = "curvature"

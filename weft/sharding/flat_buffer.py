@@ -27,10 +27,9 @@ from weft.comm import Axis, Pending
 from weft.comm.rounded import all_gather, all_reduce, reduce_scatter
 from weft.errors import PlanError
 from weft.profiling import Parameter
-from weft.sharding.gradient_rules import refuse_gradient, unused_pieces
 from weft.sharding.host_memory import host_zeros
 from weft.sharding.layout import FlatLayout, ParameterPart
-from weft.sharding.whole_gradient import WholeGradient
+from weft.sharding.whole_gradient import WholeGradient, refuse_gradient, unused_pieces
 
 Owners = Sequence[tuple[nn.Module, str]]
 GRADIENT_BATCH_BYTES = 1 << 24  # small gradients are copied in batches of this size, one launch per batch
@@ -49,7 +48,7 @@ class FlatOptions:
     on_host: bool  # the slice and the optimizer state are in host memory
     delays: bool  # the optimizer applies each update one step late
     communication: Communication  # how parameters and gradients are rounded for links
-    num_sending_ranks: int = 1  # gradients are also means over the samples of these, however they were summed
+    num_sending_ranks: int = 1  # gradients are also means over these ranks' samples; other code has summed them
 
 
 class Flat:
@@ -173,7 +172,7 @@ class Flat:
         self.is_whole = False
         self._written_version = -1
         if self.frees_whole:
-            self._free_whole()
+            self.whole.untyped_storage().resize_(0)
 
     def is_freed_view(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is a view of the whole buffer, whose storage stage 3 frees."""
@@ -227,7 +226,7 @@ class Flat:
         return self.whole_gradient.norms if self.whole_gradient.square_sums else ([], [self.slice_gradient])
 
     def start_reduce(self) -> None:
-        """Start the reduce-scatter of the flat gradient over `shard`. See `gradient_rules.py` for -0.0."""
+        """Start the reduce-scatter of the flat gradient over `shard`. See `whole_gradient.py` for -0.0."""
         self.place_gradients()
         if not self.whole_gradient.filled:
             self._begin_gradient()
@@ -318,8 +317,8 @@ class Flat:
             self.hides_gradient = True
             return
         for piece, part in zip(self.pieces, self.parts, strict=True):
-            if part.stop > part.start and id(piece) not in self.unused:
-                piece.grad = self.slice_gradient[part.offset : part.offset + part.stop - part.start]
+            if part.numel and id(piece) not in self.unused:
+                piece.grad = self.slice_gradient[part.place]
 
     def discard_gradient(self) -> None:
         """Drop the gradients of an interrupted backward and restore the gradient that the pieces had before it."""
@@ -343,9 +342,9 @@ class Flat:
         else:
             piece = self.state_zeros(self.layout.slice_numel, self.options.slice_dtype)
         for part in self.parts:
-            if part.stop > part.start:
+            if part.numel:
                 value = values(part.parameter.name).detach().reshape(-1)[part.start : part.stop]
-                piece[part.offset : part.offset + part.stop - part.start].copy_(value)
+                piece[part.place].copy_(value)
         return piece
 
     def _fill_whole(self, values: Callable[[str], Tensor]) -> None:
@@ -364,15 +363,13 @@ class Flat:
         return nn.Parameter(tensor, requires_grad=self.trainable)
 
     def _piece(self, part: ParameterPart) -> nn.Parameter:
-        piece = nn.Parameter(
-            self.slice[part.offset : part.offset + part.stop - part.start], requires_grad=self.trainable
-        )
+        piece = nn.Parameter(self.slice[part.place], requires_grad=self.trainable)
         if self.trainable:  # autograd must reach whole parameters only; a gradient of a piece is never reduced
             piece.register_post_accumulate_grad_hook(partial(refuse_gradient, part.parameter.name))
         return piece
 
     def state_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Zeros for a tensor that lives from step to step, on the host or the device as the plan says."""
+        """Returns zeros for a tensor that lives from step to step, on the host or the device as the plan says."""
         if self.options.on_host:
             return host_zeros(numel, dtype, self.device)
         return torch.zeros(numel, dtype=dtype, device=self.device)
@@ -405,7 +402,7 @@ class Flat:
                     self._carried = torch.full(
                         (self.layout.slice_numel,), -0.0, dtype=self.options.master_dtype, device=self.device
                     )
-                self._carried[part.offset : part.offset + part.stop - part.start].copy_(piece.grad)
+                self._carried[part.place].copy_(piece.grad)
         if self.whole_gradient.tensor is None:
             is_narrow = self.whole_gradient.is_unsummed and self.is_read_flat
             dtype = self.options.compute_dtype if is_narrow else self.options.master_dtype
@@ -426,9 +423,6 @@ class Flat:
         for places, parameter in zip(self.owners, parameters, strict=True):
             for module, name in places:
                 module._parameters[name] = parameter
-
-    def _free_whole(self) -> None:
-        self.whole.untyped_storage().resize_(0)
 
     def _wait_reduce(self) -> None:
         assert self._reducing is not None

@@ -1,4 +1,4 @@
-"""Pinned host memory of exact size, and a check that a plan's memory is available before it is allocated.
+"""Pinned host memory of exact size, copies between it and a device, and a check that a plan's memory is available.
 
 Torch's allocator of pinned memory rounds up to powers of two. Here pages come from the system, are registered with CUDA
 as they are, and are returned with the tensor.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,3 +91,30 @@ def check_memory_fits(host_bytes: int, device_bytes: int, device: torch.device, 
             f"{free / 2**30:.1f} are free; raise plan.memory.offload or plan.memory.weights, keep state in fewer bits "
             f"(plan.memory.state), or shard over more ranks"
         )
+
+
+class CopyStream:
+    """Runs copies in one direction, in order, on a CUDA stream of its own. On a CPU each copy happens at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def copy(self, target: Tensor, source: Tensor, behind: Any = None) -> Any:
+        """Start a copy after all work queued on the current stream, and after the event `behind` if one is given.
+
+        Returns the event that marks the end of the copy (None on a CPU).
+        """
+        if self._stream is None:
+            target.copy_(source)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        if behind is not None:
+            self._stream.wait_event(behind)
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        return self._stream.record_event()
+
+    def wait(self, event: Any) -> None:
+        """Make the current stream wait for a copy, given the event that `copy` returned."""
+        if self._stream is not None and event is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(event)

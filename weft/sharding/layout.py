@@ -37,6 +37,16 @@ class ParameterPart:
     stop: int
     offset: int
 
+    @property
+    def numel(self) -> int:
+        """The number of elements, which may be 0."""
+        return self.stop - self.start
+
+    @property
+    def place(self) -> slice:
+        """Where the elements lie in the rank's slice."""
+        return slice(self.offset, self.offset + self.numel)
+
 
 @dataclass(frozen=True)
 class FlatLayout:
@@ -137,25 +147,25 @@ def trained_layouts(profile: Profile, plan: Plan) -> Iterator[FlatLayout]:
 
 
 def master_bytes(plan: Plan) -> int:
-    """Bytes per element of a gradient that is summed or reduced."""
+    """Returns the bytes per element of a gradient that is summed or reduced."""
     return MASTER_DTYPE[plan.precision].itemsize
 
 
 def slice_dtype(plan: Plan) -> torch.dtype:
-    """The dtype of the weights that the optimizer updates: the master dtype or, without master weights, the compute
-    dtype.
+    """Returns the dtype of the weights that the optimizer updates: the master dtype or, without master weights, the
+    compute dtype.
     """
     return (MASTER_DTYPE if plan.memory.master else COMPUTE_DTYPE)[plan.precision]
 
 
 def gradient_dtype(plan: Plan, accumulation: int) -> torch.dtype:
-    """The dtype in which gradients are stored: the compute dtype if they are neither summed nor reduced."""
+    """Returns the dtype in which gradients are stored: the compute dtype if they are neither summed nor reduced."""
     return (COMPUTE_DTYPE if accumulation == 1 and plan.num_ranks == 1 else MASTER_DTYPE)[plan.precision]
 
 
 def num_scales(part: ParameterPart) -> int:
-    """The number of blocks of `CODE_BLOCK` elements in a part; each has one scale per 8-bit moment."""
-    return -(-(part.stop - part.start) // CODE_BLOCK)
+    """Returns the number of blocks of `CODE_BLOCK` elements in a part; each has one scale per 8-bit moment."""
+    return -(-part.numel // CODE_BLOCK)
 
 
 def needs_units(plan: Plan) -> bool:
@@ -250,13 +260,15 @@ def has_separate_slice(plan: Plan) -> bool:
 
 
 def moment_dtype(state: str, master: torch.dtype) -> torch.dtype | None:
-    """The dtype of AdamW's moments under the plan's `memory.state`; None if they are 8-bit codes."""
+    """Returns the dtype of AdamW's moments under the plan's `memory.state`; None if they are 8-bit codes."""
     return None if state == "int8" else torch.bfloat16 if state == "bf16" else master
 
 
 def optimizer_bytes(layout: FlatLayout, index: int, plan: Plan) -> int:
-    """The bytes of AdamW's state of the slice of rank `index`: two moments, scales of codes, a step count per part."""
-    parts = [part for part in layout.parts(index) if part.stop > part.start]
+    """Returns the bytes of AdamW's state of the slice of rank `index`: two moments, scales of codes, a step count per
+    part.
+    """
+    parts = [part for part in layout.parts(index) if part.numel]
     counters = STEP_COUNTER_BYTES * len(parts)
     moment = moment_dtype(plan.memory.state, MASTER_DTYPE[plan.precision])
     if not parts:  # padding only

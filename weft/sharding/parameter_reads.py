@@ -33,6 +33,7 @@ from weft.profiling import SHARED_BY_STAGES
 from weft.sharding.flat_buffer import Flat
 
 # Attributes that a piece of a parameter shares with the whole, as in `hidden.to(self.linear.weight.dtype)`.
+WITHOUT_TENSOR_AXES = "tensor.x = 1 and tensor.y = 1"
 _SAME_FOR_PIECES = frozenset({"dtype", "device", "layout", "requires_grad", "is_cuda", "is_cpu", "is_leaf"})
 
 
@@ -106,7 +107,13 @@ class _Operations(TorchFunctionMode):
     def named_modules(self) -> Iterator[None]:
         """Follow which module runs."""
         handles = []
-        blocks = {name: block for block in self._flats if block for name in _names_inside(self._model, block)}
+        blocks = {
+            f"{block}.{name}": block
+            for block in self._flats
+            if block
+            for name, _ in self._model.get_submodule(block).named_modules()
+            if name
+        }
         for name, module in self._model.named_modules():
             if any(module is running for _, running in self._running):  # torch is going through its hooks
                 continue
@@ -137,13 +144,9 @@ class _Operations(TorchFunctionMode):
             for one in self._held.values()
             if one.is_cut and one.flat and self._is_in_owner(one.flat, one.index)
         ]
-        obstacle = None
-        if any(flat.is_streamed for flat in self._flats.get(name, ())):
-            obstacle = "memory.weights > 0 copies the block's parameters", "weights = 0"
-        elif any(flat.frees_whole for flat in self._flats.get(name, ())):
-            obstacle = "shard.stage = 3 gathers the block's parameters", "stage 1 or 2"
-        elif cut:
-            obstacle = "the tensor axes communicate", "tensor.x = 1 and tensor.y = 1"
+        obstacle = _away(self._flats.get(name, ()), "copies the block's parameters", "gathers the block's parameters")
+        if obstacle is None and cut:
+            obstacle = "the tensor axes communicate", WITHOUT_TENSOR_AXES
         if obstacle is not None:
             raise PlanError(
                 f"'{name}' is called inside of torch.func.{transform}, where weft cannot follow tensors, and "
@@ -161,7 +164,7 @@ class _Operations(TorchFunctionMode):
         is_of_all = getattr(getattr(func, "__self__", None), "__name__", "") in _SAME_FOR_PIECES
         if not is_of_all and any(id(tensor) in self._held for tensor in tensors_in((args, kwargs))):
             is_attribute = getattr(func, "__name__", "") == "__get__"  # as .dtype
-            self._is_axis = _is_of_an_axis(sys._getframe(1))
+            self._is_axis = _calling_module(sys._getframe(1)).startswith("weft.parallel.")
             args, kwargs = map_tensors(partial(self._readable, is_attribute), (args, kwargs))
         if _is_in_place(func) and _is_of_the_model(sys._getframe(1)):
             for tensor in tensors_in(args[:1]):
@@ -174,16 +177,13 @@ class _Operations(TorchFunctionMode):
         flat = next((one for one in self._all_flats if one.whole.untyped_storage()._cdata == storage), None)
         if flat is None or not flat.is_whole:  # while it is gathered, weft writes it
             return
-        obstacle = None
-        if flat.is_streamed:
-            obstacle = "memory.weights > 0 streams a copy of the block's parameters", "weights = 0"
-        elif flat.frees_whole:
-            obstacle = "shard.stage = 3 gathers a copy of the block's parameters", "stage 1 or 2"
-        elif flat.is_apart:
+        obstacle = _away([flat], "streams a copy of the block's parameters", "gathers a copy of the block's parameters")
+        if obstacle is None and flat.is_apart:
             obstacle = "the optimizer has master weights of its own", "precision 'fp32'"
         if obstacle is not None:
             inside = zip(flat.layout.parameters, flat.whole_parameters, strict=True)
-            name = next(one.name for one, whole in inside if 0 <= _distance(whole, tensor) < whole.numel())
+            place = tensor.storage_offset()
+            name = next(one.name for one, whole in inside if 0 <= place - whole.storage_offset() < whole.numel())
             raise PlanError(
                 f"{self._reader} changes parameter '{name}' in place, where "
                 f"{obstacle[0]}, so the change would be lost; change parameters after the optimizer's step, compute "
@@ -209,7 +209,7 @@ class _Operations(TorchFunctionMode):
         if held.is_cut and not self._is_in_owner(held.flat, held.index) and not self._is_axis:
             raise PlanError(
                 f"{reading}, of which the tensor axes give each rank a part; call the module that holds it instead, or "
-                f"use tensor.x = 1 and tensor.y = 1"
+                f"use {WITHOUT_TENSOR_AXES}"
             )
         self._make_whole(held.flat, reading, "its block")
         return held.flat.whole_parameters[held.index]
@@ -218,13 +218,9 @@ class _Operations(TorchFunctionMode):
         """Gather a buffer that is read outside of a call of its block, or refuse that."""
         if flat.is_whole:
             return
-        obstacle = None
-        if flat.is_streamed:
-            obstacle = "memory.weights > 0 frees the block's parameters", "weights = 0"
-        elif flat.frees_whole:
-            obstacle = "shard.stage = 3 frees the block's parameters", "stage 1 or 2"
-        elif any(parameter.cut is not None for parameter in flat.layout.parameters):
-            obstacle = "the tensor axes do not count its communication", "tensor.x = 1 and tensor.y = 1"
+        obstacle = _away([flat], "frees the block's parameters", "frees the block's parameters")
+        if obstacle is None and any(parameter.cut is not None for parameter in flat.layout.parameters):
+            obstacle = "the tensor axes do not count its communication", WITHOUT_TENSOR_AXES
         if obstacle is not None:
             raise PlanError(
                 f"{reading} outside of a call of {block}, where {obstacle[0]}; call the block (not its .forward, nor "
@@ -244,6 +240,15 @@ class _Operations(TorchFunctionMode):
         return f"'{name}'" if name else "the model's own forward"
 
 
+def _away(flats: Sequence[Flat], if_streamed: str, if_sharded: str) -> tuple[str, str] | None:
+    """Returns why parameters are not in memory between uses of their block, and the setting without that; or None."""
+    if any(flat.is_streamed for flat in flats):
+        return f"memory.weights > 0 {if_streamed}", "weights = 0"
+    if any(flat.frees_whole for flat in flats):
+        return f"shard.stage = 3 {if_sharded}", "stage 1 or 2"
+    return None
+
+
 def _is_compiled(module: nn.Module) -> bool:
     """Is the module compiled? torch.compile does not follow the watch."""
     forward = module.__dict__.get("forward")
@@ -251,23 +256,10 @@ def _is_compiled(module: nn.Module) -> bool:
     return has_code or module._compiled_call_impl is not None
 
 
-def _is_of_an_axis(frame: FrameType | None) -> bool:
-    """Does the code of this frame, or what it calls torch for, belong to one of weft's axes and not to the model?
-
-    A hook on saved tensors, which autograd calls, counts as the code that saves them.
-    """
-    return _calling_module(frame).startswith("weft.parallel.")
-
-
 def _is_of_the_model(frame: FrameType | None) -> bool:
     """Does the code of this frame, or what it calls torch for, belong to the model and not to weft's runtime?"""
     module = _calling_module(frame)
     return module.startswith("weft.models.") or not module.startswith("weft.")
-
-
-def _distance(one: Tensor, other: Tensor) -> int:
-    """Return how many elements one tensor begins before another of the same storage."""
-    return int(other.storage_offset() - one.storage_offset())
 
 
 def _is_in_place(func: Any) -> bool:
@@ -277,7 +269,10 @@ def _is_in_place(func: Any) -> bool:
 
 
 def _calling_module(frame: FrameType | None) -> str:
-    """Return the name of the module whose code calls torch in this frame."""
+    """Return the name of the module whose code calls torch in this frame.
+
+    A hook on saved tensors, which autograd calls, counts as the code that saves them.
+    """
     while frame is not None and (
         f"{_module_of(frame)}.".startswith("torch.")
         or frame.f_code.co_name == "__torch_function__"
@@ -289,11 +284,6 @@ def _calling_module(frame: FrameType | None) -> str:
 
 def _module_of(frame: FrameType | None) -> str:
     return "" if frame is None else str(frame.f_globals.get("__name__", ""))
-
-
-def _names_inside(model: nn.Module, block: str) -> list[str]:
-    """Return the names of a block's submodules in the model."""
-    return [f"{block}.{name}" for name, _ in model.get_submodule(block).named_modules() if name]
 
 
 def _own_parameters(flats: Sequence[Flat]) -> Mapping[int, _HeldParameter]:

@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from weft.errors import PlanError
-from weft.sharding.copy_lane import CopyStream
 from weft.sharding.flat_buffer import Flat, FlatOptions
-from weft.sharding.gradient_norm import norms
-from weft.sharding.host_memory import host_zeros
+from weft.sharding.host_memory import CopyStream, host_zeros
 from weft.sharding.layout import DeviceBufferKey, DeviceBufferSize
+from weft.sharding.whole_gradient import norms
 
 
 class HostLink:

@@ -39,11 +39,11 @@ class WayAgreement:
         self._prefix = f"weft/way/{next(_numbers)}/{'-'.join(map(str, self._ranks))}"
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Begin a pass."""
         self._now, self._place = [], 0
 
     def enters(self, block: str) -> None:
-        """This rank is about to call a block, and to gather its parameters."""
+        """Check a block that this rank is about to call, and whose parameters it will gather."""
         expected = self._last[self._place] if self._place < len(self._last) else _END
         if block != expected:
             self._agree(f"block '{block}'")
@@ -52,7 +52,7 @@ class WayAgreement:
         self._now.append(block)
 
     def end(self) -> None:
-        """The forward has ended. Backward gathers the same blocks again."""
+        """End the forward. Backward gathers the same blocks again."""
         if self._place < len(self._last):
             self._agree(_END)
         self._last = self._now

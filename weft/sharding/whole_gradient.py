@@ -1,12 +1,23 @@
-"""The gradient of a whole flat buffer before its reduction: parameters' gradients are copied into it, or added."""
+"""The gradient of a whole flat buffer before its reduction: parameters' gradients are copied into it, or added.
+
+torch's optimizers pass over a parameter without a gradient. Ranks find out without communication which parameters have
+none: a rank that has no gradient of a parameter gives -0.0 to the sum over ranks. It is the identity of addition: x +
+-0.0 is x for every x, 0.0 and -0.0 too. So the sum is -0.0 in every element if no rank has a gradient, and else the sum
+of those that there are. A rank looks only at parameters that it has no gradient of itself. (A gradient that is -0.0 in
+every element, on other ranks and not on this one, is taken for none.)
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from functools import reduce
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._triton import has_triton
 
-from weft.sharding.layout import FlatLayout
+from weft.errors import PlanError
+from weft.sharding.layout import FlatLayout, ParameterPart
 
 KERNEL_NUMEL = 1 << 20  # a gradient of at least this many elements is copied by a kernel launch of its own
 
@@ -95,7 +106,7 @@ class WholeGradient:
         return True
 
     def finish(self) -> None:
-        """End the sum of this step. A parameter without a gradient gets -0.0, see `gradient_rules.py`."""
+        """End the sum of this step. A parameter without a gradient gets -0.0 (see above)."""
         for index, view in enumerate(self.views):
             if index not in self.filled:
                 view.fill_(-0.0)
@@ -106,3 +117,52 @@ class WholeGradient:
         self.filled.clear()
         self.held.clear()
         self.square_sums.clear()
+
+
+def unused_pieces(
+    gradient: Tensor,
+    parts: Sequence[ParameterPart],
+    pieces: Sequence[nn.Parameter],
+    received: Collection[int],
+    before: frozenset[int],
+) -> frozenset[int]:
+    """Returns the ids of pieces whose parameters have no gradient on any rank.
+
+    `gradient` is the sum over ranks, in which `parts` say where the piece of each parameter lies. `received` are the
+    parameters that this rank has a gradient of. A step that is being recorded as a CUDA graph keeps the result of the
+    step `before`.
+    """
+    if gradient.is_cuda and torch.cuda.is_current_stream_capturing():
+        return before
+    indices = [i for i, part in enumerate(parts) if i not in received and part.numel]
+    sums = [gradient[parts[i].place] for i in indices]
+    flags = torch.stack([(one.signbit() & (one == 0)).all() for one in sums]).tolist() if sums else []
+    return frozenset(id(pieces[i]) for i, is_unused in zip(indices, flags, strict=True) if is_unused)
+
+
+def refuse_gradient(name: str, _: Tensor) -> None:
+    """Raise a PlanError: a piece, which is not what a block computes with, got a gradient."""
+    raise PlanError(
+        f"parameter '{name}' got a gradient outside the forward of its block; call the block (not its .forward, nor "
+        f"its parameters), and add penalties on parameters through the optimizer (weight_decay)"
+    )
+
+
+_CHUNK_NUMEL = 1 << 20  # a chunk's copy in float64 is 8 MiB
+
+
+def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the norm of each tensor [], in float64 on a CPU and at least float32 elsewhere. All are on one device.
+
+    On a CPU torch sums squares one after another in the given dtype: over four million float32 numbers, the length of a
+    flat buffer, the error is 1e-4. There squares are summed in float64, in chunks. A GPU sums in a tree, for which
+    float32 is enough.
+    """
+    if not tensors:
+        return []
+    if tensors[0].device.type != "cpu":
+        dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors}, torch.float32)  # of the sums
+        return list(torch._foreach_norm(list(tensors), 2, dtype=dtype))
+    chunks = [list(tensor.reshape(-1).split(_CHUNK_NUMEL)) for tensor in tensors]
+    parts = [torch.stack(torch._foreach_norm(one, 2, dtype=torch.float64)) for one in chunks]
+    return [torch.linalg.vector_norm(one) for one in parts]

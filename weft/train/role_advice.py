@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from weft.comm import Axis, Ledger
-from weft.optim.kfac_inverse import damped_inverses
 from weft.optim.kfac_layers import FactorSizes
 from weft.optim.kfac_placement import owners_of
+from weft.optim.kfac_sub_grid import damped_inverses
 from weft.planner.kfac_cost import kfac_layers
 from weft.run_file import Run
 from weft.sharding.layout import MASTER_DTYPE

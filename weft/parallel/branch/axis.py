@@ -40,10 +40,10 @@ from weft.inspection.parameter_cut import Cut
 from weft.mesh import Mesh
 from weft.parallel.branch.batch_dims import find_batch_dims
 from weft.parallel.branch.beside import refuse_beside
-from weft.parallel.branch.one_operation import as_operations
 from weft.parallel.branch.owners import Deal, ModelBranch, deal, find_branches, join_regions, total_work
 from weft.parallel.branch.regions import (
     WHOLE,
+    as_operations,
     common_parameters,
     is_in_blocks,
     region_names,
@@ -55,10 +55,10 @@ from weft.parallel.branch.regions import (
 )
 from weft.parallel.branch.runner import BranchRunner
 from weft.parallel.branch.schedule import BranchSchedule, make_schedule
-from weft.parallel.cut_parameters import cut_parameters
+from weft.parallel.cut_parameters import cut_parameters, cut_profile, global_shapes, profiled_shapes
 from weft.pipeline.tracer import Tracer
 from weft.plan import BatchSplit, Branch, Plan
-from weft.profiling import PARAMETER_CUTS, Block, LayerShape, Profile, ProfileCache
+from weft.profiling import Block, LayerShape, Profile, ProfileCache
 from weft.strategy import Cost, SearchSpace, Strategy, Values, divisors, refuse_batch_mixers, tally
 
 logger = logging.getLogger("weft")
@@ -101,30 +101,24 @@ class BranchAxis(Strategy):
             find_schedules(profile, plan)
         except PlanError as error:
             return str(error)
-        return _refuse_number(profile, plan, found) or _refuse_mixers(profile, plan)
+        num_parts = plan.branch.degree if plan.branch.splits_batch else 1
+        return _refuse_number(profile, plan, found) or refuse_batch_mixers(profile, plan, "branch", num_parts)
 
     def localise(self, profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Profile:
         if plan.branch.degree == 1:
             return profile
         found, index = _deal(profile, plan), coordinates["branch"]
-        shapes = {parameter.name: parameter.shape for block in profile.all for parameter in block.parameters}
-        cuts = branch_cuts(shapes, found, index, plan.branch.splits_batch)
+        cuts = branch_cuts(profiled_shapes(profile), found, index, plan.branch.splits_batch)
         schedules = find_schedules(profile, plan, coordinates["x"])
 
         def local(block: Block) -> Block:
-            parameters = (replace(p, shape=cuts[p.name].local_shape, cut=cuts[p.name]) for p in block.parameters)
             schedule, saved = schedules.get(WHOLE) or schedules.get(block.name), block.saved_bytes
             share = 1.0 if schedule is None else schedule.result_share(index)
             if saved is not None and share > 1:
                 saved = {kind: math.ceil(share * num_bytes) for kind, num_bytes in saved.items()}
-            return replace(block, parameters=tuple(parameters), saved_bytes=saved)
+            return replace(block, saved_bytes=saved)
 
-        return replace(
-            profile,
-            root=local(profile.root),
-            blocks=tuple(local(block) for block in profile.blocks),
-            layer_calls=_local_calls(profile, plan, found, index),
-        )
+        return replace(cut_profile(profile, cuts, local), layer_calls=_local_calls(profile, plan, found, index))
 
     def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
         if plan.branch.degree == 1:
@@ -165,9 +159,8 @@ class BranchAxis(Strategy):
         if found is None:
             return model
         as_operations(model, (name for region in found.regions for name in within(region, found.layers).values()))
-        shapes = {name: cut.shape for name, cut in (PARAMETER_CUTS.get(model) or {}).items()}
-        shapes = shapes or {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        cut_parameters(model, branch_cuts(shapes, found.deal, mesh["branch"].index, plan.branch.splits_batch))
+        index, splits_batch = mesh["branch"].index, plan.branch.splits_batch
+        cut_parameters(model, branch_cuts(global_shapes(model), found.deal, index, splits_batch))
         modules = dict(model.named_modules())
         for region, tracer in found.regions.items():
             if region not in modules or isinstance(modules[region], AbsentModule):  # of another stage
@@ -179,7 +172,7 @@ class BranchAxis(Strategy):
 
 
 def work_share(profile: Profile, plan: Plan) -> float:
-    """Returns the time of a forward and backward under a plan over that on one rank, without communication.
+    """Returns the time of a forward and backward under a plan divided by that on one rank, without communication.
 
     In each wave the rank with the most work decides. All ranks run what is outside of branches. One rank would run as
     many samples as each rank has of its own, and branches may run those of all.
@@ -200,8 +193,9 @@ class BranchSizes(NamedTuple):
     """What the planner needs of a model's branches under a plan, for a profile of one micro-batch.
 
     `work_share` is as `work_share` returns it. `calls` are the collectives of one micro-batch, (operation, bytes).
-    `largest_numel` are the parameters of the rank that holds most, and `shared_numel` those of all ranks.
-    `result_share`: results that the rank with the most makes or gathers, over those of all operations, at least 1.
+    `largest_numel` is the number of parameters on the rank that holds most, and `shared_numel` that of the parameters
+    that every rank holds. `result_share`: the bytes of results that the rank with the most makes or gathers, divided by
+    those of all operations; at least 1.
     """
 
     work_share: float
@@ -230,9 +224,10 @@ def describe_deal(profile: Profile, plan: Plan) -> str:
 
 
 def branch_cuts(shapes: Mapping[str, tuple[int, ...]], found: Deal, index: int, splits_batch: bool) -> dict[str, Cut]:
-    """Returns a rank's part of every parameter: all or nothing of those of a branch, and all of the others.
+    """Returns a rank's part of every parameter.
 
-    If ranks have different samples (`splits_batch`), gradients of the others are partial sums.
+    A parameter of a branch is whole on the branch's rank and empty on the others. All other parameters are whole on
+    every rank; if ranks have different samples (`splits_batch`), their gradients are partial sums.
     """
     owners, cuts, sums = found.owners, dict[str, Cut](), ("branch",) if splits_batch else ()
     for name, shape in shapes.items():
@@ -245,9 +240,10 @@ def branch_cuts(shapes: Mapping[str, tuple[int, ...]], found: Deal, index: int, 
 
 
 def _local_calls(profile: Profile, plan: Plan, found: Deal, index: int) -> Mapping[str, tuple[LayerShape, ...]]:
-    """Returns the calls of layers on a rank: none of other ranks' branches, and its own with the samples of all.
+    """Returns the calls of layers on a rank, by name, without those of other ranks' branches.
 
-    A recompute runs up to the last exchange of a block, also behind the last tensor that a branch saves.
+    Calls in its own branches have the samples of all ranks, if ranks have different ones. None of them is the last of
+    its block in a recompute, which runs up to the block's last exchange.
     """
     owners, times = found.owners, found.degree if plan.branch.splits_batch else 1
 
@@ -312,11 +308,6 @@ def _make_schedules(whole: Profile, plan: Plan, x: int) -> dict[str, BranchSched
             batch = find_batch_dims(trace, more, plan.branch.degree)
         found[region] = make_schedule(trace, own, batch)
     return found
-
-
-def _refuse_mixers(profile: Profile, plan: Plan) -> str | None:
-    """Returns why layers that mix samples do not allow ranks with different samples; None if they do."""
-    return refuse_batch_mixers(profile, plan, "branch", plan.branch.degree if plan.branch.splits_batch else 1)
 
 
 def _refuse_number(profile: Profile, plan: Plan, found: Deal) -> str | None:

@@ -84,10 +84,10 @@ def find_batch_dims(own: Trace, whole: Trace, degree: int) -> BatchDims:
 
 
 def with_sizes(live: Any, here: Any, there: Any, check: Callable[[Tensor, RecordedTensor], None]) -> Any:
-    """Returns the arguments of an operation with the numbers that it has in the trace `here`.
+    """Returns the live arguments of an operation, with the numbers of `here` where these depend on the samples.
 
-    `there` are those of the other trace. Only numbers that differ between the traces are taken from `here`. `check` is
-    called with each tensor, and what was recorded of it.
+    `here` and `there` are the operation's arguments in two traces with different numbers of samples: a number depends
+    on the samples if it differs between them. `check` is called with each tensor, and what was recorded of it.
     """
     again = partial(with_sizes, check=check)
     if isinstance(here, RecordedTensor):

@@ -1,15 +1,22 @@
-"""The communication of branches whose ranks have the same samples, with its backward: fork a tensor, and exchange
-results.
+"""The communication of branches, with its backward: fork a tensor, and exchange results.
+
+If all ranks have the same samples:
 
     fork       forward: nothing                      backward: all-reduce of the gradients
     exchange   forward: all-gather of all results    backward: nothing; each rank goes on with the gradients of its own
 
-In an exchange every rank gives a part of the same size, which has its results one after another, as bytes.
+If ranks have different samples:
+
+    fork       forward: all-gather of the samples    backward: reduce-scatter of the gradients
+    exchange   forward: all-to-all; each rank gets   backward: all-to-all; each rank gets the gradients of its own
+               its samples of all results                      results for all samples
+
+Every rank gives a part of the same size to an exchange, which has its results one after another, as bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +24,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from weft.comm import Axis, all_gather, all_reduce
+from weft.comm import Axis, all_gather, all_reduce, all_to_all
+from weft.inspection.first_order import Transposable
 from weft.parallel.branch.schedule import BranchExchange, SentTensor
+from weft.parallel.tensor.operations import own_part_of_sum
 
 Enter = Callable[[], None] | None  # called where backward enters a block of the model
 
@@ -69,32 +78,70 @@ class Exchanger:
         found: tuple[Tensor, ...] = _ResultExchange.apply(self, enter, len(forks), anchor, *forks, *own)
         return found
 
-    def gather(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """Returns all tensors of the exchange, without a backward."""
-        whole = torch.empty(self.axis.degree, self.exchange.part_bytes, dtype=torch.uint8, device=self.device)
+    def receive(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the tensors that this rank gets of the exchange, without a backward: here, all of them."""
+        whole = self._parts()
         part = whole[self.axis.index]
-        for one, tensor in zip(self.own, own, strict=True):
+        for (one, _), tensor in zip(self.own, own, strict=True):
             put(part, one, tensor)
         all_gather(whole.view(-1), part, self.axis).wait()
-        pairs = zip(self.exchange.tensors, self.forms, strict=True)
-        return [take(whole[one.rank], one, form, self.device) for one, form in pairs]
-
-    @property
-    def own(self) -> list[SentTensor]:
-        """The tensors of the exchange that this rank gives."""
-        return [one for one in self.exchange.tensors if one.rank == self.axis.index]
-
-    def own_of(self, values: Sequence[Any]) -> list[Any]:
-        """Returns those of this rank, of a value for each tensor of the exchange."""
-        return [value for one, value in zip(self.exchange.tensors, values, strict=True) if one.rank == self.axis.index]
-
-    def receive(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the tensors that this rank gets of the exchange, without a backward."""
-        return self.gather(own)
+        return self._taken(whole)
 
     def give_back(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Returns the gradients of this rank's own results, of those of all tensors that it got."""
-        return self.own_of(gradients)
+        """Returns the gradients of this rank's own results, from those of all tensors that it got."""
+        pairs = zip(self.exchange.tensors, gradients, strict=True)
+        return [gradient for one, gradient in pairs if one.rank == self.axis.index]
+
+    @property
+    def own(self) -> list[tuple[SentTensor, Tensor]]:
+        """The tensors of the exchange that this rank gives, with their forms."""
+        pairs = zip(self.exchange.tensors, self.forms, strict=True)
+        return [(one, form) for one, form in pairs if one.rank == self.axis.index]
+
+    def _parts(self) -> Tensor:
+        """Returns memory for the parts of all ranks [ranks, bytes]."""
+        return torch.empty(self.axis.degree, self.exchange.part_bytes, dtype=torch.uint8, device=self.device)
+
+    def _taken(self, parts: Tensor) -> list[Tensor]:
+        """Returns all tensors of the exchange, from the parts of all ranks."""
+        pairs = zip(self.exchange.tensors, self.forms, strict=True)
+        return [take(parts[one.rank], one, form, self.device) for one, form in pairs]
+
+
+@dataclass(frozen=True)
+class ShareExchanger(Exchanger):
+    """Carries out one exchange: each rank gives the results of its branches for all samples, and gets its own samples
+    of all results. `dims` are those of samples, by number. `forms` have a rank's samples.
+    """
+
+    dims: Mapping[int, int]
+
+    def receive(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """Returns this rank's samples of all results."""
+        sent = self._parts()
+        for (one, _), tensor in zip(self.own, own, strict=True):
+            for part, share in zip(sent, tensor.detach().chunk(self.axis.degree, self.dims[one.number]), strict=True):
+                put(part, one, share)
+        return self._taken(self._swap(sent))
+
+    def give_back(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Returns the gradients of this rank's own results for all samples, from those of each rank's samples."""
+        sent = self._parts().zero_()
+        for one, gradient in zip(self.exchange.tensors, gradients, strict=True):
+            if gradient is not None:
+                put(sent[one.rank], one, gradient)
+        received = self._swap(sent)
+        return [
+            torch.cat([take(part, one, form, self.device) for part in received], self.dims[one.number])
+            if form.requires_grad
+            else None
+            for one, form in self.own
+        ]
+
+    def _swap(self, sent: Tensor) -> Tensor:
+        received = torch.empty_like(sent)
+        all_to_all(received, sent, self.axis).wait()
+        return received
 
 
 def put(part: Tensor, one: SentTensor, tensor: Tensor) -> None:
@@ -139,3 +186,25 @@ class _ResultExchange(Function):
             ctx.enter()
         _ = ctx.saved_tensors
         return None, None, None, None, *[None] * ctx.num_forks, *ctx.exchanger.give_back(gradients)
+
+
+def gather_samples(tensor: Tensor, dim: int, axis: Axis) -> Tensor:
+    """Returns the samples of all ranks, which lie along `dim`, without a backward."""
+    part = tensor.detach().movedim(dim, 0).contiguous()
+    whole = part.new_empty(axis.degree * part.shape[0], *part.shape[1:])
+    all_gather(whole.view(-1).view(torch.uint8), part.view(-1).view(torch.uint8), axis).wait()
+    return whole.movedim(0, dim).contiguous()
+
+
+def _sum_samples(gradient: Tensor, dim: int, axis: Axis, enter: Enter) -> Tensor:
+    if enter is not None:
+        enter()
+    return own_part_of_sum(gradient, axis, dim)
+
+
+_FORK_SAMPLES = Transposable(lambda tensor, dim, axis, _: gather_samples(tensor, dim, axis), _sum_samples, "branch")
+
+
+def gather_fork(tensor: Tensor, dim: int, axis: Axis, enter: Enter) -> Tensor:
+    """Returns the samples of all ranks for the branches. Backward calls `enter`, and sums the gradients over ranks."""
+    return _FORK_SAMPLES.apply(tensor, dim, axis, enter)

@@ -191,7 +191,7 @@ def _module_of(parameter: str, modules: Sequence[str]) -> str | None:
 
 
 def _common_events(trace: Trace, parameters: set[int]) -> set[int]:
-    """Returns the events that use one of these parameters, or what is computed from parameters and one of these."""
+    """Returns the events that use one of these parameters, or a tensor made of one and of nothing but parameters."""
     derived, state, found = set(parameters), set(trace.parameters.values()), set[int]()
     for index, event in enumerate(trace.events):
         if derived.intersection(event.inputs):

@@ -5,24 +5,27 @@ its results. It is the whole model (its name is ''), or with `pipe` or recompute
 checkpoints run blocks one by one. Branches that begin in one block and meet in another one are then not found.
 
 If `x` splits the model, the traced model is split in the same way, for one rank of `x`. Every rank of `x` has the same
-operations, and they differ in the shapes of split tensors at most.
+operations, and they differ in the shapes of split tensors at most. A layer that communicates over `x` is traced, and
+later run or skipped, as one operation (`as_operations`): its forward has collectives, and functions whose backward has
+some. All ranks of `x` have the same index on `branch`, so they skip the layer together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_map
 
 from weft.errors import PlanError
 from weft.inspection.functional_call import arguments
 from weft.inspection.nested_tensors import tensors_in
+from weft.inspection.tensor_splits import Pairing
 from weft.parallel.branch.batch_dims import all_samples
-from weft.parallel.branch.one_operation import as_operations, split_layers
-from weft.parallel.tensor.dry_split import dry_split
+from weft.parallel.tensor.axis import dry_split
 from weft.pipeline.stand_in import skeleton
 from weft.pipeline.trace import Trace
 from weft.pipeline.trace_watch import FOR_BRANCHES
@@ -38,7 +41,7 @@ _TRACES = ProfileCache[tuple[Precision, TensorPlan, int, str, int], Trace]()  # 
 
 
 def whole_of(profile: Profile) -> Profile:
-    """Returns the profile of the whole model, of a profile that may be that of a pipeline stage."""
+    """Returns the profile of the whole model; `profile` may be that of a pipeline stage."""
     return profile.whole or profile
 
 
@@ -55,7 +58,7 @@ def region_names(whole: Profile, plan: Plan) -> tuple[str, ...]:
 
 
 def within(region: str, names: Iterable[str]) -> dict[str, str]:
-    """Returns, of these names, those inside of a region, by their names as seen from it."""
+    """Returns the names that lie inside of a region, by their names relative to it."""
     start = f"{region}." if region else ""
     return {name.removeprefix(start): name for name in names if name.startswith(start)}
 
@@ -65,14 +68,14 @@ def traced_model(whole: Profile, plan: Plan, x: int) -> nn.Module:
     assert whole.model is not None
     if plan.tensor.x == 1:
         return whole.model
-    return _MODELS.get(whole, (plan.tensor, x), lambda: _split_model(whole, plan, x))
+    model = whole.model
 
+    def split() -> nn.Module:
+        made = dry_split(model, plan, x, whole._proofs)
+        as_operations(made, split_names(whole, plan))
+        return made
 
-def _split_model(whole: Profile, plan: Plan, x: int) -> nn.Module:
-    assert whole.model is not None
-    made = dry_split(whole.model, plan, x, whole._proofs)
-    as_operations(made, split_names(whole, plan))
-    return made
+    return _MODELS.get(whole, (plan.tensor, x), split)
 
 
 def split_names(whole: Profile, plan: Plan) -> tuple[str, ...]:
@@ -98,7 +101,10 @@ def region_trace(whole: Profile, plan: Plan, region: str, x: int = 0, times: int
 
 
 def _inputs(whole: Profile, region: str, plan: Plan, times: int) -> tuple[Any, Any]:
-    """Returns the arguments of a region. With `times` above 1 all tensors that a block is given have samples first."""
+    """Returns the arguments of a region, with `times` times the samples of the profile's example.
+
+    If that is more than once, the first dim of every tensor that a block is given must be that of samples.
+    """
     assert whole.example is not None
     if region == WHOLE:
         return arguments(all_samples(whole.example(), times))
@@ -132,3 +138,42 @@ def common_parameters(whole: Profile, region: str) -> frozenset[str]:
     start = f"{region}."
     tied = {one for names in holders.values() if any(not one.startswith(start) for one in names) for one in names}
     return frozenset(within(region, tuple(tied | whole.read_outside)))
+
+
+def split_layers(pairing: Pairing) -> tuple[str, ...]:
+    """Returns the names of the modules whose forwards communicate, without those that lie in another one."""
+    parents = {split.parent for split in pairing.splits.values() if split.parent is not None}
+    names = {*pairing.splits, *pairing.embeddings, *parents}
+    return tuple(sorted(name for name in names if not any(name.startswith(f"{other}.") for other in names)))
+
+
+def as_operations(model: nn.Module, names: Iterable[str]) -> None:
+    """Make the forward of each named module one operation. Names that the model does not have are passed over."""
+    modules = dict(model.named_modules())
+    for module in (modules[name] for name in names if name in modules):
+        setattr(module, "forward", _OneOperation(module))  # noqa: B010 (a method to mypy)
+
+
+class _OneOperation:
+    """A module's forward, which a watch sees as one operation."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._forward = module, module.forward
+        self.__name__ = f"split {type(module).__name__}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        parameters = tuple(self._module.parameters())
+        given = [*parameters, *tensors_in((args, kwargs))]
+        if not has_torch_function(given):
+            return self._forward(*args, **kwargs)
+        return handle_torch_function(_WholeForward(self.__name__, self._forward), given, parameters, args, kwargs)
+
+
+class _WholeForward:
+    """The operation: parameters are among its arguments so that a watch sees them."""
+
+    def __init__(self, name: str, forward: Any) -> None:
+        self.__name__, self._forward = name, forward
+
+    def __call__(self, parameters: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)

@@ -30,9 +30,8 @@ from weft.errors import PlanError
 from weft.inspection.nested_tensors import copy_structure, map_tensors, tensors_in
 from weft.inspection.rng import rng_state, seed_rng, set_rng_state
 from weft.parallel.branch.batch_dims import BatchDims, all_samples, find_batch_dims, with_sizes
-from weft.parallel.branch.exchange import Exchanger, fork
+from weft.parallel.branch.exchange import Exchanger, ShareExchanger, fork, gather_fork
 from weft.parallel.branch.schedule import BranchExchange, BranchSchedule, make_schedule
-from weft.parallel.branch.shares import ShareExchanger, gather_fork
 from weft.pipeline.stage import is_random
 from weft.pipeline.trace import END, TraceEvent
 from weft.pipeline.trace_watch import OperationWatch, RecordedTensor, operation_name, outcome
@@ -41,10 +40,11 @@ from weft.sharding.units import Units, units_of
 
 
 class Forms:
-    """The fake tensors of a trace: by number, and as results that stand for those of other ranks, without a graph.
+    """Fake tensors that stand for results which this rank does not compute, or not yet.
 
-    If ranks have different samples, results of branches have those of all ranks, as the model's code sees them.
-    `by_number` are tensors with a rank's own samples.
+    `results` has the result of each event of a trace, without its graph: a skipped operation returns it. If ranks have
+    different samples, results of branches have the samples of all ranks there, as the model's code sees them.
+    `by_number` has each tensor of the trace with this rank's own samples.
     """
 
     def __init__(self, schedule: BranchSchedule) -> None:
@@ -77,7 +77,7 @@ class _Deferred:
 
 @contextmanager
 def _hidden_from_recompute() -> Iterator[None]:
-    """Hide a trace, which is made once, from a recompute around it: that counts the tensors which a forward saves."""
+    """Hide a trace from a recompute around it, which counts the tensors that a forward saves: a trace is made once."""
     with _disable_current_modes(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         yield
 
@@ -199,9 +199,10 @@ class BranchRunner(OperationWatch):
         return result
 
     def _with_sizes(self, event: TraceEvent, place: int, args: Any, kwargs: Any) -> Any:
-        """Returns arguments with the numbers that fit the samples that an operation has, if ranks have different ones.
+        """Returns arguments whose numbers fit the samples that the operation computes, if ranks have different ones.
 
-        The model's code may have them from a tensor with other samples: `result.view(len(images), -1)` in a branch.
+        The model's code may have read a number off a tensor with other samples: `result.view(len(images), -1)` in a
+        branch has the number of this rank's images, and `result` the samples of all ranks.
         """
         if self._now.batch is None:
             return args, kwargs
@@ -321,15 +322,16 @@ class BranchRunner(OperationWatch):
         return self._numbered_operand(tensor, next(numbers), rank)
 
     def _set_value(self, number: int, tensor: Tensor) -> None:
-        """Set the tensor of a number, for which fake tensors stood until now, with the hooks of their gradients."""
+        """Set the tensor of a number for which fake tensors stood until now, and register the hooks put on these."""
         self._values[number] = tensor
         for hook in self._hooks.pop(number, ()) if tensor.requires_grad else ():
             tensor.register_hook(hook)
 
     def _operand(self, tensor: Tensor, rank: int | None) -> Tensor:
-        """Return the tensor with which this rank computes, for one that the model's own code has.
+        """Returns what an operation on this rank takes in place of a tensor of the model's own code.
 
-        `rank` runs the operation; None: all ranks do.
+        That is the exchanged tensor for a fake one, the forked one if a branch uses a tensor that all ranks have, and
+        else the tensor itself. `rank` is the only rank that runs the operation; None if all ranks run it.
         """
         return self._numbered_operand(tensor, self.numbers.get(tensor), rank)
 

@@ -131,7 +131,7 @@ class _Assignment:
         return any(n in self.names and self.makers[n] is None and values[n].needs_gradient for n in event.inputs)
 
     def sink(self) -> None:
-        """Let one rank run what all ranks would run only for it, such as a pool at the start of a branch."""
+        """Let one rank run an operation whose result only that rank uses, such as a pool at the start of a branch."""
         users: dict[int, set[int | None]] = {}
         for index in reversed(range(len(self.trace.events))):
             event = self.trace.events[index]
@@ -192,7 +192,9 @@ class _ExchangePlanner:
         self._waiting += [number for number in event.outputs if number in self.wanted]
 
     def _is_due(self, event: TraceEvent, rank: int | None) -> bool:
-        """Must ranks exchange before an event? It needs others' or waiting events' results, or changes their inputs."""
+        """Must ranks exchange before an event? Yes if it needs a result of another rank or of a waiting event, or
+        changes an input of a waiting event.
+        """
         known = self._exchanged | self.state
         if any(self.makers.get(number) not in (None, rank) and number not in known for number in event.inputs):
             return True

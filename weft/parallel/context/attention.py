@@ -30,6 +30,7 @@ from torch import Tensor
 from weft.comm import Axis, all_gather, all_to_all, shift
 from weft.inspection.first_order import Transposable, first_order
 from weft.parallel.context.block_attention import (
+    CAUSAL,
     AttentionResult,
     GradientSums,
     Mask,
@@ -87,12 +88,8 @@ def _in_order(by_rank: Tensor, axis: Axis, dim: int) -> Tensor:
     return by_rank.index_select(dim, _positions(by_rank, axis, dim).argsort())
 
 
-def _by_rank(in_order: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Reorders rows from the order of the sequence to the order of ranks."""
-    return in_order.index_select(dim, _positions(in_order, axis, dim))
-
-
 def _positions(whole: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Returns the positions in the sequence of the rows of all ranks, in the order of ranks."""
     ranks = range(axis.degree)
     return torch.cat([zigzag(whole.shape[dim], axis.degree, index) for index in ranks]).to(whole.device)
 
@@ -101,27 +98,20 @@ def _positions(whole: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def ring_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    axis: Axis,
-    *,
-    scale: float | None = None,
-    sliding_window: int | None = None,
-    documents: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, axis: Axis, mask: Mask = CAUSAL, scale: float | None = None
 ) -> Tensor:
     """Returns the attention of this rank's rows (`zigzag`) to the whole sequence. Sends of K and V overlap with it.
 
     query [batch, heads, local_sequence, head_dim]; key and value [batch, kv_heads, local_sequence, head_dim]; out like
-    query. A position sees itself and those before it, less than `sliding_window` away, with the same id in `documents`
-    [batch, sequence] (of the whole sequence: `gather_documents`). `scale` is 1 / sqrt(head_dim) unless given.
+    query. The document ids of `mask` are those of the whole sequence (`gather_documents`). `scale` is 1 /
+    sqrt(head_dim) unless given.
     """
     sequence = query.shape[2] * axis.degree
-    assert documents is None or documents.shape == (query.shape[0], sequence)
-    if sliding_window is not None and sliding_window >= sequence:
-        sliding_window = None
+    assert mask.documents is None or mask.documents.shape == (query.shape[0], sequence)
+    if mask.sliding_window is not None and mask.sliding_window >= sequence:
+        mask = Mask(None, mask.documents)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = _RingAttention.apply(query, key, value, axis, Mask(sliding_window, documents), scale)
+    out: Tensor = _RingAttention.apply(query, key, value, axis, mask, scale)
     return out
 
 
@@ -202,14 +192,7 @@ def _add(sums: tuple[Tensor, Tensor], more: tuple[Tensor, Tensor]) -> None:
 
 
 def all_to_all_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    axis: Axis,
-    *,
-    scale: float | None = None,
-    sliding_window: int | None = None,
-    documents: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, axis: Axis, mask: Mask = CAUSAL, scale: float | None = None
 ) -> Tensor:
     """Computes what `ring_attention` does, with the same arguments, by two all-to-alls."""
     degree, local_sequence = axis.degree, query.shape[2]
@@ -223,8 +206,9 @@ def all_to_all_attention(
     whole = _in_order(received.permute(1, 2, 0, 3, 4).flatten(2, 3), axis, dim=2)
     query, key, value = whole.split([part.shape[2] for part in parts], dim=1)
     alone = Axis(axis.name, 1, 0, None, axis.ledger)
-    out = ring_attention(query, key, value, alone, scale=scale, sliding_window=sliding_window, documents=documents)
-    rows = _by_rank(out, axis, dim=2).unflatten(2, (degree, local_sequence)).permute(2, 0, 1, 3, 4)
+    out = ring_attention(query, key, value, alone, mask, scale)
+    by_rank = out.index_select(2, _positions(out, axis, dim=2))
+    rows = by_rank.unflatten(2, (degree, local_sequence)).permute(2, 0, 1, 3, 4)
     returned = _ALL_TO_ALL.apply(rows, axis)  # [ranks, batch, heads of one, local_sequence, head_dim]
     return returned.transpose(0, 1).flatten(1, 2)
 

@@ -39,14 +39,15 @@ from weft.parallel.context.attention import (
     ring_traffic,
     zigzag,
 )
+from weft.parallel.context.block_attention import Mask
 from weft.parallel.expert.routing import refuse_split_sequences
+from weft.parallel.model_state import all_flats
 from weft.plan import BatchSplit, Context, Plan
 from weft.profiling import BackwardShares, Block, Heads, Profile
 from weft.profiling.software import BlockPass, Software
 from weft.profiling.workload import Call
 from weft.sharding.layout import COMPUTE_DTYPE
-from weft.sharding.units import units_of
-from weft.strategy import Buffer, Cost, SearchSpace, Strategy, Values, divisors, tally
+from weft.strategy import Buffer, Cost, SearchSpace, Strategy, Values, divisors, tally, uncounted_traffic
 
 LONG_SEQUENCE = 16384  # tokens from which on a search tries `context`
 _MASK = "attention_mask"
@@ -124,10 +125,8 @@ class ContextAxis(Strategy):
         if plan.context.degree == 1:
             return Cost()
         if not profile.counted:
-            raise PlanError(
-                f"the traffic of context = {plan.context.degree} follows from the attentions that a forward calls, and "
-                f"that of this model depends on values, so it cannot be counted; use context = 1"
-            )
+            given, source = f"context = {plan.context.degree}", "the attentions that a forward calls"
+            raise uncounted_traffic(given, source, "context = 1")
         pairs: list[tuple[Key, int]] = [*buffer_traffic(self, profile, plan, split)]
         size = COMPUTE_DTYPE[plan.precision].itemsize
         for name, heads in ((name, one) for name, calls in profile.attentions.items() for one in calls):
@@ -176,11 +175,14 @@ class ContextAxis(Strategy):
         if not models:
             model.register_forward_pre_hook(partial(_add_positions, axis, "positions"), with_kwargs=True)
         rng = ScopedRng({"context": [axis]}, mesh.device)  # every element in the model is of this rank's own tokens
-        model.register_forward_pre_hook(partial(_use_own_rng, rng))
+
+        def use_own_rng(*_: Any) -> None:
+            rng.begin()
+            rng.enter("context")
+
+        model.register_forward_pre_hook(use_own_rng)
         model.register_forward_hook(lambda *_: rng.end())
-        units = units_of(model)
-        assert units is not None
-        for flat in units.flats:
+        for flat in all_flats(model):
             if "context" not in flat.layout.apart:
                 flat.sum_over.append(axis)
         return model
@@ -239,7 +241,7 @@ def sequence_of(batch: Any, degree: int) -> int:
 
 def _attend(module: CausalAttention, kind: str, axis: Axis, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Replaces a module's attention; `module.documents` must be those of the whole sequence."""
-    return _compute(kind, axis, query, key, value, None, module.sliding_window, module.documents)
+    return _compute(kind, axis, query, key, value, Mask(module.sliding_window, module.documents), None)
 
 
 def _attend_interface(
@@ -251,30 +253,18 @@ def _attend_interface(
         query, key, value = (
             functional.pad(one, (0, max(head_dim, features) - one.shape[-1])) for one in (query, key, value)
         )
-    return _compute(kind, axis, query, key, value, scale, window, None)[..., :features]
+    return _compute(kind, axis, query, key, value, Mask(window), scale)[..., :features]
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # collectives and the ledger are not part of a compiled graph
 def _compute(
-    kind: str,
-    axis: Axis,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float | None,
-    sliding_window: int | None,
-    documents: Tensor | None,
+    kind: str, axis: Axis, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float | None
 ) -> Tensor:
     attention = ring_attention if kind == "ring" else all_to_all_attention
     # Selective recompute uses a dispatch mode to save the results of matmuls. Inside attention these would be scores,
     # which are large and are changed in place, so modes are disabled here.
     with _disable_current_modes():
-        return attention(query, key, value, axis, scale=scale, sliding_window=sliding_window, documents=documents)
-
-
-def _use_own_rng(rng: ScopedRng, *_: Any) -> None:
-    rng.begin()
-    rng.enter("context")
+        return attention(query, key, value, axis, mask, scale)
 
 
 def _masks_nothing(mask: Any) -> bool:

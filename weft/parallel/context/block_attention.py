@@ -48,8 +48,8 @@ class Mask:
     `documents` holds the ids [batch, sequence] of the whole sequence, in its order.
     """
 
-    sliding_window: int | None
-    documents: Tensor | None
+    sliding_window: int | None = None
+    documents: Tensor | None = None
 
     def sees(self, query: Rows, key: Rows) -> bool:
         """Can any position of `query` see any of `key`? Documents are not considered."""
@@ -69,6 +69,9 @@ class Mask:
             other = query_ids != self.documents[:, None, None, None, key.position : key.end]
             hidden = other if hidden is None else other | hidden
         return hidden
+
+
+CAUSAL = Mask()
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ the ranks of their experts and back (`dispatch.py`). All other parameters are on
 
 `plan.expert_over` folds other axes in: the experts are split over all ranks of `expert` × these axes, over which tokens
 travel, and all else keeps the layout of these axes. Ranks of x hold the same tokens, so each sends a part of them
-(`duplicates.py`). Ranks of y hold parts of the tokens' features, and first exchange features for rows (`features.py`).
+(`row_shares.py`). Ranks of y hold parts of the features of the tokens, and first exchange features for rows.
 
 For E experts and rows of `hidden` elements with c bytes, k rows for each of a rank's tokens, a layer and micro-batch
 has these all-to-alls. Bytes are those that a rank sends; r is the number of rows that arrive at the rank, which depends
@@ -31,16 +31,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from weft.errors import PlanError
 from weft.mesh import Mesh
-from weft.parallel.cut_parameters import cut_parameters
-from weft.parallel.expert import features
-from weft.parallel.expert.duplicates import refusal
+from weft.parallel.cut_parameters import cut_parameters, cut_profile, global_shapes, profiled_shapes
 from weft.parallel.expert.layers import (
     RowAxes,
     distribute,
@@ -52,13 +48,24 @@ from weft.parallel.expert.layers import (
     row_parts,
 )
 from weft.parallel.expert.routing import refuse_split_sequences, split_routers
+from weft.parallel.expert.row_shares import refusal
 from weft.parallel.expert.traffic import COUNT_BYTES, GATHER_KEY, layer_traffics, refuse_uncounted
 from weft.plan import BatchSplit, Plan
-from weft.profiling import PARAMETER_CUTS, Block, Profile
+from weft.profiling import Profile
 from weft.profiling.software import BlockPass, Software
 from weft.profiling.workload import Call
 from weft.sharding.layout import COMPUTE_DTYPE
-from weft.strategy import Buffer, Cost, SearchSpace, Strategy, Values, divisors, refuse_batch_mixers, tally
+from weft.strategy import (
+    Buffer,
+    Cost,
+    SearchSpace,
+    Strategy,
+    Values,
+    divisors,
+    refuse_batch_mixers,
+    tally,
+    uncounted_traffic,
+)
 
 
 class ExpertAxis(Strategy):
@@ -110,24 +117,15 @@ class ExpertAxis(Strategy):
         assert profile.model is not None
         if not _is_active(profile.model, plan):
             return profile
-        shapes = {parameter.name: parameter.shape for block in profile.all for parameter in block.parameters}
-        cuts = expert_cuts(profile.model, shapes, plan, coordinates)
-
-        def local(block: Block) -> Block:
-            parameters = (replace(p, shape=cuts[p.name].local_shape, cut=cuts[p.name]) for p in block.parameters)
-            return replace(block, parameters=tuple(parameters))
-
-        return replace(profile, root=local(profile.root), blocks=tuple(local(block) for block in profile.blocks))
+        return cut_profile(profile, expert_cuts(profile.model, profiled_shapes(profile), plan, coordinates))
 
     def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
         assert profile.model is not None
         if not _is_active(profile.model, plan):
             return Cost()
         if not profile.counted and expert_layers(profile.model):
-            raise PlanError(
-                f"the traffic of {_given(plan)} follows from the rows that a forward sends to experts, and that of "
-                f"this model depends on values, so it cannot be counted; use expert = 1, and data or shard"
-            )
+            source = "the rows that a forward sends to experts"
+            raise uncounted_traffic(_given(plan), source, "expert = 1, and data or shard")
         calls = [call for traffic in layer_traffics(profile, plan) for call in traffic.collectives(traffic.num_rows)]
         return Cost(tally(calls * split.accumulation))
 
@@ -175,14 +173,9 @@ class ExpertAxis(Strategy):
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
         if not _is_active(model, plan):
             return model
-        before = PARAMETER_CUTS.get(model) or {}
-        shapes = {
-            name: before[name].shape if name in before else tuple(parameter.shape)
-            for name, parameter in model.named_parameters()
-        }
         layers = expert_layers(model)
         num_experts = {name: num_experts_of(layer) for name, layer in layers.items()}
-        cut_parameters(model, expert_cuts(model, shapes, plan, mesh.coordinates))
+        cut_parameters(model, expert_cuts(model, global_shapes(model), plan, mesh.coordinates))
         for name, layer in layers.items():
             distribute(layer, num_experts[name], RowAxes.of(plan, mesh, num_experts[name]))
         split_routers(model, mesh["y"])
@@ -213,7 +206,7 @@ def _refuse_rows(profile: Profile, plan: Plan) -> str | None:
     for experts in (one for block in profile.blocks for one in block.experts):
         rows = experts.num_rows(batch, sequence) // (1 if experts.capacity is None else experts.num_experts)
         if rows % over_x:
-            return refusal(rows, over_x)
+            return refusal(rows, "x", over_x)
         if rows // over_x % over_y:
-            return features.refusal(rows // over_x, over_y)
+            return refusal(rows // over_x, "y", over_y)
     return None

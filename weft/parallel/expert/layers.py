@@ -17,9 +17,8 @@ from weft.mesh import Mesh
 from weft.models.experts import StackedExperts
 from weft.models.router import routers_of
 from weft.parallel.expert.dispatch import Compute, compute_on_owners
-from weft.parallel.expert.duplicates import compute_own_rows, own_ends
-from weft.parallel.expert.features import compute_whole_rows
 from weft.parallel.expert.interface import compute_interface, is_interface, refuse_interface
+from weft.parallel.expert.row_shares import compute_own_rows, own_ends
 from weft.plan import Plan
 
 _NUM_EXPERTS = Annotation[int]("num_experts")  # of all ranks, on a layer whose experts are on several
@@ -72,7 +71,8 @@ class RowAxes:
 def expert_degree(plan: Plan, num_experts: int) -> int | None:
     """Returns over how many ranks the experts of a layer are split; None if the plan's degree does not allow it.
 
-    A layer with fewer experts than `expert` has ranks has each of them on one rank of every part of so many neighbours.
+    If `expert` has more ranks than the layer has experts, neighbouring ranks form groups of as many as there are
+    experts, and each group holds all of them, one on each rank.
     """
     parts = plan.num_expert_parts
     if num_experts % parts == 0:
@@ -87,7 +87,10 @@ def expert_axis(plan: Plan, num_experts: int) -> str:
 
 
 def row_parts(plan: Plan) -> tuple[int, int]:
-    """Returns into how many parts (over x, over y) ranks with the same rows split them before they send them."""
+    """Returns into how many parts ranks of x, and ranks of y, divide rows before these are sent to experts.
+
+    Over x they do so if they hold the same rows, and the plan asks for it.
+    """
     takes_part = (plan.tensor.drop_duplicates or "x" in plan.expert_over) and not plan.tensor.sequence
     return plan.tensor.x if takes_part else 1, plan.tensor.y
 
@@ -99,9 +102,9 @@ def distribute(layer: Any, num_experts: int, axes: RowAxes) -> None:
 
     def everywhere(own: Compute) -> Compute:
         whole = partial(compute_on_owners, own, axes.experts, num_experts) if axes.experts.degree > 1 else own
-        if axes.y is not None:
-            whole = partial(compute_whole_rows, whole, axes.y, num_experts)
-        return whole if axes.x is None else partial(compute_own_rows, whole, axes.x, num_experts)
+        for axis in (axes.y, axes.x):
+            whole = whole if axis is None else partial(compute_own_rows, whole, axis, num_experts)
+        return whole
 
     is_ours = isinstance(layer, StackedExperts)
     interface = partial(compute_interface, layer, num_experts, everywhere)

@@ -1,17 +1,54 @@
-"""Routers under axes that split their tokens: which parts they can compute on their own, and what they sum over y.
+"""Routers of a split model: which parts of their tokens they can compute on, what they sum over y, and their balance.
 
 Under y each rank has a part of the features of every token. The logits are partial sums over y, which are all-reduced;
 all ranks of y then choose the same experts. Their weights multiply a rank's features only, so the gradients of the
 weights are partial sums over y, too.
+
+Balance without a loss: routers count the tokens of the whole batch for each expert, and change biases by it. The counts
+of all routers on a rank are summed once a step over all ranks with different tokens (`models/router.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
-from weft.comm import Axis
+from weft.comm import Axis, Traffic
 from weft.models.router import Router, routers_of
 from weft.parallel.tensor.operations import enter, leave
+from weft.plan import BatchSplit, Plan
+from weft.profiling import Profile
+from weft.strategy import Cost, Strategy
+
+COUNT_BYTES = 8
+
+
+class RouterBalance(Strategy):
+    """Sums the counts that the biases of routers follow."""
+
+    name = "router_balance"
+
+    def refuse(self, profile: Profile, plan: Plan) -> str | None:
+        if not (plan.pipe.is_mirrored or plan.pipe.shadow) or not _num_balanced(profile):
+            return None
+        copies = "pipe.shadow" if plan.pipe.shadow else f"pipe.schedule = '{plan.pipe.schedule}'"
+        return (
+            f"{copies} has two copies of each stage, and biases of routers (router_bias_update_rate) follow from the "
+            f"tokens of one; use another schedule without shadows, or router_bias_update_rate = 0"
+        )
+
+    def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
+        num_experts = _num_balanced(profile)
+        if not num_experts or plan.num_parts("samples", "pixels", "tokens") == 1:
+            return Cost()
+        return Cost({("tokens", "all_reduce"): Traffic(1, COUNT_BYTES * num_experts)})
+
+
+def _num_balanced(profile: Profile) -> int:
+    """Returns the number of experts of all routers whose biases a step changes."""
+    assert profile.model is not None
+    return sum(router.num_experts for router in routers_of(profile.model).values() if router.bias_rate)
 
 
 def refuse_split_sequences(model: nn.Module, given: str) -> str | None:

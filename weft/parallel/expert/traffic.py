@@ -22,13 +22,13 @@ SCORES_KEY: Key = ("y", "all_reduce")
 
 @dataclass(frozen=True)
 class ExpertTraffic:
-    """The collectives of a layer's call in a micro-batch. A rank's experts are sent `num_rows` rows of `row_bytes`.
+    """The collectives of one call of a layer of experts in a micro-batch. A rank sends `num_rows` rows of `row_bytes`.
 
-    `key` is the all-to-all of rows, over `num_ranks` ranks. `is_even`: all experts have equally many rows, so no counts
-    are sent. Forward runs `num_forwards` times. `has_row_gradient`, `has_result_gradient`: gradients of the rows, and
-    of the experts' results, are sent in backward. `over_x`, `over_y`: into how many parts ranks of x and y split their
-    rows before. `score_bytes` and `weight_bytes` are those of the router's logits, and of the weights of the chosen
-    experts, of all tokens.
+    Rows go by the all-to-all `key` over `num_ranks` ranks. `is_even`: all experts have equally many rows, so no counts
+    are sent. Forward runs `num_forwards` times. `has_row_gradient`, `has_result_gradient`: are gradients of the rows,
+    and of the experts' results, sent in backward? `over_x`, `over_y`: into how many parts ranks of x and y divide their
+    rows before. `score_bytes` and `weight_bytes`: bytes of the router's logits, and of the weights of the chosen
+    experts, for all tokens.
     """
 
     name: str

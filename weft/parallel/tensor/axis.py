@@ -30,8 +30,10 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from weft.comm import Axis, Ledger
 from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks
 from weft.inspection.embedding_lookup import is_plain_lookup, replaced_lookup
@@ -53,12 +55,13 @@ from weft.parallel.tensor.refuse import refuse_sizes
 from weft.parallel.tensor.sequence_stream import SequenceSplitter
 from weft.parallel.tensor.split_linear import SharedInput, SplitLinear
 from weft.parallel.tensor.vocabulary import Vocabulary, mark_logits_of, set_vocabulary, split_embedding, vocabulary_of
+from weft.pipeline.stand_in import skeleton
 from weft.plan import BatchSplit, Plan
 from weft.plan import Tensor as TensorSetting
 from weft.profiling import Profile
 from weft.profiling.software import BlockPass
 from weft.profiling.workload import Call
-from weft.strategy import Cost, SearchSpace, Strategy, Transient, Values, divisors, tally
+from weft.strategy import Cost, SearchSpace, Strategy, Transient, Values, divisors, tally, uncounted_traffic
 
 logger = logging.getLogger("weft")
 
@@ -88,10 +91,8 @@ class TensorAxes(Strategy):
         if plan.tensor.x == plan.tensor.y == 1:
             return Cost()
         if not profile.counted:
-            raise PlanError(
-                f"the traffic of tensor.x = {plan.tensor.x} follows from the layers that a forward calls, and that of "
-                f"this model depends on values, so it cannot be counted; use tensor.x = tensor.y = 1"
-            )
+            given, source = f"tensor.x = {plan.tensor.x}", "the layers that a forward calls"
+            raise uncounted_traffic(given, source, "tensor.x = tensor.y = 1")
         calls = list(traffic(profile, plan, coordinates["x"], coordinates["y"])) * split.accumulation
         temporary_bytes = transient_bytes(profile, plan)
         communication = tally([(key, num_bytes) for key, num_bytes in calls if num_bytes])
@@ -116,17 +117,12 @@ class TensorAxes(Strategy):
             return model
         pairing = pair(model)
         if mesh.is_first_of_stage:
-            _log(pairing)
+            for name, reason in pairing.kept.items():
+                logger.info("tensor.x leaves '%s' whole: %s", name, reason)
+            if pairing.assumption is not None:
+                logger.warning(pairing.assumption)
         split_model(model, pairing, plan, mesh)
         return model
-
-
-def _log(pairing: Pairing) -> None:
-    """Log what x leaves whole, and what is assumed of the model."""
-    for name, reason in pairing.kept.items():
-        logger.info("tensor.x leaves '%s' whole: %s", name, reason)
-    if pairing.assumption is not None:
-        logger.warning(pairing.assumption)
 
 
 # --- changes to modules
@@ -183,7 +179,7 @@ class _Applier:
         """
         stream = WHOLE if self.stream is None else PART
         for block in find_blocks(self.model).values():
-            block.register_forward_pre_hook(partial(_enter, rng, stream), prepend=True)
+            block.register_forward_pre_hook(lambda *_: rng.enter(stream), prepend=True)
             register_state(block, rng)
         for name, module in self.model.named_modules():
             if isinstance(module, nn.modules.dropout._DropoutNd) and self.pairing.block_of(name) is None:
@@ -257,10 +253,6 @@ def _scopes_of(model: nn.Module, pairing: Pairing, mesh: Mesh) -> ScopedRng | No
     return ScopedRng({WHOLE: of_stream, PART: [*of_stream, x], INNER: [x]}, mesh.device)
 
 
-def _enter(rng: ScopedRng, scope: str, *_: Any) -> None:
-    rng.enter(scope)
-
-
 def _outer_norms(model: nn.Module, pairing: Pairing) -> list[str]:
     """Returns the names of norms whose features are split over y: all but those of single heads."""
     return [
@@ -268,3 +260,31 @@ def _outer_norms(model: nn.Module, pairing: Pairing) -> list[str]:
         for name, module in model.named_modules()
         if is_norm(module) and not any(f"{name}.{leaf}" in pairing.inner for leaf in module._parameters)
     ]
+
+
+class _DryMesh(Mesh):
+    """The mesh of the rank at `coordinates`, without process groups: collectives of its axes only count."""
+
+    def __init__(self, plan: Plan, coordinates: Mapping[str, int]) -> None:
+        self.plan, self.coordinates = plan, dict(coordinates)
+        self.device, self.ledger = torch.device("cpu"), Ledger()
+
+    def __getitem__(self, name: str) -> Axis:
+        return Axis(name, self.plan.degree(name), self.coordinates[name], None, self.ledger, dry=True)
+
+
+def dry_split(model: nn.Module, plan: Plan, x: int, proofs: dict[Any, Any]) -> nn.Module:
+    """Returns the copy of a model that rank `x` of the axis would hold. `proofs` are as for `pair`.
+
+    Hooks that the split adds to the model itself are left out: they mark its result for the loss.
+    """
+    made = skeleton(model)
+    hooks = [(made.__dict__[kind], dict(made.__dict__[kind])) for kind in _HOOKS]
+    split_model(made, pair(made, proofs), plan, _DryMesh(plan, {**dict.fromkeys(plan.degrees, 0), "x": x}))
+    for held, before in hooks:
+        held.clear()
+        held.update(before)
+    return made
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")

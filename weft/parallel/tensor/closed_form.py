@@ -1,7 +1,7 @@
 """Collectives of the tensor axes in one block, in closed form for the planner.
 
-They are those of `cost.py`, from a block's matmuls alone: without norms' moments, the
-embedding, the loss, and uneven shares. A sum over x counts as an all-reduce with `tensor.sequence` too, because the
+They are those of `cost.py`, from a block's matmuls alone: without norms' moments, the embedding, the loss, and uneven
+shares. A sum over x counts as an all-reduce with `tensor.sequence` too, because the
 reduce-scatter and the all-gather that replace it take as long together.
 """
 
@@ -54,7 +54,7 @@ def _sums(axis: str, num_bytes: float, is_again: bool, plan: Plan, software: Sof
 
 
 def _copies(operation: str, plan: Plan, software: Software) -> int:
-    """The number of copies of gathered and scattered tensors."""
+    """Returns the number of copies of gathered and scattered tensors."""
     if not (software.copies_sequence and plan.tensor.sequence):
         return 0
     return 2 if operation == "all_reduce" else 1

@@ -20,8 +20,9 @@ from torch import nn
 from weft.comm.ledger import Key
 from weft.inspection.parameter_cut import share
 from weft.inspection.tensor_splits import Split, is_norm
+from weft.parallel.cut_parameters import cut_profile
 from weft.parallel.tensor.cuts import ends_of, parameter_cuts
-from weft.parallel.tensor.norm_memory import NormMemory
+from weft.parallel.tensor.norm import NormMemory
 from weft.parallel.tensor.split_logits import gather_bytes
 from weft.parallel.tensor.vocabulary import loss_bytes
 from weft.plan import Plan
@@ -164,11 +165,8 @@ class _LayerTraffic:
     def _local_width(self, split: Split) -> int:
         return sum(end - begin for begin, end in split.over_x(self.x, self.x_index))
 
-    def _block(self, name: str) -> str | None:
-        return self.pairing.block_of(name)
-
     def _in_block(self, name: str) -> bool:
-        return self._block(name) is not None
+        return self.pairing.block_of(name) is not None
 
     def _trains(self, module: str) -> bool:
         return f"{module}.weight" not in self.frozen
@@ -187,7 +185,7 @@ class _LayerTraffic:
 
     def _forwards(self, name: str, layer: LayerShape) -> int:
         """Returns how often the forward of one call runs in a micro-batch."""
-        block = self._block(name)
+        block = self.pairing.block_of(name)
         if layer.is_last and not layer.in_backward:  # neither it nor what follows in its block is computed again
             return 1
         is_again = block is not None and self.plan.memory.repeats_collectives and self.blocks[block].in_backward
@@ -211,16 +209,7 @@ def localise(profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Pr
     cuts = {name: cut.beside(before[name]) for name, cut in cuts.items()}
     stream = _LocalCounts(profile, plan)
 
-    def local(block: Block) -> Block:
-        parameters = (replace(p, shape=cuts[p.name].local_shape, cut=cuts[p.name]) for p in block.parameters)
-        return replace(stream.local(block), parameters=tuple(parameters))
-
-    return replace(
-        profile,
-        root=local(profile.root),
-        blocks=tuple(local(block) for block in profile.blocks),
-        shares=_shares(profile, plan, stream.over(True)),
-    )
+    return replace(cut_profile(profile, cuts, stream.local), shares=_shares(profile, plan, stream.over(True)))
 
 
 def assumptions(profile: Profile, plan: Plan) -> tuple[str, ...]:

@@ -56,7 +56,8 @@ def _own_part(value: Tensor, axis: Axis, dim: int) -> Tensor:
     return slice_along(value, axis, dim).contiguous()
 
 
-def _own_part_of_sum(value: Tensor, axis: Axis, dim: int) -> Tensor:
+def own_part_of_sum(value: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Returns this rank's part along a dim of the sum over the axis; without autograd."""
     whole = value.movedim(dim, 0).contiguous()
     part = whole.new_empty(whole.shape[0] // axis.degree, *whole.shape[1:])
     reduce_scatter(part.view(-1), whole.view(-1), axis).wait()
@@ -73,7 +74,7 @@ _OPTION = "tensor.x and tensor.y"
 _ENTER = Transposable(lambda value, _: value.view_as(value), _sum, _OPTION)
 _LEAVE = Transposable(_sum, lambda gradient, _: gradient, _OPTION)
 _GATHER = Transposable(_all_parts, _own_part, _OPTION)
-_SCATTER_SUM = Transposable(_own_part_of_sum, gather_along, _OPTION)
+_SCATTER_SUM = Transposable(own_part_of_sum, gather_along, _OPTION)
 _SCATTER = Transposable(_own_part, gather_along, _OPTION)
 
 

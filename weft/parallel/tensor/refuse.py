@@ -91,7 +91,10 @@ def _refuse_over_y(profile: Profile, pairing: Pairing, y: int) -> str | None:
         whole = _whole(pairing, routed)
         return f"tensor.y = {y} splits the features between layers, but not all layers can be{whole}; use y = 1"
     if pairing.is_whole:
-        return next((reason for name in pairing.embeddings if (reason := _refuse_embedding(model, name, y))), None)
+        for name in pairing.embeddings:
+            if (width := model.get_parameter(f"{name}.weight").shape[1]) % y:
+                return f"tensor.y = {y} does not divide the {width} features of '{name}'; use {_divisors(width)}"
+        return None
     for name, parameter in model.named_parameters():
         owner, _, _ = name.rpartition(".")
         if name in routed and parameter.shape[-1] % y == 0:
@@ -158,13 +161,6 @@ def _other_norm(name: str, module: nn.Module, y: int) -> str:
         f"tensor.y = {y} splits the features that '{name}' ({type(module).__name__}) works on, and it is neither a "
         f"LayerNorm or RMSNorm as weft knows them nor does it treat each feature alone; use y = 1"
     )
-
-
-def _refuse_embedding(model: nn.Module, name: str, y: int) -> str | None:
-    width = model.get_parameter(f"{name}.weight").shape[1]
-    if width % y:
-        return f"tensor.y = {y} does not divide the {width} features of '{name}'; use {_divisors(width)}"
-    return None
 
 
 def _refuse_sequence(profile: Profile, pairing: Pairing, plan: Plan) -> str | None:

@@ -126,7 +126,7 @@ class SharedInput:
         self.name, self.inner, self.columns = name, forward, columns
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward that replaces the module's."""
+        """Multiply all columns with the input, and then run the module's own forward."""
         first = self.columns[0]
         width = first.width
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}

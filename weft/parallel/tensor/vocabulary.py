@@ -24,8 +24,7 @@ from weft.inspection.annotations import Annotation
 from weft.inspection.first_order import first_order
 from weft.inspection.nested_tensors import map_tensors
 from weft.models.loss import IGNORE, is_unknown, token_loss
-from weft.parallel.tensor.head_use import HeadUse
-from weft.parallel.tensor.split_logits import gather_classes, mark_split, own_logits
+from weft.parallel.tensor.split_logits import HeadUse, gather_classes, mark_split, own_logits
 
 
 @dataclass(frozen=True)

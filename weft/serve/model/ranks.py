@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.cluster.small_choice import STRATEGIES, SYMMETRIC, SmallChoice, Strategy
 from weft.comm import Axis, Pending, all_reduce, broadcast, receive, send
 from weft.comm.small_measure import measured_choice
-from weft.comm.symmetric_sums import with_symmetric_memory
+from weft.comm.small_sums import with_symmetric_memory
 from weft.mesh import Mesh
 from weft.serve.model.linear import ModelAxes
 from weft.serve.model.step_inputs import StepInputs

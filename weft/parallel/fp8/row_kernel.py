@@ -1,4 +1,4 @@
-"""The operations of `fp8_rows.py` as Triton kernels.
+"""The operations of `operations.py` on rows as Triton kernels.
 
 They compute in float32 and round to fp8 once. Programs that make scales hold a whole row. A program that transposes
 reads and writes one tile; programs with neighbouring numbers have the same columns, which stay in the cache while many
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.parallel.fp8_rows import DTYPE
+from weft.parallel.fp8.operations import DTYPE
 
 _TILE = 128  # the rows and columns that a program transposes
 _TURN_WARPS = 8

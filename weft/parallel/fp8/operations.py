@@ -1,14 +1,17 @@
-"""Operations that prepare the operands of experts in fp8 (e4m3), as operations of torch: `torch.ops.weft`.
+"""Operations on operands in fp8 (e4m3), most of them as operations of torch for experts: `torch.ops.weft`.
 
     quantise_rows              rows in fp8, each with its own scale
     quantise_gated             silu(gate) * up, as `quantise_rows`
     quantise_gated_gradient    the gradient of silu(gate) * up, as `quantise_rows`, and that of the rows' weights
     row_factors                what the rows of two operands are multiplied by, so that all of a group have one scale
     turn_rows                  rows gathered, multiplied by factors, rounded to fp8 and transposed
+    fp8_rows_mm                rows times the weight of their group
+    fp8_weights_mm             the sum over the rows of each group, as for the gradients of weights
 
 Scales are powers of two, so that a number in fp8 can change its scale without a second rounding, unless it becomes
-smaller than e4m3's smallest normal number, 2^-6. On GPUs they are Triton kernels (`fp8_row_kernel.py`), which read and
-write each byte once; elsewhere they are the plain functions here.
+smaller than e4m3's smallest normal number, 2^-6. On GPUs they are Triton kernels (`row_kernel.py`, which reads and
+writes each byte once, and `product_kernel.py`); elsewhere they are the plain functions here. Groups of rows that are
+multiplied must begin and end at multiples of `ROWS_MULTIPLE` rows.
 """
 
 from __future__ import annotations
@@ -19,8 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.models.experts import grouped_linear
 from weft.models.row_operations import define, gated_gradient
 
+ROWS_MULTIPLE = 128
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0  # the largest number of e4m3
 SMALLEST_SCALE = 2.0**-60  # of a row of zeros; products of two scales are still normal numbers of float32
@@ -100,19 +105,15 @@ def _by_kernel(plain: Any) -> Any:
     def on_gpu(*args: Any) -> Any:
         if args[0].numel() == 0:
             return plain(*args)
-        from weft.parallel import fp8_row_kernel
+        from weft.parallel.fp8 import row_kernel
 
-        return getattr(fp8_row_kernel, plain.__name__)(*args)
+        return getattr(row_kernel, plain.__name__)(*args)
 
     return on_gpu
 
 
 def _scales(rows: Tensor, num_rows: int) -> Tensor:
     return rows.new_empty(num_rows, dtype=torch.float32)
-
-
-def _num_turned(rows: Tensor, sources: Tensor | None) -> int:
-    return len(rows) if sources is None else len(sources)
 
 
 define(
@@ -151,6 +152,60 @@ define(
     turn_rows,
     _by_kernel(turn_rows),
     lambda rows, sources, k, factors, num_groups: rows.new_empty(
-        num_groups, rows.shape[1], _num_turned(rows, sources) // num_groups, dtype=DTYPE
+        num_groups, rows.shape[1], len(rows if sources is None else sources) // num_groups, dtype=DTYPE
     ),
+)
+
+
+def fp8_rows_mm(left: Tensor, scale: Tensor, right: Tensor, scales: Tensor, ends: Tensor) -> Tensor:
+    """Returns left [rows, k], sorted by group, times right [groups, n, k] of their group transposed: [rows, n] in bf16.
+
+    Both are in fp8, with scales [rows] and [groups, n]. Group i ends before row `ends[i]` (int32); rows behind the last
+    are not computed.
+    """
+    product = grouped_linear(left.float() * scale[:, None], right.float() * scales[..., None], ends)
+    return product.to(torch.bfloat16)
+
+
+def fp8_weights_mm(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
+    """Returns for each group its part of left [m, rows] times that of right [n, rows] transposed: [groups, m, n], bf16.
+
+    Both are in fp8; the product of a group is multiplied by its scale [groups].
+    """
+    product = torch._grouped_mm(left.float(), right.float().t(), offs=ends)
+    return (product * scale[:, None, None]).to(torch.bfloat16)
+
+
+def _rows_on_gpu(left: Tensor, scale: Tensor, right: Tensor, scales: Tensor, ends: Tensor) -> Tensor:
+    from weft.parallel.fp8 import product_kernel as kernel
+
+    if kernel.takes(*right.shape[1:]):
+        return kernel.fp8_rows_mm(left, scale, right, scales, ends)
+    return torch._scaled_grouped_mm(
+        left, right.transpose(1, 2), scale, scales, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+def _weights_on_gpu(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
+    from weft.parallel.fp8 import product_kernel as kernel
+
+    if kernel.takes(len(left), len(right)):
+        return kernel.fp8_weights_mm(left, right, scale, ends)
+    of_left, of_right = scale[:, None].expand(-1, len(left)).flatten(), scale.new_ones(len(scale) * len(right))
+    return torch._scaled_grouped_mm(
+        left, right.t(), of_left, of_right, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+define(
+    "(Tensor left, Tensor scale, Tensor right, Tensor scales, Tensor ends) -> Tensor",
+    fp8_rows_mm,
+    _rows_on_gpu,
+    lambda left, scale, right, scales, ends: left.new_empty(len(left), right.shape[1], dtype=torch.bfloat16),
+)
+define(
+    "(Tensor left, Tensor right, Tensor scale, Tensor ends) -> Tensor",
+    fp8_weights_mm,
+    _weights_on_gpu,
+    lambda left, right, scale, ends: left.new_empty(len(ends), len(left), len(right), dtype=torch.bfloat16),
 )

@@ -27,8 +27,7 @@ from torch.autograd import Function
 from weft.inspection.first_order import first_order
 from weft.models.expert_rows import RowOrder, align_groups, through_experts
 from weft.models.experts import StackedExperts, stacked_experts
-from weft.parallel.fp8_grouped import ROWS_MULTIPLE
-from weft.parallel.fp8_rows import DTYPE, SMALLEST_SCALE
+from weft.parallel.fp8.operations import DTYPE, ROWS_MULTIPLE, SMALLEST_SCALE
 
 operations = torch.ops.weft
 

@@ -1,0 +1,1 @@
+"""Matmuls in fp8: of linears (`matmuls.py`) and of experts (`experts.py`)."""
