@@ -199,7 +199,7 @@ def test_a_signal_lets_requests_end(number: signal.Signals, monkeypatch: pytest.
     engine.go_on.clear()
     with ThreadPoolExecutor() as pool, serving(engine) as served, served.server.capture_signals():
         answer = pool.submit(served.post, "/v1/completions", {"prompt": "ab", "max_tokens": 2})
-        wait_for(lambda: served.server._worker.num_clients == 1)
+        wait_for(lambda: engine.requests)
         signal.raise_signal(number)
         assert served.post("/v1/completions", {"prompt": "ab"}).status_code == 503
         engine.go_on.set()
