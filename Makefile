@@ -38,7 +38,7 @@ test: install    ## every test, of many cases a sample, in three processes (abou
 
 # With the python that has CUDA's torch, pytest, pytest-xdist and hypothesis: .venv has the CPU's.
 # PART=axes, stages, device, training, failures, serving, lean, communication, ranks_per_device or recurrent_runs.
-# The six parts that were timed took 0.7 to 4 minutes on an H200 (docs/gpus.md).
+# All parts take some ten minutes on an H200 (docs/gpus.md).
 test-gpu:        ## every CUDA path through the commands, on a machine with a GPU; skipped with a reason elsewhere
 	$(PYTHON) -m pytest tests/gpu$(if $(PART),/test_$(PART).py) --numprocesses 6 --dist loadgroup \
 		--results benchmarks/results/test-gpu$(if $(PART),-$(PART)).json

@@ -105,13 +105,19 @@ SUBJECTS = {
     "resilience": Page(
         "Resilience",
         "What [failures](../resilience.md) and the protection against them cost.",
-        {"chaos-cpu.json": "Random faults", "save-stall-cpu.json": "Saves", "shadow-cpu.json": "Shadows of stages"},
+        {
+            "chaos-cpu.json": "Random faults",
+            "save-stall-cpu.json": "Saves",
+            "shadow-cpu.json": "Shadows of stages",
+            "hostile-clients.json": "A server among hostile clients",
+        },
     ),
     "serving_gpu": Page(
         "Serving on a GPU",
         "The [engine](../serving.md) and [lean inference](../lean_inference.md) on a GPU.",
         {
             "serve-gpu.json": "The engine",
+            "serve-gpu-layout.json": "The engine before and after it was composed anew",
             "first-tokens.json": "First tokens after a start",
             "sampling-gpu.json": "Draws with filters",
             "lean-gpu.json": "Fewer bytes a token",
