@@ -260,7 +260,7 @@ class SlowNodes:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Ledger, "record", lambda ledger, *call: self.record(ledger, *call))
             patch.setattr("weft.bench.links.HostTimer", lambda: HostTimer(lambda: self.now))
-            for name, value in (("links._BLOCK_SECONDS", 0.0), ("links._WARM_UP", 1), ("statistics.MIN_BLOCKS", 1)):
+            for name, value in (("links._BLOCK_SECONDS", 0.0), ("links._WARM_UP", 1), ("fit.MIN_BLOCKS", 1)):
                 patch.setattr(f"weft.bench.{name}", value)  # repeats are equal on this clock
             options = LinkOptions(OPERATIONS, sizes, 0.0, validate=False)
             return [row_from_json(row) for row in bench_rank(options, torch.device("cpu"), axes)]

@@ -73,7 +73,11 @@ def biased(is_tied: bool, is_added: bool) -> nn.Module:
     bias, model = nn.Parameter(torch.linspace(-1, 1, VOCABULARY)), own(nn.Identity())
     if is_tied:  # as in BERT: the bias is known by the name that is registered first
         model.head.bias = bias
-    return net(lambda self, tokens: self.model(tokens) + is_added * self.bias, bias=bias, model=model)
+
+    def forward(self: Any, tokens: Tensor) -> Tensor:
+        return self.model(tokens) + self.bias if is_added else self.model(tokens)
+
+    return net(forward, bias=bias, model=model)
 
 
 def channels() -> nn.Module:

@@ -151,7 +151,7 @@ def test_the_frontier_has_what_no_other_point_beats() -> None:
 
 def test_the_command_answers_a_service_and_writes_its_page(weft: Weft, tmp_path: Path) -> None:
     write_config(tmp_path, CONFIG)
-    given = ("plan", "--serve", "--model", tmp_path, "--cluster", "h200:1x2", "--prompt", "~200", "--output", "20-60")
+    given = ("plan", "--serve", "--model", tmp_path, "--cluster", "h200:1x2", "--prompt", "~60", "--output", "6-16")
     service = ("--rate", 500, "--first-token", 1, "--next-token", 0.02, "--price", 3)
     found = weft(*given, *service, "--report", tmp_path / "page.html", "--json").json
     best = found["answers"][0]
@@ -161,10 +161,11 @@ def test_the_command_answers_a_service_and_writes_its_page(weft: Weft, tmp_path:
     page = (tmp_path / "page.html").read_text()
     assert "<svg" in page
     assert page.count("<circle") > 4
-    shown = weft(*given, *service, "--formats")
+    alone = (*given[:5], "h200:1x1", *given[6:])
+    shown = weft(*alone, *service, "--formats")
     assert "--weights fp8" in shown.out
     assert "Tokens/s for a user" in shown.out
-    assert "Tokens/s for a user" not in weft(*given, "--rate", 1, "--output", 1).out  # there is no next token
+    assert "Tokens/s for a user" not in weft(*alone, "--rate", 1, "--output", 1).out  # there is no next token
     for more, words in (
         (("--rate", 1, "--requests", 2), "--requests is for requests that arrive at once, and --rate asks about"),
         (("--next-token", 1e-9), "no layout on h200 keeps the limits; the last one"),
@@ -172,7 +173,7 @@ def test_the_command_answers_a_service_and_writes_its_page(weft: Weft, tmp_path:
         (("--first-token", 1e-9, "--output", 1), "no layout on h200 keeps the limits"),
         (("--rate", 1, "--prompt", 5000), "are more than the 4096 tokens of the model"),
     ):
-        refused = weft(*given, *more)
+        refused = weft(*alone, *more)
         assert refused.status == 2
         assert words in " ".join(refused.err.split())
 

@@ -195,6 +195,7 @@ def test_texts_of_a_request_are_computed_though_the_server_stops(path: str, body
 def test_a_signal_lets_requests_end(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGHUP comes when a terminal is closed. It ended the server's loop by an error."""
     monkeypatch.setattr(server.HttpServer, "_end_after", lambda *_: None)  # it would end this process later
+    before = signal.signal(number, signal.SIG_DFL)  # under nohup, a hangup is ignored
     engine = RepeatingEngine()
     engine.go_on.clear()
     with ThreadPoolExecutor() as pool, serving(engine) as served, served.server.capture_signals():
@@ -205,6 +206,7 @@ def test_a_signal_lets_requests_end(number: signal.Signals, monkeypatch: pytest.
         engine.go_on.set()
         assert answer.result(LIMIT_SECONDS).status_code == 200
         wait_for(lambda: served.server.should_exit)
+    signal.signal(number, before)
 
 
 def test_a_hangup_that_nohup_has_ignored_stays_ignored() -> None:

@@ -172,7 +172,7 @@ class Flat:
         self.is_whole = False
         self._written_version = -1
         if self.frees_whole:
-            self.whole.untyped_storage().resize_(0)
+            self._free_whole()
 
     def is_freed_view(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is a view of the whole buffer, whose storage stage 3 frees."""
@@ -423,6 +423,9 @@ class Flat:
         for places, parameter in zip(self.owners, parameters, strict=True):
             for module, name in places:
                 module._parameters[name] = parameter
+
+    def _free_whole(self) -> None:
+        self.whole.untyped_storage().resize_(0)
 
     def _wait_reduce(self) -> None:
         assert self._reducing is not None
