@@ -32,7 +32,7 @@ from weft.planner.kernels import (
 )
 from weft.planner.micro_batch import HOST_BACKWARD, LOSS_OPERATION_BYTES, place
 from weft.planner.overlap import OVERLAP_LOSS, beside
-from weft.planner.schedule_time import least_makespan, run
+from weft.planner.schedule_time import least_makespan, least_with_any_stages, run
 from weft.planner.step import FIXED_SECONDS, StepModel
 from weft.profiling.software import EAGER_LOSS_BYTES, Software, software_for_text
 from weft.profiling.workload import BlockWork, Call, Product, Workload
@@ -516,6 +516,8 @@ def test_lists_take_as_long_as_their_simulation(
     assert found.makespan_seconds == pytest.approx(timeline.makespan_seconds)
     assert found.bubble_share == pytest.approx(timeline.bubble_share, abs=1e-9)
     assert least_makespan(pipe, count, stages, (message,) * len(stages)) <= found.makespan_seconds * (1 + 1e-9)
+    least = least_with_any_stages(sum(map(sum, stages)), pipe.degree, count, float(pipe.schedule == "1f1b"))
+    assert least <= found.makespan_seconds * (1 + 1e-9)
 
 
 @given(*[st.sampled_from((1, 2, 3, 8))] * 6)

@@ -169,6 +169,7 @@ def test_bounds_of_stages_are_below_what_they_bound(pipe: Pipe) -> None:
                 found += 1
                 seconds = model().steps.step_seconds(choice.plan_of(*stages), COUNT)
                 assert 0.5 * seconds < choice.bound(*stages) <= seconds
+                assert choice.least_seconds(stages[0]) <= choice.bound(*stages)
     assert found > 1
     nothing = model().stage_choice(plan, COUNT, RESERVE_BYTES)
     assert nothing is not None

@@ -5,13 +5,14 @@ fields that the search does not try by itself, and why no plan satisfies a const
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from weft.errors import PlanError
-from weft.plan import Plan
-from weft.planner.question import SHARE_STEP, Constraint, asked_fields, with_fields
+from weft.plan import Pipe, Plan
+from weft.planner.question import NOT_TRIED, SHARE_STEP, Constraint, asked_fields, with_fields
 
 OFFLOAD, SHARES = "memory.offload", [round(share * SHARE_STEP, 2) for share in range(round(1 / SHARE_STEP) + 1)]
 LAID_OUT = ("data", "pipe", "shard")  # tables that the search replaces when it lays a plan out
@@ -85,6 +86,17 @@ class AskedFields:
     def is_met(self, constraint: Constraint) -> bool:
         """Did any plan that was tried satisfy the constraint, whether it fits or not?"""
         return constraint in self._met or (constraint in self._limits and bool(self.shares))
+
+    def alone(self, constraint: Constraint, base: Plan, reason: Callable[[Plan], str | None]) -> str | None:
+        """The reason why a plan with nothing but the value that the constraint states is refused; None if it is not."""
+        if not constraint.is_equal or constraint.name == "tile.degree":
+            return None
+        try:
+            if constraint.name in NOT_TRIED and constraint.name.startswith("pipe."):  # which no pipeline does not have
+                base = replace(base, pipe=Pipe(2))
+            return reason(with_fields(base, {constraint.name: constraint.value}))
+        except PlanError as error:
+            return str(error)
 
     def reason(self, constraint: Constraint, alone: str | None) -> str:
         """Says why no plan that was tried satisfies the constraint.

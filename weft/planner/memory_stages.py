@@ -17,6 +17,7 @@ from heapq import heapify, heapreplace
 
 from weft.plan import Plan
 from weft.planner.closed_form_memory import Sizes, WorkingMemory, bytes_of_rank, least_bytes, rank_working
+from weft.planner.schedule_time import least_with_any_stages
 from weft.planner.stage_units import ModelUnits, StageUnits, UnitSeconds, with_recompute
 
 SCHEDULES = ("1f1b", "interleaved")  # whose early ranks hold more micro-batches than late ones
@@ -93,12 +94,12 @@ class StageChoice:
         Of equally fast ones, fewer stages recompute. Returns None if it does not fit, if all stages must recompute, or
         if `is_slow` is true of the seconds of every step that fits.
         """
-        num_stages = self.plan.pipe.num_stages
-        if not self.costs.may_fit(self.limit_bytes) or not self.may_fit(num_stages):
-            return None
         # With more stages that recompute, a step takes longer and needs less memory.
+        num_stages = self.plan.pipe.num_stages
+        if is_slow(self.least_seconds(1)) or not self.costs.may_fit(self.limit_bytes):
+            return None
         most = _first(lambda count: is_slow(self.least_seconds(count)), 1, num_stages) - 1
-        if most < 1 or not self._fits(most):
+        if most < 1 or not self.may_fit(num_stages) or not self._fits(most):
             return None
         low = _first(self._fits, 1, most)
         found: tuple[float, int, list[int]] | None = None
@@ -134,7 +135,13 @@ class StageChoice:
 
     def least_seconds(self, count: int) -> float:
         """A lower bound of the seconds of a step with any stages, of which the first `count` recompute."""
-        return self.costs.num_micro_batches * self._least_rank_seconds(count) * ROUNDING
+        degree, chunks, num_micro_batches = self.plan.pipe.degree, self._chunks, self.costs.num_micro_batches
+        block = self._block_seconds(degree - 1, count)  # the least
+        total = sum(self._ends) + self.costs.units.num_blocks * block
+        # A rank waits for the first stages of others. Each has its share of the rank's blocks, rounded down.
+        waiting = least_with_any_stages(total, degree, num_micro_batches, 1 / chunks)
+        waiting -= degree * block * (chunks - 1) / chunks
+        return max(num_micro_batches * self._least_rank_seconds(count), waiting) * ROUNDING
 
     def _least_rank_seconds(self, count: int) -> float:
         """The seconds of the slowest rank, if the first `count` stages recompute and blocks could be cut anywhere."""

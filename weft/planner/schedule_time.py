@@ -155,6 +155,17 @@ def least_makespan(
     return longest
 
 
+def least_with_any_stages(seconds: float, degree: int, num_micro_batches: int, share: float = 1.0) -> float:
+    """A lower bound of a pipeline's duration, whose ranks together compute `seconds` for a micro-batch in any stages.
+
+    A rank computes all micro-batches, and waits for at least `share` of the time of one in all ranks before its own.
+    The duration is shortest if each rank takes as long as that allows: it is this wait plus the rank's work for all.
+    """
+    if share == 0:
+        return num_micro_batches * seconds / degree
+    return seconds * share / (1 - (1 - share / num_micro_batches) ** degree)
+
+
 @lru_cache(maxsize=1 << 10)  # cached, as plans that differ only in shard and data have equal stages
 def run(
     pipe: Pipe, num_micro_batches: int, stages: tuple[tuple[float, float], ...], message_seconds: tuple[float, ...]

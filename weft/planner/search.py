@@ -42,10 +42,10 @@ from weft.planner.common_costs import CommonCosts, TextCosts, costs_of_stages
 from weft.planner.host_link import copied_seconds, equal_trips
 from weft.planner.memory_stages import StageChoice
 from weft.planner.other_forms import with_other_forms
-from weft.planner.question import NOT_TRIED, Constraint, Question, size_settings, with_fields
-from weft.planner.schedule_time import schedule_refusal
+from weft.planner.question import Question, size_settings, with_fields
+from weft.planner.schedule_time import least_with_any_stages, schedule_refusal
 from weft.planner.smaller_forms import IN_FLIGHT, SmallerForms
-from weft.planner.step import StepModel, StepTime
+from weft.planner.step import ROUNDING, StepModel, StepTime
 from weft.profiling import Profile, ProfileCache
 from weft.schedule.schedules import SCHEDULES
 from weft.sharding.layout import evenly_spaced
@@ -185,19 +185,7 @@ class Search(ABC):
     def _unmet(self) -> dict[str, str]:
         """By the text of each constraint that no plan satisfied, the reason."""
         unmet = [one for one in self.question.constraints if not self._asked.is_met(one)]
-        return {one.text: self._asked.reason(one, self._reason_alone(one)) for one in unmet}
-
-    def _reason_alone(self, constraint: Constraint) -> str | None:
-        """The reason why a plan with nothing but the value that the constraint states is refused; None if it is not."""
-        if not constraint.is_equal or constraint.name == "tile.degree":
-            return None
-        try:
-            alone = self._base
-            if constraint.name in NOT_TRIED and constraint.name.startswith("pipe."):  # which no pipeline does not have
-                alone = replace(alone, pipe=Pipe(2))
-            return self._reason(with_fields(alone, {constraint.name: constraint.value}))
-        except PlanError as error:
-            return str(error)
+        return {one.text: self._asked.reason(one, self._asked.alone(one, self._base, self._reason)) for one in unmet}
 
     @property
     def _base(self) -> Plan:
@@ -315,21 +303,30 @@ class Search(ABC):
             if batch % num_samples:
                 continue
             for pipe in self._pipes(degree, inner):
-                if not self._may_pipe(inner, pipe):
-                    continue
-                plan = self._asked.piped(inner.changed(pipe=pipe, shard=Shard(ranks)))
-                if (reason := schedule_refusal(plan, batch // num_samples)) is not None:
-                    self._refuses(plan, reason)
-                    continue
-                common = self.model.common(plan, batch // num_samples)
-                if not self._is_slow(bound := common.least_seconds):
-                    self._try_later(bound, self._divide, plan, common)
+                if not self._is_slow(bound := self._pipe_bound(inner, pipe, batch // num_samples)):
+                    self._try_later(bound, self._pipeline, inner, pipe, ranks, batch // num_samples)
 
-    def _divide(self, plan: Plan, common: CommonCosts) -> None:
+    def _pipe_bound(self, inner: Plan, pipe: Pipe, num_micro_batches: int) -> float:
+        """A lower bound of a step with a pipeline around the settings of `inner`, with any stages."""
+        return 0.0
+
+    def _pipeline(self, inner: Plan, pipe: Pipe, ranks: int, num_micro_batches: int) -> None:
+        """Tries a pipeline around the settings of `inner` later, in the order of the bound with its stages."""
+        plan = self._asked.piped(inner.changed(pipe=pipe, shard=Shard(ranks)))
+        if (reason := schedule_refusal(plan, num_micro_batches)) is not None and self._refuses(plan, reason):
+            return
+        common = self.model.common(plan, num_micro_batches)
+        if not self._is_slow(bound := common.least_seconds):
+            self._try_later(bound, self._divide, inner.changed(pipe=pipe), plan, common)
+
+    def _divide(self, inner: Plan, plan: Plan, common: CommonCosts) -> None:
         """Tries a plan with its ranks of shard divided over data and shard in all ways.
 
-        `common` are the costs that these plans share, unless the question asks for fields that change them.
+        `common` are the costs that these plans share, unless the question asks for fields that change them. `inner` is
+        the plan without these ranks and fields.
         """
+        if not self._may_pipe(inner.changed(pipe=Pipe()), inner.pipe):
+            return
         ranks, num_micro_batches = plan.shard.degree, common.num_micro_batches
         shared = None if self._asked.fields else common
         for shard in divisors(ranks):
@@ -402,10 +399,9 @@ class Search(ABC):
         plan, count = candidate.plan, candidate.num_micro_batches
         is_copied = plan.memory.activations > 0 or plan.memory.weights > 0
         found = replace(candidate, seconds=self.model.step(plan, count).seconds if is_copied else common.seconds(plan))
-        if self._is_slow(found.seconds):
-            return
-        insort(self._best, found, key=rank)
-        del self._best[self._room :]
+        if not self._is_slow(found.seconds):
+            insort(self._best, found, key=rank)
+            del self._best[self._room :]
 
 
 class TextSearch(Search):
@@ -438,6 +434,12 @@ class TextSearch(Search):
         if inner.tensor.x * inner.tensor.y == 1:
             found.append(Pipe(degree, "zero-bubble"))
         return found
+
+    def _pipe_bound(self, inner: Plan, pipe: Pipe, num_micro_batches: int) -> float:
+        if self._asked.fields:  # which may change the schedule, or recompute in some stages only
+            return 0.0
+        seconds, share = sum(self.steps.chain(inner)) * ROUNDING, float(pipe.schedule == "1f1b")
+        return least_with_any_stages(seconds, pipe.degree, num_micro_batches, share)
 
     def _asked_pipes(self, degree: int) -> list[Pipe]:
         """Every schedule, and any number of stages on each rank, for questions that ask for one."""

@@ -254,7 +254,10 @@ class StepModel(MicroBatchModel):
             if key not in known:
                 own_plan = plan.of_stage(stage)
                 first, blocks, last = self._chain(own_plan)
-                kinds = [*Counter(work.blocks[begin:end]).items()]
+                if len(self._kinds) == 1:  # as counting hashes each of them
+                    kinds = [(work.blocks[0], units.num_blocks)]
+                else:
+                    kinds = [*Counter(work.blocks[begin:end]).items()]
                 if len(self._kinds) > 1:
                     blocks = Seconds()
                     for part, count in kinds:
